@@ -1,0 +1,128 @@
+"""Control plane to one engine, over HTTP."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+import requests
+
+import weightsync
+from weightsync import errors, wire
+from weightsync.errors import AuthenticationFailed, EngineUnreachable, PluginNotLoaded, ProtocolMismatch, PushTimeout
+from weightsync.transports.base import Deadline
+from weightsync.wire import PREFIX
+
+_CONNECT_S: Final = 5.0
+_R = TypeVar("_R")
+
+#: How each engine is started with the plugin; errors and documents say it in the same words.
+START_LINES: Final = {
+    "vllm": "VLLM_PLUGINS=weightsync vllm serve {model} --worker-extension-cls vllm_weightsync.WorkerExtension",
+    "sglang": "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path {model}",
+}
+
+
+class EngineClient:
+    """One engine's admin routes. Every method raises a `WeightSyncError` that names the engine."""
+
+    def __init__(self, url: str, token: str):
+        self.url = url.rstrip("/")
+        self._token = token
+        self._session = requests.Session()
+        self._session.headers["Authorization"] = f"Bearer {token}"
+        # Proxies are for the outside world; an engine is named by its address.
+        self._session.trust_env = False
+
+    def open(self, deadline: Deadline) -> wire.OpenReply:
+        """Greet the engine. Raises `ProtocolMismatch` and whatever keeps it from answering."""
+        request = wire.OpenRequest(protocol=wire.PROTOCOL, package_version=weightsync.__version__)
+        reply = self._post("open", request, wire.OpenReply, deadline)
+        if reply.protocol[0] != wire.PROTOCOL[0]:
+            raise ProtocolMismatch(
+                f"{self.url} speaks protocol {reply.protocol[0]}.{reply.protocol[1]}, this sender "
+                f"{wire.PROTOCOL[0]}.{wire.PROTOCOL[1]}; install the same weightsync on both sides"
+            )
+        return reply
+
+    def status(self, deadline: Deadline, *, digest: bool = False) -> wire.StatusReply:
+        """What the engine serves; ``digest`` has every rank hash its weights."""
+        return self._post("status", wire.StatusRequest(digest=digest), wire.StatusReply, deadline)
+
+    def prepare(self, request: wire.IpcPrepare, deadline: Deadline) -> None:
+        """Make every rank check the manifest and come for the bytes."""
+        self._post("update_weights_via_ipc_zmq", request, wire.Done, deadline)
+
+    def commit(self, request: wire.CommitRequest, deadline: Deadline) -> wire.CommitReply:
+        """Make a prepared push the served version."""
+        return self._post("commit", request, wire.CommitReply, deadline)
+
+    def abort(self, push: str, deadline: Deadline) -> None:
+        """Make every rank forget a push."""
+        self._post("abort", wire.AbortRequest(push=push), wire.Done, deadline)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._session.close()
+
+    def _post(self, route: str, message: msgspec.Struct, kind: type[_R], deadline: Deadline) -> _R:
+        deadline.check(f"{route} of {self.url}")
+        try:
+            reply = self._session.post(
+                f"{self.url}{PREFIX}/{route}",
+                data=wire.to_json(message),
+                timeout=(min(_CONNECT_S, deadline.left()), deadline.left()),
+                allow_redirects=False,
+            )
+        except (requests.ConnectTimeout, requests.ConnectionError) as error:
+            raise EngineUnreachable(
+                f"no engine answers at {self.url} ({route}): {_cause(error)}; is it up, and is that its address?"
+            ) from error
+        except requests.Timeout as error:
+            raise PushTimeout(f"{self.url} did not answer {route} within {deadline.seconds:g} s") from error
+        except requests.RequestException as error:
+            raise EngineUnreachable(f"{self.url} cannot be spoken to ({route}): {error}") from error
+        if reply.status_code != 200:
+            raise self._refusal(route, reply)
+        try:
+            return wire.from_json(reply.content, kind)
+        except msgspec.MsgspecError as error:
+            raise ProtocolMismatch(f"{self.url} answered {route} with something else: {error}") from error
+
+    def _refusal(self, route: str, reply: requests.Response) -> errors.WeightSyncError:
+        try:
+            said = wire.from_json(reply.content, wire.ErrorReply)
+        except msgspec.MsgspecError:
+            said = None
+        if reply.status_code in (401, 403):
+            return AuthenticationFailed(
+                f"{self.url} refused the key: set {'' if self._token else 'the '}WEIGHTSYNC_TOKEN to the same value on "
+                "both sides, or run both as the same user on the same host"
+            )
+        if said is None and reply.status_code in (404, 405):
+            return PluginNotLoaded(f"{self.url} answers, but weightsync is not loaded there. {self._start_line()}")
+        if said is None:
+            return errors.TransferFailed(f"{self.url} answered {route} with HTTP {reply.status_code}")
+        kind = getattr(errors, said.error, errors.WeightSyncError)
+        if not (isinstance(kind, type) and issubclass(kind, errors.WeightSyncError)):
+            kind = errors.WeightSyncError
+        return kind(f"{self.url}: {said.message}", weights=said.weights, engines={self.url: said.weights})
+
+    def _start_line(self) -> str:
+        """How to start the engine that answers at the URL."""
+        for path, engine in (("/version", "vllm"), ("/get_model_info", "sglang"), ("/model_info", "sglang")):
+            try:
+                reply = self._session.get(f"{self.url}{path}", timeout=_CONNECT_S)
+                if reply.ok and isinstance(reply.json(), dict):
+                    return f"Start it as: {START_LINES[engine].format(model='MODEL')}"
+            except requests.RequestException:
+                continue
+        return "Start it as: " + " or: ".join(line.format(model="MODEL") for line in START_LINES.values())
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, without the layers of the HTTP client around it."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    reason = getattr(error, "reason", None)
+    return _cause(reason) if isinstance(reason, BaseException) else str(error).rpartition(": ")[2] or repr(error)

@@ -1,0 +1,85 @@
+"""Every error of the package.
+
+::
+
+    WeightSyncError
+    ├── EngineUnreachable       nothing answers at the URL
+    ├── PluginNotLoaded         a server answers, without our routes or our worker extension
+    ├── AuthenticationFailed    the key is missing or wrong
+    ├── ProtocolMismatch        the two sides speak different major versions
+    ├── UnsupportedOption       the engine or host cannot do what the sender was asked for
+    ├── SourceError             the model handed to `push` cannot be read as weights
+    ├── ManifestMismatch        names, shapes or dtypes do not fit the engine's model
+    ├── TransferFailed          bytes did not arrive, or not as announced
+    ├── ApplyFailed             the engine could not load what had arrived
+    └── PushTimeout             a deadline passed (also a `TimeoutError`)
+
+Every one of them carries ``weights`` and ``engines``: what the engines serve now (see `WeightSyncError`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+Weights = Literal["unchanged", "committed", "dirty", "unknown"]
+
+#: From harmless to worst: `WeightSyncError.weights` is the worst over the engines.
+SEVERITY: Final[tuple[Weights, ...]] = ("unchanged", "committed", "unknown", "dirty")
+
+
+class WeightSyncError(Exception):
+    """Base of all errors of this package.
+
+    ``engines`` says for each engine URL what it serves after the failure, ``weights`` the worst of them:
+
+    - ``"unchanged"``: the old version, bit-identical, serving.
+    - ``"committed"``: the pushed version, serving.
+    - ``"dirty"``: neither; the engine does not generate until a full push commits.
+    - ``"unknown"``: the engine could not be asked.
+    """
+
+    def __init__(self, message: str, *, weights: Weights = "unchanged", engines: Mapping[str, Weights] | None = None):
+        super().__init__(message)
+        self.engines: dict[str, Weights] = dict(engines or {})
+        self.weights: Weights = max([weights, *self.engines.values()], key=SEVERITY.index)
+
+
+class EngineUnreachable(WeightSyncError):
+    """Nothing answers at the engine's URL."""
+
+
+class PluginNotLoaded(WeightSyncError):
+    """A server answers at the URL, but weightsync is not loaded in it; the message gives the start line."""
+
+
+class AuthenticationFailed(WeightSyncError):
+    """The engine refused the key."""
+
+
+class ProtocolMismatch(WeightSyncError):
+    """Sender and engine speak different major versions of the protocol; the message names both."""
+
+
+class UnsupportedOption(WeightSyncError):
+    """The engine, or the place it runs at, cannot do what the sender was asked for."""
+
+
+class SourceError(WeightSyncError):
+    """The object handed to `push` is not a source of weights, or cannot be read."""
+
+
+class ManifestMismatch(WeightSyncError):
+    """Tensor names, shapes or dtypes do not fit the engine's model; raised before any weight changes."""
+
+
+class TransferFailed(WeightSyncError):
+    """The bytes did not arrive at an engine rank, or not as announced."""
+
+
+class ApplyFailed(WeightSyncError):
+    """An engine could not load weights that had arrived whole."""
+
+
+class PushTimeout(WeightSyncError, TimeoutError):
+    """A push did not finish within ``timeout_s``; the message names the phase and who was waited for."""

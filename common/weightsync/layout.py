@@ -1,0 +1,131 @@
+"""Tensors as plain data: manifests, and the one stream of bytes in which a checkpoint crosses."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from weightsync.errors import ManifestMismatch
+from weightsync.wire import TensorSpec
+
+#: Every tensor starts at a multiple of this many bytes in the stream; it suits any dtype and any vector load.
+ALIGN_BYTES: Final = 512
+
+#: dtypes that can cross, by the name torch prints without its prefix.
+DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name)
+    for name in (
+        "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+        "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "bool",
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+#: How many names an error lists before it says "and N more".
+_LISTED: Final = 5
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor. Raises `ManifestMismatch` by name for a dtype that no checkpoint holds."""
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise ManifestMismatch(f"{name}: dtype {tensor.dtype} cannot be sent; supported are {', '.join(DTYPES)}")
+    return TensorSpec(name, dtype, tuple(tensor.shape))
+
+
+def align(nbytes: int) -> int:
+    """Round up to `ALIGN_BYTES`."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Entry(NamedTuple):
+    """One tensor in the stream: ``offset`` and ``nbytes`` in bytes."""
+
+    spec: TensorSpec
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    def view(self, stream: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of ``stream``, the whole stream as a 1-D uint8 tensor."""
+        return stream[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.spec.shape)
+
+
+class Layout:
+    """Where each tensor of a manifest lies in the stream; both sides compute it from the manifest alone.
+
+    The stream is cut into buckets of ``bucket_bytes`` wherever a boundary falls, so a tensor larger than a bucket is
+    split, and a stage that holds the whole stream holds every tensor contiguously.
+    """
+
+    def __init__(self, manifest: Sequence[TensorSpec]):
+        self.entries: list[Entry] = []
+        offset = 0
+        for spec in manifest:
+            dtype = DTYPES.get(spec.dtype)
+            if dtype is None or any(size < 0 for size in spec.shape):
+                raise ManifestMismatch(f"{spec.name}: dtype {spec.dtype}, shape {spec.shape} is not a tensor")
+            nbytes = math.prod(spec.shape) * dtype.itemsize
+            self.entries.append(Entry(spec, dtype, offset, nbytes))
+            offset += align(nbytes)
+        self.nbytes = offset
+        #: Bytes of the tensors alone, without the padding between them.
+        self.payload_bytes = sum(entry.nbytes for entry in self.entries)
+
+    def buckets(self, bucket_bytes: int) -> int:
+        """Number of buckets."""
+        return -(-self.nbytes // bucket_bytes)
+
+
+def _listed(items: Iterable[str]) -> str:
+    names = sorted(items)
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec], optional: Iterable[str] = ()) -> None:
+    """Refuse, by name, a push that is not exactly the checkpoint an engine was built from.
+
+    ``optional`` names may be absent (the second half of a tied pair). Raises `ManifestMismatch`.
+    """
+    want = {spec.name: spec for spec in expected}
+    have: dict[str, TensorSpec] = {}
+    faults: list[str] = []
+    twice = {spec.name for spec in pushed if spec.name in have or have.update({spec.name: spec})}
+    if twice:
+        faults.append(f"sent twice: {_listed(twice)}")
+    if unknown := have.keys() - want.keys():
+        faults.append(f"unknown to the engine: {_listed(unknown)}")
+    if missing := want.keys() - have.keys() - set(optional):
+        faults.append(f"missing: {_listed(missing)}")
+    both = have.keys() & want.keys()
+    faults += [
+        f"{label}: "
+        + _listed(
+            f"{name} ({getattr(have[name], what)}, the engine has {getattr(want[name], what)})"
+            for name in both
+            if getattr(have[name], what) != getattr(want[name], what)
+        )
+        for what, label in (("shape", "wrong shape"), ("dtype", "wrong dtype (cast before the push)"))
+        if any(getattr(have[name], what) != getattr(want[name], what) for name in both)
+    ]
+    if faults:
+        raise ManifestMismatch(
+            f"the push does not fit the engine's model ({len(have)} tensors sent, {len(want)} expected): "
+            + "; ".join(faults)
+        )
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """BLAKE2b of named tensors in order of name, in hex: names, dtypes, shapes and bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,111 @@
+"""The key, and the private places where sender and engine meet on one host."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from weightsync.errors import AuthenticationFailed, TransferFailed
+
+TOKEN_VARIABLE: Final = "WEIGHTSYNC_TOKEN"
+_PREFIX: Final = "weightsync-"
+#: Longest path of a Unix socket that Linux takes, less the socket's own name.
+_MAX_SOCKET_DIRECTORY: Final = 90
+
+
+def runtime_directory() -> Path:
+    """This user's directory for run-time files, mode 0700, made if absent.
+
+    ``$XDG_RUNTIME_DIR/weightsync`` where a session manager provides that, else a directory of the system's temporary
+    folder named after the user. Raises `AuthenticationFailed` if somebody else prepared it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "weightsync" if base else Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if fault := _not_private(path):
+        raise AuthenticationFailed(f"the run-time directory {path} cannot be trusted: {fault}; remove it")
+    return path
+
+
+def _not_private(directory: Path) -> str:
+    """Why a directory is not this user's own and closed to others; empty if it is."""
+    try:
+        info = directory.lstat()
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if not stat.S_ISDIR(info.st_mode):
+        return "it is not a directory"
+    if info.st_uid != os.geteuid():
+        return f"it belongs to user {info.st_uid}"
+    if info.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(info.st_mode):04o}, not 0700"
+    return ""
+
+
+def _token_file() -> Path:
+    return runtime_directory() / "token"
+
+
+def _read_token(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor) as file:
+        info = os.fstat(descriptor)
+        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise AuthenticationFailed(f"the key file {path} is not this user's alone (0600); remove it")
+        return file.read().strip()
+
+
+def engine_token() -> str:
+    """The key an engine asks for: ``$WEIGHTSYNC_TOKEN``, else this user's key file, written if absent (0600)."""
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    path = _token_file()
+    # Several engines may start at once: the link is atomic, the losers read the winner's key.
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(32))
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(draft)
+    return _read_token(path)
+
+
+def sender_token() -> str:
+    """The key a sender shows; empty where neither the variable nor the key file exists."""
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    try:
+        return _read_token(_token_file())
+    except FileNotFoundError:
+        return ""
+
+
+def same(shown: str, token: str) -> bool:
+    """Compare keys in constant time; an empty key never matches."""
+    return bool(token) and hmac.compare_digest(shown.encode(), token.encode())
+
+
+def private_directory() -> Path:
+    """A new directory, mode 0700, for one sender's socket; the caller removes it."""
+    root = runtime_directory()
+    if len(str(root)) > _MAX_SOCKET_DIRECTORY - 20:
+        root = Path(tempfile.gettempdir())
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+
+
+def check_ipc_address(address: str) -> str:
+    """The address, if it is a socket in a private directory of this user. Raises `TransferFailed`."""
+    path = Path(address.removeprefix("ipc://"))
+    if not address.startswith("ipc:///") or path.name != "control" or not path.parent.name.startswith(_PREFIX):
+        raise TransferFailed(f"refused to dial {address!r}: not a sender's ipc address")
+    if fault := _not_private(path.parent):
+        raise TransferFailed(f"refused to dial {address!r}: {fault}")
+    return address

@@ -1,0 +1,42 @@
+"""Trainer weights in: one way to read them, whatever holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from weightsync.errors import SourceError
+from weightsync.sources.base import Source
+from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.mapping import MappingSource
+from weightsync.sources.module import ModuleSource
+from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
+
+__all__ = ["Source", "open_source"]
+
+
+def open_source(model: object, *, reuse: Source | None = None) -> Source:
+    """Find out how to read ``model``, without copying its weights.
+
+    ``model`` is a `torch.nn.Module` (one of transformers is sent under the names and layouts that ``save_pretrained``
+    would write), a mapping of names to tensors, a folder of safetensors files, or an object in the shape of vLLM's
+    ``WeightSource``. ``reuse``, a source opened before, is returned where it reads this very module and no name,
+    shape, dtype, stride or tie of it has changed since; the result is always right, reuse only saves time.
+
+    Raises `SourceError` for anything else, and by name for each tensor that cannot be sent.
+    """
+    if isinstance(model, torch.nn.Module):
+        return reuse if isinstance(reuse, ModuleSource) and reuse.reads(model) else ModuleSource(model)
+    if isinstance(model, (str, Path)):
+        return CheckpointSource(model)
+    if isinstance(model, Mapping):
+        return MappingSource(model)
+    if is_weight_source(model):
+        return WeightSourceAdapter(model)
+    raise SourceError(
+        f"cannot read weights from {type(model).__module__}.{type(model).__qualname__}; push a torch.nn.Module, a "
+        "mapping of names to tensors, a folder of safetensors files, or an object with metadata() and iteration in "
+        "the shape of vLLM's WeightSource"
+    )

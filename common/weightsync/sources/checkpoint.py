@@ -1,0 +1,166 @@
+"""A folder of safetensors files: its headers alone, or its tensors, mapped and not read until they are used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from weightsync.errors import SourceError
+from weightsync.layout import DTYPES
+from weightsync.sources.base import check_same, finish
+from weightsync.wire import TensorSpec
+
+_FILE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+#: Names of dtypes in safetensors headers.
+_DTYPES: Final[dict[str, str]] = {
+    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
+}  # fmt: skip
+
+#: The second half of a tied pair, as language models and multimodal models that wrap one name it.
+_TIED: Final = frozenset({"lm_head.weight", "language_model.lm_head.weight"})
+
+
+class CheckpointSource:
+    """The tensors of a folder, as `read_specs` describes it.
+
+    Files are opened anew at every `tensors`, so a checkpoint that was replaced between two pushes is read as it is
+    now. Do not write into its files during a push: they are mapped into memory, not read.
+    """
+
+    specs: tuple[TensorSpec, ...]
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        self.specs = read_specs(path)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See `Source.tensors`."""
+        expected = iter(self.specs)
+        for file, names in _files(self._path).items():
+            with _open(file) as opened:
+                for name in _select(file, opened, names):
+                    check_same(next(expected, TensorSpec(name, "nothing", ())), _spec(file, opened, name))
+                    yield opened.get_tensor(name)
+        for missing in expected:
+            raise SourceError(f"{missing.name}: no longer in {self._path}; open the source again")
+
+
+def read_specs(path: str | Path) -> tuple[TensorSpec, ...]:
+    """Names, dtypes and shapes in a folder of safetensors files, from their headers alone; no tensor is read.
+
+    With ``model.safetensors.index.json`` the tensors that it lists; else those of ``model.safetensors``; else those of
+    all ``*.safetensors`` files, no name twice. Raises `SourceError` for a folder with none, or one that is damaged.
+    """
+    folder = Path(path)
+    specs: list[TensorSpec] = []
+    for file, names in _files(folder).items():
+        with _open(file) as opened:
+            specs += [_spec(file, opened, name) for name in _select(file, opened, names)]
+    return finish(specs, str(folder))
+
+
+def optional_names(path: str | Path) -> frozenset[str]:
+    """Names in the checkpoint of a folder that a complete push may leave out, because the model ties them to others.
+
+    From ``tie_word_embeddings`` in ``config.json``, its own or that of a nested text configuration; where neither says
+    so, from the defaults of transformers for the model type. Empty where there is no readable configuration.
+    """
+    config = _read_json(Path(path) / "config.json") if (Path(path) / "config.json").is_file() else {}
+    nested = [part for part in config.values() if isinstance(part, dict)]
+    said = [part["tie_word_embeddings"] for part in (config, *nested) if "tie_word_embeddings" in part]
+    tied = any(said) if said else bool(config) and _ties_by_default(path)
+    return _TIED if tied else frozenset()
+
+
+def _ties_by_default(path: str | Path) -> bool:
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception:
+        return False  # Then a push must hold every tensor of the checkpoint: stricter than needed at worst.
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _files(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """The files to read, in order, each with the names to take from it (None: all of them)."""
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is not a folder; download the checkpoint and pass the folder that holds it")
+    if (folder / _INDEX).is_file():
+        return _indexed(folder)
+    if (folder / _FILE).is_file():
+        return {folder / _FILE: None}
+    if (folder / "adapter_config.json").is_file():
+        raise SourceError(f"{folder} holds a LoRA adapter; merge it into its base model and pass that checkpoint")
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return dict.fromkeys(found)
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickles:
+        raise SourceError(
+            f"{folder} holds pickle files ({pickles[0]}) and no safetensors; pickle can run code when it is read and "
+            "is refused: load the model with transformers and save it again with save_pretrained"
+        )
+    raise SourceError(f"{folder} holds no *.safetensors files")
+
+
+def _indexed(folder: Path) -> dict[Path, frozenset[str] | None]:
+    index = folder / _INDEX
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise SourceError(f"{index}: no weight_map from tensor names to file names; save the checkpoint again")
+    by_file: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise SourceError(f"{index}: {name} is said to lie in {file!r}, outside of the folder")
+        if file not in by_file and not (folder / file).is_file():
+            raise SourceError(f"{index}: {name} is said to lie in {file}, which is missing; copy the whole checkpoint")
+        by_file.setdefault(file, set()).add(name)
+    return {folder / file: frozenset(by_file[file]) for file in sorted(by_file)}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{file} cannot be read as JSON: {error}; save the checkpoint again") from error
+    return content if isinstance(content, dict) else {}
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(str(file), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise SourceError(f"{file} cannot be read as safetensors: {error}; save the checkpoint again") from error
+    with opened:
+        yield opened
+
+
+def _select(file: Path, opened: Any, names: frozenset[str] | None) -> list[str]:
+    held: list[str] = list(opened.keys())
+    if names is None:
+        return held
+    if absent := names.difference(held):
+        raise SourceError(f"{file}: {min(absent)} is missing, though {_INDEX} lists it here; save the checkpoint again")
+    return [name for name in held if name in names]
+
+
+def _spec(file: Path, opened: Any, name: str) -> TensorSpec:
+    header = opened.get_slice(name)
+    dtype = _DTYPES.get(header.get_dtype())
+    if dtype not in DTYPES:
+        raise SourceError(f"{name}: dtype {header.get_dtype()} (in {file}) cannot be sent")
+    return TensorSpec(name, dtype, tuple(header.get_shape()))

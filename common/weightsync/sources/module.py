@@ -1,0 +1,195 @@
+"""A `torch.nn.Module`: its state under the names and layouts of its checkpoint."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from weightsync.errors import SourceError
+from weightsync.sources.base import check_plain, check_same, describe, spec
+from weightsync.sources.conversion import Group, Recipe, State, compute, plain_recipe, traced_recipe
+from weightsync.wire import TensorSpec
+
+_COMPILED: Final = "_orig_mod"
+
+#: Modules of these packages hold something other than the weights of a checkpoint.
+_REFUSED_PACKAGES: Final = {
+    "peft": "is part of a PEFT adapter; merge adapters first: push model.merge_and_unload()",
+    "bitsandbytes": "holds quantised weights; push the full-precision model",
+}
+
+
+class ModuleSource:
+    """Current state of a module, in the layout of its checkpoint.
+
+    One of transformers: what its ``save_pretrained`` would write. Any other: its ``state_dict``, where of several
+    names for the same memory the first is kept. Wrappers (DistributedDataParallel, torch.compile) leave no trace.
+    Parameters are looked up at every `tensors`, so a swapped ``.data`` is seen; a changed set of names, shapes,
+    strides or ties is refused there.
+    """
+
+    specs: tuple[TensorSpec, ...]
+
+    def __init__(self, module: nn.Module):
+        self._given = module
+        self._module = unwrap(module)
+        _check_modules(self._module)
+        state = read_state(self._module)
+        for name, tensor in state.items():
+            describe(name, tensor)
+        self._traits = _traits_of(state)
+        self._recipe = recipe_of(self._module, state)
+        self.specs = self._recipe.specs
+
+    def reads(self, module: nn.Module) -> bool:
+        """Whether this source was opened on this very module, which still has the layout that it had then."""
+        return module is self._given and _traits_of(read_state(self._module)) == self._traits
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See `Source.tensors`. Views of the parameters, but for what the conversion to the checkpoint computes."""
+        state = read_state(self._module)
+        _check_traits(self._traits, _traits_of(state))
+        specs = iter(self.specs)
+        for step in self._recipe.steps:
+            if not isinstance(step, Group):
+                next(specs)
+                yield step.of(state)
+                continue
+            computed = compute(step, lambda tensors: save_layout(self._module, tensors), state)
+            while computed:
+                tensor, expected = computed.pop(0), next(specs)
+                check_same(expected, spec(expected.name, tensor))
+                yield tensor
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside of DistributedDataParallel, DataParallel and torch.compile, in any order."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif isinstance(inner := module._modules.get(_COMPILED), nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def read_state(module: nn.Module) -> State:
+    """The tensors of ``module.state_dict()``, detached, without the traces of torch.compile in their names.
+
+    Raises `SourceError` by name for two of one name and for what is no plain tensor.
+    """
+    state: State = {}
+    for raw, tensor in module.state_dict().items():
+        name = raw.replace(f"{_COMPILED}.", "")
+        check_plain(name, tensor)
+        if name in state:
+            raise SourceError(f"{name}: held twice by {type(module).__name__}, once inside of torch.compile")
+        state[name] = tensor.detach()
+    return state
+
+
+def recipe_of(module: nn.Module, state: State) -> Recipe:
+    """How to make the checkpoint of ``module`` from its state, whose tensors may be on the meta device."""
+    what, first = type(module).__name__, _first_names(state)
+    if not _is_transformers(module):
+        return plain_recipe(state, (names[0] for names in first), what)
+    ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    tied = _tied_patterns(module)
+    kept = {_kept_name(names, tied) for names in first} - ignored
+    state = {name: tensor for name, tensor in state.items() if name in kept}
+    return traced_recipe(state, lambda tensors: save_layout(module, tensors), what)
+
+
+def save_layout(module: nn.Module, tensors: State) -> Mapping[str, torch.Tensor]:
+    """What ``save_pretrained`` writes for these tensors of a transformers module.
+
+    Raises `SourceError` where transformers is too old to tell, or cannot convert them.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise SourceError(
+            "reading a transformers module needs transformers 5; upgrade it, or push a mapping of checkpoint names"
+        ) from error
+    try:
+        converted: Mapping[str, torch.Tensor] = revert_weight_conversion(module, tensors)
+    except Exception as error:
+        raise SourceError(
+            f"transformers cannot convert the weights of {type(module).__name__} to checkpoint layout ({error}); push "
+            "a mapping of checkpoint names to tensors instead"
+        ) from error
+    return converted
+
+
+def _check_modules(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kind = type(part)
+        if reason := _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0]):
+            raise SourceError(f"{name or 'the module'} ({kind.__name__}) {reason}")
+        if kind.__name__ == "FullyShardedDataParallel":
+            raise SourceError(f"{name or 'the module'} is sharded by FSDP, which cannot be sent yet; gather it first")
+        if getattr(part, "hf_quantizer", None) is not None:
+            raise SourceError(f"{name or 'the module'} ({kind.__name__}) is quantised; push the full-precision model")
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    # A module of transformers exists only where transformers is imported; nobody else should pay for the import.
+    base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and isinstance(module, base)
+
+
+def _first_names(state: State) -> list[list[str]]:
+    """Names grouped by the memory that they name, in the order of the state."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(_memory(name, tensor), []).append(name)
+    return list(groups.values())
+
+
+def _memory(name: str, tensor: torch.Tensor) -> object:
+    if not tensor.numel():
+        return name  # Nothing to share.
+    # The address of the storage object, because on the meta device there is no data pointer.
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _tied_patterns(module: nn.Module) -> list[str]:
+    return [
+        f"{name}.{pattern}" if name else pattern
+        for name, part in module.named_modules()
+        for pattern in getattr(part, "_tied_weights_keys", None) or ()
+    ]
+
+
+def _kept_name(names: list[str], tied: list[str]) -> str:
+    """Which of several names of one tensor ``save_pretrained`` keeps: one not declared as tied to another, if any."""
+    undeclared = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
+    return undeclared[0] if undeclared else max(names)
+
+
+class _Traits(NamedTuple):
+    """What a recipe takes for granted about a tensor; ``alias`` is the first name of the same memory."""
+
+    spec: TensorSpec
+    stride: tuple[int, ...]
+    alias: str
+
+
+def _traits_of(state: State) -> dict[str, _Traits]:
+    alias = {name: names[0] for names in _first_names(state) for name in names}
+    return {name: _Traits(spec(name, tensor), tensor.stride(), alias[name]) for name, tensor in state.items()}
+
+
+def _check_traits(opened: Mapping[str, _Traits], now: Mapping[str, _Traits]) -> None:
+    if opened == now:
+        return
+    changed = min(name for name in opened.keys() | now.keys() if opened.get(name) != now.get(name))
+    raise SourceError(
+        f"{changed}: its shape, dtype, stride or tie has changed since the source was opened; open the source again"
+    )

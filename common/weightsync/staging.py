@@ -1,0 +1,164 @@
+"""Arenas: memory that a sender fills and engine ranks map, kept as long as the sender.
+
+An arena holds two buckets side by side. It is touched once when made, mapped once by each rank, and reused by every
+push; nothing of it is allocated, opened or registered again while the model keeps its size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import weakref
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.wire import CudaHandle, ShmHandle
+
+SHM_DIRECTORY: Final = Path("/dev/shm")
+_SHM_PREFIX: Final = "weightsync-"
+
+
+def host_id() -> str:
+    """Equal for two processes that can share memory: same boot, same shared-memory mount."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{SHM_DIRECTORY.stat().st_dev}"
+
+
+def device_uuid(device: torch.device) -> str:
+    """Name of an accelerator that survives remapping of visible devices; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a stage could take on a device, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def free_shared_bytes() -> int:
+    """Memory that an arena could take, in bytes: free in the mount and in the machine."""
+    mount = os.statvfs(SHM_DIRECTORY)
+    return min(mount.f_bavail * mount.f_frsize, psutil.virtual_memory().available)
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    # MAP_POPULATE takes every page now: a first touch during a push would cost ten times the copy.
+    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class ShmArena:
+    """Shared memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CPU tensor."""
+
+    def __init__(self, nbytes: int):
+        path = SHM_DIRECTORY / f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        #: Removes the file; also runs when the arena is forgotten and when the interpreter exits.
+        self.close = weakref.finalize(self, path.unlink, missing_ok=True)
+        try:
+            # Reserves the pages, so that a full mount is an error here and not a SIGBUS at the first write.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            self.bytes = _map(descriptor, nbytes)
+        except OSError as error:
+            self.close()
+            raise TransferFailed(
+                f"{nbytes} bytes of shared memory could not be had from {SHM_DIRECTORY}: {error.strerror}; "
+                "free some, or pass a smaller bucket_bytes"
+            ) from error
+        finally:
+            os.close(descriptor)
+        self.name = path.name
+        self._handle = ShmHandle(path=str(path), nbytes=nbytes)
+
+    def handle(self) -> ShmHandle:
+        """What a rank needs to map the arena."""
+        return self._handle
+
+
+class CudaArena:
+    """Device memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CUDA tensor."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.name = f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+
+    def handle(self) -> CudaHandle:
+        """What one rank needs to map the arena; torch counts the users, so each rank needs a handle of its own."""
+        try:
+            shared = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise UnsupportedOption(
+                f"the arena on {self.bytes.device} cannot be shared through CUDA IPC ({error}); with "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it never can: unset that in the trainer"
+            ) from error
+        _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
+        return CudaHandle(
+            device_uuid=device_uuid(self.bytes.device),
+            handle=handle,
+            storage_nbytes=nbytes,
+            storage_offset_bytes=offset,
+            ref_counter_handle=counter,
+            ref_counter_offset=counter_offset,
+            event_handle=event,
+            event_sync_required=event_sync,
+        )
+
+    def close(self) -> None:
+        """Give the memory back to torch."""
+        del self.bytes
+
+
+Arena = ShmArena | CudaArena
+
+
+def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:
+    """Map a sender's arena into this process as a 1-D uint8 tensor. Raises `TransferFailed`."""
+    return _attach_shm(handle) if isinstance(handle, ShmHandle) else _attach_cuda(handle)
+
+
+def _attach_shm(handle: ShmHandle) -> torch.Tensor:
+    path = Path(handle.path)
+    if path.parent != SHM_DIRECTORY or not path.name.startswith(_SHM_PREFIX):
+        raise TransferFailed(f"refused to map {handle.path!r}: not a sender's arena")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferFailed(f"the sender's arena {path} cannot be opened: {error.strerror}") from error
+    try:
+        info = os.fstat(descriptor)
+        if info.st_uid != os.geteuid() or info.st_mode & 0o077 or info.st_size != handle.nbytes:
+            raise TransferFailed(f"refused to map {path}: not this user's alone, or not of {handle.nbytes} bytes")
+        return _map(descriptor, handle.nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _attach_cuda(handle: CudaHandle) -> torch.Tensor:
+    visible = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    if handle.device_uuid not in visible:
+        raise TransferFailed(f"the sender's GPU {handle.device_uuid} is not visible here (visible: {list(visible)})")
+    index = visible[handle.device_uuid]
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared_cuda(
+        index,
+        handle.handle,
+        handle.storage_nbytes,
+        handle.storage_offset_bytes,
+        handle.ref_counter_handle,
+        handle.ref_counter_offset,
+        handle.event_handle,
+        handle.event_sync_required,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for copies queued on an accelerator; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,196 @@
+"""A reference engine: a small real server around a transformers model, with the same routes as the big engines.
+
+For your own tests, and for ours where an engine cannot run::
+
+    with ReferenceEngine("path/to/model") as engine:
+        Sender([engine.url]).push(model)
+
+or, in a terminal, ``python -m weightsync.testing MODEL --port 8000``. Needs the extra ``weightsync[testing]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import requests
+import torch
+
+from weightsync import security, wire
+from weightsync.errors import EngineUnreachable
+from weightsync.expected import expected_of
+from weightsync.layout import digest_of
+from weightsync.receiver import Receiver, collect, handle
+from weightsync.sink import Expected
+
+_START_S: Final = 120.0
+_STOP_S: Final = 10.0
+
+
+class ModelSink:
+    """A transformers model as a sink: every checkpoint name is a parameter's name (dense models)."""
+
+    rank = 0
+
+    def __init__(self, folder: Path, device: torch.device):
+        from transformers import AutoModelForCausalLM
+
+        self._folder = folder
+        self.device = device
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+
+    def expected(self) -> Expected:
+        """The checkpoint in the folder."""
+        return expected_of(str(self._folder), revision=None, dtype=str(self.model.dtype).removeprefix("torch."))
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy each tensor over the one of its name."""
+        state = self.model.state_dict()
+        for name, tensor in weights:
+            state[name].copy_(tensor)
+
+    def digest(self) -> str:
+        """Of the model's state."""
+        return digest_of(self.model.state_dict().items())
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy continuation and the logprob of each of its tokens."""
+        sequence, logprobs = list(prompt), []
+        for _ in range(tokens):
+            logits = self.model(torch.tensor([sequence], device=self.device)).logits[0, -1].float()
+            best = int(logits.argmax())
+            logprobs.append(float(logits.log_softmax(-1)[best]))
+            sequence.append(best)
+        return sequence[len(prompt) :], logprobs
+
+
+class ReferenceFrontEnd:
+    """See `weightsync.routes.FrontEnd`. One thread is the engine's loop: generation and weights take turns in it."""
+
+    engine = "reference"
+    engine_version = "1"
+
+    def __init__(self, sink: ModelSink, folder: Path):
+        self.model = str(folder)
+        self.pause_refused: dict[str, str] = {}
+        self._sink = sink
+        self._receiver = Receiver(sink)
+        self._version = "default"
+        self._loop = ThreadPoolExecutor(1, thread_name_prefix="engine-loop")
+
+    async def version(self) -> str:
+        """Label of the served weights."""
+        return self._version
+
+    async def call(self, method: str, payload: bytes) -> Sequence[bytes]:
+        """On the one rank there is."""
+        loop = asyncio.get_running_loop()
+        return [await loop.run_in_executor(self._loop, handle, lambda: self._receiver, method, payload)]
+
+    async def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+        """Apply between two generations."""
+        begin = time.perf_counter()
+        collect(await self.call("weightsync_commit", wire.to_json(request)), wire.Done)
+        self._version = request.version
+        applied_s = time.perf_counter() - begin
+        return wire.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
+
+    async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy continuation of a prompt."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._loop, self._sink.generate, prompt, tokens)
+
+
+def serve(folder: Path, port: int, device: torch.device) -> None:
+    """Serve the model in ``folder`` on loopback until told to stop."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    from weightsync.routes import admin_routes
+
+    front = ReferenceFrontEnd(ModelSink(folder, device), folder)
+
+    async def generate(request: Request) -> JSONResponse:
+        asked = await request.json()
+        tokens, logprobs = await front.generate(asked["prompt"], int(asked["tokens"]))
+        return JSONResponse({"tokens": tokens, "logprobs": logprobs, "version": await front.version()})
+
+    async def health(_: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    routes = [
+        Route("/health", health),
+        Route("/generate", generate, methods=["POST"]),
+        admin_routes(lambda: front, security.engine_token()),
+    ]
+    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning")
+
+
+class ReferenceEngine:
+    """The server above as a child process, for a ``with`` block; ``url`` once entered, ``process`` its `Popen`."""
+
+    def __init__(self, folder: str | Path, *, device: str = "cpu", env: dict[str, str] | None = None):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "weightsync.testing", str(folder), "--port", str(port), "--device", device]
+        self.process = subprocess.Popen(command, env=env)
+
+    def __enter__(self) -> ReferenceEngine:
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                if requests.get(f"{self.url}/health", timeout=1).ok:
+                    return self
+            except requests.RequestException:
+                time.sleep(0.1)
+        self.close()
+        raise EngineUnreachable(f"the reference engine did not come up within {_START_S:g} s")
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy continuation and the logprob of each of its tokens."""
+        asked = {"prompt": list(prompt), "tokens": tokens}
+        reply = requests.post(f"{self.url}/generate", json=asked, timeout=_START_S)
+        reply.raise_for_status()
+        body = reply.json()
+        return body["tokens"], body["logprobs"]
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_STOP_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main() -> None:
+    """Command line of the reference engine."""
+    parser = argparse.ArgumentParser(prog="python -m weightsync.testing", description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    serve(args.model, args.port, torch.device(args.device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Bytes across: one file a transport, each with a trainer end and an engine end (see `base`)."""

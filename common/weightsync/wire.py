@@ -1,0 +1,270 @@
+"""Every message that crosses a process, once: JSON over HTTP, msgpack over ZMQ.
+
+Rules of evolution: a field added later has a default, a tag is never reused, bulk bytes never ride in a message.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from weightsync.errors import Weights
+
+#: (major, minor). Majors must match; the lower minor is spoken.
+PROTOCOL: Final[tuple[int, int]] = (1, 0)
+
+#: Where every engine carries its admin routes.
+PREFIX: Final = "/weightsync"
+
+#: What happens to requests in flight when a version commits; see the README.
+PauseMode = Literal["retract", "wait", "abort", "keep"]
+State = Literal["serving", "receiving", "prepared", "applying", "dirty"]
+
+#: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
+MAX_BODY_BYTES: Final = 64 << 20
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Base of all messages; unknown fields are ignored, so that a newer minor version can add some."""
+
+
+# --- plain data -------------------------------------------------------------------------------------------------------
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a checkpoint: ``dtype`` as torch spells it without the prefix (``"bfloat16"``)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class RankInfo(Message, frozen=True):
+    """One rank of an engine: a process that holds a full or partial copy of the weights.
+
+    ``device`` is a torch device type (``"cpu"``, ``"cuda"``), ``device_uuid`` names the accelerator under any
+    remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    device_uuid: str = ""
+    free_bytes: int = 0
+
+
+# --- HTTP: trainer -> engine front end --------------------------------------------------------------------------------
+
+
+class OpenRequest(Message, frozen=True):
+    """First message of a sender to an engine."""
+
+    protocol: tuple[int, int]
+    package_version: str = ""
+
+
+class OpenReply(Message, frozen=True):
+    """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason."""
+
+    protocol: tuple[int, int]
+    engine: str
+    engine_version: str
+    package_version: str
+    host: str
+    model: str
+    version: str
+    ranks: tuple[RankInfo, ...]
+    pause_refused: dict[str, str] = {}
+
+
+class IpcPrepare(Message, frozen=True):
+    """Ask every rank to check the manifest and to fetch the bytes from the sender at ``address``.
+
+    ``secret`` proves to the sender, over ZMQ, that a rank was asked by it. The checkpoint crosses as one stream of
+    bytes (see `layout.Layout`), ``bucket_bytes`` at a time.
+    """
+
+    push: str
+    address: str
+    secret: str
+    bucket_bytes: int
+    timeout_s: float
+    manifest: tuple[TensorSpec, ...]
+
+
+class CommitRequest(Message, frozen=True):
+    """Make the prepared push ``push`` the served version; ``timeout_s`` bounds the wait for requests in flight."""
+
+    push: str
+    version: str
+    pause: PauseMode
+    timeout_s: float
+
+
+class CommitReply(Message, frozen=True):
+    """``seconds`` per step (``pause``, ``apply``, ``caches``, ``resume``); ``pause_s`` from stop to go."""
+
+    version: str
+    pause_s: float
+    seconds: dict[str, float]
+
+
+class AbortRequest(Message, frozen=True):
+    """Forget the push ``push``, or whichever is under way where it is empty."""
+
+    push: str = ""
+
+
+class StatusRequest(Message, frozen=True):
+    """``digest`` asks each rank for a hash of the weights it computes with, which reads all of them."""
+
+    digest: bool = False
+
+
+class RankStatus(Message, frozen=True):
+    """``digest`` is a BLAKE2b hash in hex, empty where none was asked for."""
+
+    rank: int
+    state: State
+    push: str = ""
+    detail: str = ""
+    digest: str = ""
+
+
+class StatusReply(Message, frozen=True):
+    """What an engine serves and what its ranks are doing."""
+
+    engine: str
+    version: str
+    state: State
+    ranks: tuple[RankStatus, ...]
+
+
+class Done(Message, frozen=True):
+    """Empty reply."""
+
+
+class ErrorReply(Message, frozen=True):
+    """A refusal: ``error`` is a class name of `weightsync.errors`, ``weights`` what the engine serves after it."""
+
+    error: str
+    message: str
+    weights: Weights = "unchanged"
+
+
+# --- engine front end -> its ranks, over the engine's own means -------------------------------------------------------
+
+
+class RankReply(Message, frozen=True):
+    """What one rank answers to a call: ``body`` is the JSON of the reply, unless ``error`` is set."""
+
+    body: msgspec.Raw = msgspec.Raw(b"{}")
+    error: ErrorReply | None = None
+
+
+# --- ZMQ: sender <-> engine rank --------------------------------------------------------------------------------------
+
+
+class ShmHandle(Message, frozen=True, tag="shm"):
+    """A file of the shared-memory mount."""
+
+    path: str
+    nbytes: int
+
+
+class CudaHandle(Message, frozen=True, tag="cuda"):
+    """What CUDA needs to map another process's allocation, each field as torch hands it out."""
+
+    device_uuid: str
+    handle: bytes
+    storage_nbytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arena I have mapped."""
+
+    push: str
+    secret: str
+    rank: int
+    mapped: str = ""
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """sender -> rank: bucket k lies in slot k modulo two of this arena.
+
+    ``handle`` says how to map it, and is absent where this rank has it mapped.
+    """
+
+    push: str
+    arena: str
+    handle: ShmHandle | CudaHandle | None = None
+
+
+class Filled(Message, frozen=True, tag="filled"):
+    """sender -> rank: bucket ``index`` can be read."""
+
+    push: str
+    index: int
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """rank -> sender: bucket ``index`` is no longer needed where the sender keeps it."""
+
+    push: str
+    index: int
+
+
+class Prepared(Message, frozen=True, tag="prepared"):
+    """rank -> sender: the whole stream is here."""
+
+    push: str
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Either side: this push is over. ``error`` is a class name of `weightsync.errors`."""
+
+    push: str
+    error: str
+    message: str
+
+
+FromRank = Hello | Taken | Prepared | Failed
+FromSender = Offer | Filled | Failed
+
+M = TypeVar("M")
+
+_encode_json = msgspec.json.Encoder()
+_encode_msgpack = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
+
+
+def to_json(message: msgspec.Struct) -> bytes:
+    """HTTP body of a message."""
+    return _encode_json.encode(message)
+
+
+def from_json(body: bytes | str, kind: type[M]) -> M:
+    """Message of type ``kind``. Raises `msgspec.ValidationError` or `msgspec.DecodeError`."""
+    return msgspec.json.decode(body, type=kind)
+
+
+def pack(message: FromRank | FromSender) -> bytes:
+    """ZMQ frame of a message."""
+    return _encode_msgpack.encode(message)
+
+
+def unpack_from_rank(frame: bytes) -> FromRank:
+    """Message of an engine rank. Raises as `from_json`."""
+    return _from_rank.decode(frame)
+
+
+def unpack_from_sender(frame: bytes) -> FromSender:
+    """Message of a sender. Raises as `from_json`."""
+    return _from_sender.decode(frame)

@@ -1,0 +1,182 @@
+"""Every name of SGLang that is not documented as stable, in one place, checked at start.
+
+Written against SGLang 0.5.23. If a name is gone, `check` says so in every process at start-up, and pushes are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final
+
+import torch
+
+from weightsync.layout import digest_of
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED: Final = "0.5.23"
+HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
+#: While requests are being aborted, new ones may slip in until the lock is had: look again this often.
+_ABORT_AGAIN_S: Final = 0.05
+
+#: module -> attributes that this package leans on.
+_NEEDED: Final[dict[str, tuple[str, ...]]] = {
+    "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookType.BEFORE", "HookType.AFTER"),
+    "sglang.srt.entrypoints.http_server": ("_setup_and_run_http_server", "app"),
+    "sglang.srt.managers.io_struct": ("BaseReq", "hook_custom_types", "PauseGenerationReqInput",
+                                      "ContinueGenerationReqInput"),
+    "sglang.srt.managers.tokenizer_control_mixin": ("_COMMUNICATOR_SPECS",),
+    "sglang.srt.managers.tokenizer_manager": ("TokenizerManager.auto_create_handle_loop",
+                                              "TokenizerManager.abort_request", "TokenizerManager.config_value",
+                                              "TokenizerManager._update_weight_version_if_provided"),
+    "sglang.srt.managers.scheduler": ("Scheduler.init_request_dispatcher", "Scheduler.pause_generation",
+                                      "Scheduler.continue_generation", "Scheduler.flush_cache",
+                                      "Scheduler.record_weight_version_change"),
+    "sglang.srt.managers.scheduler_components.weight_updater": ("SchedulerWeightUpdaterManager._select_runners",),
+    "sglang.srt.model_executor.model_runner_components.weight_updater": (
+        "WeightUpdater.begin_weight_update", "WeightUpdater.end_weight_update",
+        "WeightUpdater.load_weights_from_distributed"),
+    "sglang.srt.runtime_context": ("get_parallel", "get_model"),
+    "sglang.utils": ("TypeBasedDispatcher",),
+}  # fmt: skip
+
+
+def version() -> str:
+    """SGLang's version."""
+    import sglang
+
+    return str(sglang.__version__)
+
+
+def missing() -> list[str]:
+    """Names that this package needs and this SGLang lacks."""
+    gone = []
+    for module, names in _NEEDED.items():
+        for name in names:
+            try:
+                found: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError):
+                gone.append(f"{module}.{name}")
+    return gone
+
+
+def check() -> str:
+    """Empty, or why this SGLang cannot be served."""
+    gone = missing()
+    return f"weightsync needs SGLang {SUPPORTED}; SGLang {version()} lacks {', '.join(gone)}" if gone else ""
+
+
+# --- in a scheduler process -------------------------------------------------------------------------------------------
+
+
+def rank_of(scheduler: Any) -> int:
+    """This scheduler's rank in its tensor-parallel group."""
+    return int(scheduler.tp_group.rank_in_group)
+
+
+def cpu_group(scheduler: Any) -> Any:
+    """The gloo group of the scheduler's tensor-parallel ranks."""
+    return scheduler.tp_cpu_group
+
+
+def device_of(scheduler: Any) -> torch.device:
+    """Where the scheduler's weights live."""
+    return next(_model(scheduler).parameters()).device
+
+
+def model_source(scheduler: Any) -> tuple[str, str | None, str]:
+    """Path or hub name of the served model, its revision, its dtype as torch spells it without prefix."""
+    config = scheduler.model_config
+    return str(config.model_path), getattr(config, "revision", None), str(config.dtype).removeprefix("torch.")
+
+
+def _model(scheduler: Any) -> torch.nn.Module:
+    model: torch.nn.Module = scheduler.tp_worker.model_runner.model
+    return model
+
+
+def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load a whole checkpoint in one begin/end session, draft models included.
+
+    The session is opened on the runners themselves: it begins and ends inside one scheduler handler, so that nothing
+    can come in between, and a rank that fails leaves no other waiting in the session's barrier.
+    """
+    updater = scheduler.weight_updater
+    if updater._session is not None:
+        raise RuntimeError("a weight-update session of somebody else is open; end it with /end_weight_update first")
+    named = list(weights)
+    for _, runner in updater._select_runners("all"):
+        runner.weight_updater.begin_weight_update()
+        loaded, message = runner.weight_updater.load_weights_from_distributed(named)
+        if not loaded:
+            raise RuntimeError(message)
+        runner.weight_updater.end_weight_update(run_post_load=False)
+
+
+def digest(scheduler: Any) -> str:
+    """Hash of the weights the scheduler computes with, in hex."""
+    model = _model(scheduler)
+    return digest_of([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def pause(scheduler: Any, *, retract: bool) -> None:
+    """Stop generating; with ``retract`` the requests in flight give up their KV and will recompute it."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract" if retract else "in_place"))
+
+
+def resume(scheduler: Any) -> None:
+    """Go on generating."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+
+# --- in the process that serves HTTP ----------------------------------------------------------------------------------
+
+
+def unsupported(server_args: Any) -> str:
+    """Why a server with these arguments cannot be updated; empty if it can."""
+    for name in ("dp_size", "pp_size", "tokenizer_worker_num"):
+        if getattr(server_args, name, 1) not in (1, None):
+            return f"--{name.replace('_', '-')} {getattr(server_args, name)} is not supported: run one server a replica"
+    return ""
+
+
+def served_version(tokenizer_manager: Any) -> str:
+    """Label of the served weights."""
+    return str(tokenizer_manager.config_value("weight_version"))
+
+
+def set_served_version(tokenizer_manager: Any, version: str) -> None:
+    """Label new responses; the schedulers have set theirs."""
+    tokenizer_manager._update_weight_version_if_provided(version)
+
+
+@contextlib.asynccontextmanager
+async def drained(tokenizer_manager: Any, *, abort: bool) -> AsyncIterator[None]:
+    """Inside, no request is in flight and new ones wait; ``abort`` ends those in flight instead of waiting."""
+    lock = tokenizer_manager.model_update_lock.writer_lock
+    entering = asyncio.ensure_future(lock.__aenter__())
+    try:
+        while abort and not entering.done():
+            tokenizer_manager.abort_request(abort_all=True)
+            await asyncio.wait([entering], timeout=_ABORT_AGAIN_S)
+        await asyncio.shield(entering)
+    except BaseException:
+        # Cancelled while waiting: leave the queue, or give the lock back if it was had at the last moment.
+        if not entering.cancel() and not entering.cancelled():
+            await lock.__aexit__(None, None, None)
+        raise
+    try:
+        yield
+    finally:
+        await lock.__aexit__(None, None, None)

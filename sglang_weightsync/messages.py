@@ -1,0 +1,26 @@
+"""The typed request that reaches every scheduler rank. Imports SGLang."""
+
+from __future__ import annotations
+
+# msgspec reads the annotations at run time: SGLang decodes these structs by name.
+from typing import List  # noqa: UP035
+
+from sglang.srt.managers.io_struct import BaseReq
+
+
+class WeightsyncReqInput(BaseReq, kw_only=True):
+    """Run ``method`` of `weightsync.receiver.handle` on every rank; ``call`` comes back with the reply."""
+
+    call: str
+    method: str
+    payload: bytes
+    timeout_s: float
+
+
+class WeightsyncReqOutput(BaseReq, kw_only=True):
+    """Every rank's reply, gathered by the first; ``pause_s`` and ``apply_s`` are seconds of a commit."""
+
+    call: str
+    replies: List[bytes]  # noqa: UP006
+    pause_s: float = 0.0
+    apply_s: float = 0.0

@@ -1,0 +1,108 @@
+"""The stream: where every tensor lies, and what a push must consist of."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.errors import ManifestMismatch
+from weightsync.layout import ALIGN_BYTES, DTYPES, Layout, check_manifest, digest_of, spec_of
+from weightsync.sender import choose_bucket_bytes
+from weightsync.wire import TensorSpec
+
+SPECS = st.lists(
+    st.builds(
+        TensorSpec,
+        name=st.uuids().map(str),
+        dtype=st.sampled_from(sorted(DTYPES)),
+        shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(SPECS)
+def test_tensors_are_aligned_apart_and_inside(manifest):
+    layout = Layout(manifest)
+    end = 0
+    for entry in layout.entries:
+        assert entry.offset % ALIGN_BYTES == 0
+        assert entry.offset >= end
+        end = entry.offset + entry.nbytes
+    assert end <= layout.nbytes < end + ALIGN_BYTES * len(manifest) + 1
+    assert layout.nbytes % ALIGN_BYTES == 0
+
+
+@given(SPECS)
+def test_a_view_of_the_stream_is_the_tensor(manifest):
+    layout = Layout(manifest)
+    stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for number, entry in enumerate(layout.entries):
+        view = entry.view(stream)
+        assert (view.dtype, tuple(view.shape)) == (entry.dtype, entry.spec.shape)
+        stream[entry.offset : entry.offset + entry.nbytes] = number + 1
+    for number, entry in enumerate(layout.entries):
+        assert (stream[entry.offset : entry.offset + entry.nbytes] == number + 1).all()
+
+
+@pytest.mark.parametrize("bad", [("complex64", (2,)), ("bfloat16", (2, -1)), ("no such", ())])
+def test_what_is_no_tensor_is_refused_by_name(bad):
+    with pytest.raises(ManifestMismatch, match=r"model\.bad"):
+        Layout([TensorSpec("model.bad", *bad)])
+
+
+def test_a_dtype_that_no_checkpoint_holds_is_refused_by_name():
+    with pytest.raises(ManifestMismatch, match=r"w: dtype torch\.complex64"):
+        spec_of("w", torch.zeros(2, dtype=torch.complex64))
+
+
+A, B, C = (TensorSpec(name, "bfloat16", (2, 3)) for name in "abc")
+
+
+def test_the_complete_checkpoint_fits():
+    check_manifest([B, A], [A, B])
+    check_manifest([A], [A, B], optional=["b"])
+
+
+@pytest.mark.parametrize(
+    ("pushed", "said"),
+    [
+        ([A], "missing: b"),
+        ([A, B, C], "unknown to the engine: c"),
+        ([A, B, B], "sent twice: b"),
+        ([A, TensorSpec("b", "bfloat16", (3, 2))], r"wrong shape: b \(\(3, 2\), the engine has \(2, 3\)\)"),
+        ([A, TensorSpec("b", "float32", (2, 3))], r"wrong dtype.*b \(float32, the engine has bfloat16\)"),
+        ([], "missing: a, b"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(pushed, said):
+    with pytest.raises(ManifestMismatch, match=said):
+        check_manifest(pushed, [A, B])
+
+
+def test_long_lists_are_cut():
+    with pytest.raises(ManifestMismatch, match="and 95 more"):
+        check_manifest([], [TensorSpec(f"t{n:03}", "int8", ()) for n in range(100)])
+
+
+def test_digest_sees_names_values_and_dtypes_but_not_order():
+    a, b = torch.arange(4.0), torch.ones(2, dtype=torch.bfloat16)
+    same = digest_of([("a", a), ("b", b)])
+    assert digest_of([("b", b), ("a", a)]) == same
+    others = [[("a", a), ("c", b)], [("a", a), ("b", b + 1)], [("a", a.reshape(2, 2)), ("b", b)], [("a", a)]]
+    assert same not in {digest_of(other) for other in others}
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+def test_buckets_are_aligned_and_hold_the_model_where_memory_allows(stream_bytes, free):
+    chosen = choose_bucket_bytes(stream_bytes, free, None)
+    assert chosen % ALIGN_BYTES == 0
+    assert chosen >= ALIGN_BYTES
+    if free // 4 >= stream_bytes:
+        assert 2 * chosen >= stream_bytes
+    assert chosen <= max(free // 4, 16 << 20, ALIGN_BYTES)
+
+
+def test_an_asked_bucket_size_is_rounded_up_to_alignment():
+    assert choose_bucket_bytes(1 << 30, 1 << 30, 1000) == 1024

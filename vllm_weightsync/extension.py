@@ -1,0 +1,56 @@
+"""The worker extension: weightsync's methods on every vLLM worker, callable through ``collective_rpc``.
+
+Imports nothing of vLLM, so that a user's own extension class can derive from it anywhere.
+"""
+
+from __future__ import annotations
+
+from weightsync.receiver import Receiver, handle
+
+_ATTRIBUTE = "_weightsync_receiver"
+
+
+def _run(worker: WorkerExtension, method: str, payload: str) -> str:
+    def receiver() -> Receiver:
+        found = worker.__dict__.get(_ATTRIBUTE)
+        if found is None:
+            # vLLM is imported by now, and the worker has loaded its model.
+            from vllm_weightsync.sink import VllmSink
+
+            found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmSink(worker))
+        return found
+
+    return handle(receiver, method, payload).decode()
+
+
+class WorkerExtension:
+    """For ``--worker-extension-cls``, alone or as a base of your own extension class.
+
+    vLLM appends it to the worker's bases and never runs its ``__init__``. Every method takes the JSON of a message of
+    `weightsync.wire` and returns that of a `wire.RankReply`; none raises, because vLLM's multi-process executor leaves
+    the other ranks' replies in their queues when one rank raises, and hands them to the next call.
+    """
+
+    def weightsync_open(self, payload: str = "{}") -> str:
+        """`wire.RankInfo` of this worker."""
+        return _run(self, "weightsync_open", payload)
+
+    def weightsync_status(self, payload: str = "{}") -> str:
+        """`wire.RankStatus` of this worker, for a `wire.StatusRequest`."""
+        return _run(self, "weightsync_status", payload)
+
+    def update_weights_via_ipc_zmq(self, payload: str) -> str:
+        """Check a `wire.IpcPrepare` and start fetching the bytes, in a thread; generation goes on."""
+        return _run(self, "update_weights_via_ipc_zmq", payload)
+
+    def weightsync_ready(self, payload: str) -> str:
+        """Whether the push of a `wire.CommitRequest` is staged here."""
+        return _run(self, "weightsync_ready", payload)
+
+    def weightsync_commit(self, payload: str) -> str:
+        """Load the staged push of a `wire.CommitRequest`; the caller has paused generation."""
+        return _run(self, "weightsync_commit", payload)
+
+    def weightsync_abort(self, payload: str = "{}") -> str:
+        """Forget the push of a `wire.AbortRequest`."""
+        return _run(self, "weightsync_abort", payload)

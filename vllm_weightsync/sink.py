@@ -1,0 +1,34 @@
+"""One vLLM worker as a sink of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm_weightsync import compat
+from weightsync.expected import expected_of
+from weightsync.sink import Expected
+
+
+class VllmSink:
+    """See `weightsync.sink.Sink`."""
+
+    def __init__(self, worker: Any):
+        self._worker = worker
+        self.rank = compat.worker_rank(worker)
+        self.device = compat.worker_device(worker)
+
+    def expected(self) -> Expected:
+        """The checkpoint that the engine was started with."""
+        config = compat.model_config(self._worker)
+        return expected_of(config.model, revision=config.revision, dtype=str(config.dtype).removeprefix("torch."))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Through vLLM's reload path."""
+        compat.reload(self._worker, weights)
+
+    def digest(self) -> str:
+        """Of every weight, packed ones included."""
+        return compat.digest(self._worker)
