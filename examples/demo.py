@@ -1,7 +1,7 @@
 """Train a tiny model for a few steps and push each step into a running engine: `make demo`.
 
-Starts a real vLLM or SGLang server on this machine's CPU with a tiny random model, takes real optimiser steps on the same
-model in this process, pushes after each, and checks that the engine's greedy log-probabilities are the trainer's own.
+Starts a real vLLM or SGLang server on this machine's CPU with a tiny random model, takes real optimiser steps on the
+same model in this process, pushes after each, and checks that the engine's greedy log-probabilities are the trainer's.
 Exit code 0 only if they are, after every push.
 """
 
@@ -14,15 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from weightsync import PushResult, Sender
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import models, servers
+from weightsync import PushResult, Sender
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
 NEW_TOKENS = 16

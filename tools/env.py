@@ -2,9 +2,9 @@
 
 Usage: python3 tools/env.py [trainer|vllm|sglang|all ...]        (default: all; an engine brings the trainer's along)
 
-The engines pin different versions of the same packages, so each has an environment of its own. The trainer's has this package
-editable; the engines' have it as a wheel, because that is what users install. Every step is stamped when it is complete: a
-second run does nothing, and a run after an interrupted one repeats only what was not finished.
+The engines pin different versions of the same packages, so each has an environment of its own. The trainer's has this
+package editable; the engines' have it as a wheel, because that is what users install. Every step is stamped when it is
+complete: a second run does nothing, and a run after an interrupted one repeats only what was not finished.
 
 Runs on any Python 3.8 or later, standard library only: its first task is to find the Python 3.11 it builds with.
 """
@@ -145,7 +145,7 @@ class Runner:
     def _wait(self, command: Sequence[object], output_fd: int) -> int:
         if self.cancelled.is_set():
             raise SetupError("interrupted")
-        # The child inherits the lock: should this process be killed, the next run waits until a pip it left behind has ended.
+        # The child inherits the lock: should this process be killed, the next run waits for the pip it left behind.
         child = subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
@@ -174,7 +174,7 @@ class Runner:
 
 
 def _pip_environment() -> dict[str, str]:
-    """The caller's environment, so that pip's own configuration holds, with pip kept from asking or installing elsewhere."""
+    """Return the caller's environment, so that pip's configuration holds, without what sends pip elsewhere."""
     environment = dict(os.environ, PIP_NO_INPUT="1", PIP_DISABLE_PIP_VERSION_CHECK="1", PYTHONNOUSERSITE="1")
     for variable in ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "VIRTUAL_ENV"):
         environment.pop(variable, None)
@@ -184,18 +184,18 @@ def _pip_environment() -> dict[str, str]:
 # ---- the steps -------------------------------------------------------------------------------------------------------
 
 
-def install_packages(environment: Environment, python: tuple[str, str], runner: Runner) -> None:
+def install_packages(environment: Environment, python: str, runner: Runner) -> None:
     """Create the environment and install its pinned packages, unless that was completed from the same pins.
 
-    The two are one step: an installation that was cut short, or made from other pins, is removed and made again, since pip
-    takes a package whose files it half wrote, or one no longer asked for, as good.
+    The two are one step: an installation that was cut short, or made from other pins, is removed and made again, since
+    pip takes a package whose files it half wrote, or one no longer asked for, as good.
     """
-    inputs = _packages_digest(environment, python)
-    if not _needs_packages(environment, python):
+    inputs = _packages_digest(environment)
+    if not _needs_packages(environment):
         return
     if environment.path.exists():
         shutil.rmtree(environment.path)
-    runner.run(environment.name, "creating the environment", [python[0], "-m", "venv", environment.path])
+    runner.run(environment.name, "creating the environment", [python, "-m", "venv", environment.path])
     install = [environment.python, "-m", "pip", "install", "--no-deps", "--progress-bar=off", "--no-compile"]
     for file in environment.requirements:
         runner.run(environment.name, f"installing requirements/{file}", [*install, "-r", ROOT / "requirements" / file])
@@ -206,14 +206,14 @@ def install_packages(environment: Environment, python: tuple[str, str], runner: 
     runner.say(f"{environment.name}: packages installed in {environment.folder}")
 
 
-def _packages_digest(environment: Environment, python: tuple[str, str]) -> str:
+def _packages_digest(environment: Environment) -> str:
     # A virtual environment holds its own absolute path, so one in a folder that was moved is made again.
     files = [ROOT / "requirements" / file for file in environment.requirements]
-    return digest(files, python[1], str(environment.path))
+    return digest(files, str(PYTHON_VERSION), str(environment.path))
 
 
-def _needs_packages(environment: Environment, python: tuple[str, str]) -> bool:
-    complete = Stamps(environment).has("packages", _packages_digest(environment, python))
+def _needs_packages(environment: Environment) -> bool:
+    complete = Stamps(environment).has("packages", _packages_digest(environment))
     return not (complete and environment.python.exists())
 
 
@@ -243,7 +243,7 @@ def install_editable(runner: Runner) -> None:
 
 
 def install_wheel(environment: Environment, runner: Runner) -> None:
-    """Install this package into an engine's environment as a wheel, unless the one there was built from the same sources."""
+    """Install this package as a wheel into an engine's environment, unless the one there has the same sources."""
     inputs = digest(ROOT / name for name in (*METADATA_FILES, *SOURCE_FOLDERS))
     stamps = Stamps(environment)
     if not stamps.has("package", inputs):
@@ -269,27 +269,26 @@ def _build_wheel(inputs: str, runner: Runner) -> Path:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def find_python() -> tuple[str, str]:
-    """Return the path and the full version of a Python 3.11; raises SetupError where there is none."""
+def find_python() -> str:
+    """Return the path of a Python 3.11, outside any virtual environment; raises SetupError where there is none."""
     wanted = ".".join(map(str, PYTHON_VERSION))
     for candidate in (sys.executable, f"python{wanted}", "python3"):
         path = shutil.which(candidate)
         if path is None:
             continue
-        probe = "import ensurepip, sys, venv; print(sys.executable); print(sys.version)"
+        probe = "import ensurepip, sys, venv; print(sys._base_executable, sys.version, sep='\\n')"
         answer = subprocess.run([path, "-c", probe], capture_output=True, text=True, check=False)
         executable, _, version = answer.stdout.strip().partition("\n")
         if answer.returncode == 0 and version.startswith(wanted + "."):
-            return executable, version
+            return executable
     raise SetupError(f"Python {wanted} with venv is needed (the engines' wheels are pinned for it) and none is on PATH")
 
 
 def check_machine(missing: list[Environment]) -> None:
     """Raise SetupError if the environments in `missing` cannot be built here."""
     if missing and (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise SetupError(
-            f"Linux on x86-64 is needed (the pinned wheels are for it), not {sys.platform} on {platform.machine()}"
-        )
+        here = f"{sys.platform} on {platform.machine()}"
+        raise SetupError(f"Linux on x86-64 is needed (the pinned wheels are for it), and this is {here}")
     needed_gb = sum(environment.disk_gb for environment in missing)
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if free_gb < needed_gb:
@@ -316,7 +315,7 @@ def only_run() -> Iterator[int]:
 def build(environments: list[Environment], runner: Runner) -> None:
     """Bring the environments up to date; raises SetupError with a message for the user."""
     python = find_python()
-    missing = [environment for environment in environments if _needs_packages(environment, python)]
+    missing = [environment for environment in environments if _needs_packages(environment)]
     check_machine(missing)
     # Two at a time: pip uses one core, and the largest first so that they end together.
     missing.sort(key=lambda environment: -environment.disk_gb)
@@ -335,7 +334,7 @@ def _install_ours(environments: list[Environment], runner: Runner) -> None:
 
 
 def _watch(futures: list[Future[None]], runner: Runner) -> None:
-    """Wait for the futures with a progress line every few seconds; the first failure, or an interrupt, stops them all."""
+    """Wait for the futures, with progress lines; the first failure, or an interrupt, stops them all."""
     try:
         pending = set(futures)
         while pending:
@@ -357,6 +356,7 @@ def main(arguments: list[str] | None = None) -> int:
     for target in targets:
         if target not in (*ENVIRONMENTS, "all"):
             parser.error(f"unknown target {target!r}")
+    # The trainer's in any case: it builds the wheel.
     wanted = [environment for name, environment in ENVIRONMENTS.items() if {name, "all"} & {*targets, "trainer"}]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

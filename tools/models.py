@@ -1,7 +1,7 @@
-"""Make models with random weights, small ones and one of a real shape, and compute their log-probabilities with transformers.
+"""Make models with random weights, small ones and one of a real shape, and compute log-probabilities with transformers.
 
-Run in the trainer's environment. There is no download: the configurations are written out here, the weights are random, and the
-tokenizer is one token per byte.
+Run in the trainer's environment. There is no download: the configurations are written out here, the weights are random,
+and the tokenizer is one token per byte.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_POSITIONS = 1024
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 BYTES = 256
 
-# Heads, key-value heads and experts divide by two, for tensor parallelism over two ranks; the sizes are multiples of what vLLM's
-# CPU kernels pack (32 columns for each rank).
+# Heads, key-value heads and experts divide by two, for tensor parallelism over two ranks; the sizes are multiples of
+# what vLLM's CPU kernels pack (32 columns for each rank).
 _TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -31,7 +31,7 @@ _TINY = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": MAX_POSITIONS,
-    # Ten times the usual spread: with the usual one a model this narrow predicts nearly the same for every prompt and seed.
+    # Ten times the usual spread: with that, a model this narrow predicts nearly the same for every prompt and seed.
     "initializer_range": 0.2,
 }
 _QWEN3_0_6B = {
@@ -52,7 +52,7 @@ _MOE = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-# A clear-cut router: where two experts nearly tie for the last place, rounding alone picks one, and the engines' answers part.
+# A clear-cut router: where two experts nearly tie for the last place, rounding alone picks one, and answers part.
 _ROUTER_SCALE = 4.0
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_TINY, "tie_word_embeddings": True}),
@@ -119,7 +119,7 @@ def load_reference(path: str | Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def reference_logprobs(model: PreTrainedModel, token_ids: list[int], n_prompt: int) -> list[float]:
-    """Return the natural log-probability of each token after the first `n_prompt`, given all before it, in one forward pass."""
+    """Return the natural log-probability of each token after the first `n_prompt`, from one forward pass."""
     logits = model(torch.tensor([token_ids])).logits[0, n_prompt - 1 : -1].float()
     wanted = torch.tensor(token_ids[n_prompt:]).unsqueeze(1)
     logprobs: list[float] = logits.log_softmax(-1).gather(1, wanted).squeeze(1).tolist()

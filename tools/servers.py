@@ -73,7 +73,7 @@ class Server:
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """End the server: ask it to, then after `deadline_s` seconds kill what is left of it. Safe to call again.
 
-        A worker can outlive the server and start a session of its own, so all processes are noted before any is asked to end.
+        A worker can outlive the server and lead a session of its own, so all are noted before any is asked to end.
         """
         known = self.processes()
         if self.process.poll() is None:
@@ -106,9 +106,9 @@ def start(
 ) -> Server:
     """Start an engine on a CPU with this model folder, over `tp` ranks, and return once it answers.
 
-    `args` are appended to its command line and `env` overrides its environment; with `plugin`, weightsync is loaded in it.
-    `port` is a free one unless given. The log goes to `log`, or to a new file. Raises ServerFailed, with the end of the log,
-    if the process ends or is not ready within `timeout_s` seconds.
+    `args` are appended to its command line and `env` overrides its environment; with `plugin`, weightsync is loaded in
+    it. `port` is a free one unless given. The log goes to `log`, or to a new file. Raises ServerFailed, with the end of
+    the log, if the process ends or is not ready within `timeout_s` seconds.
     """
     model = Path(model).resolve()
     port = free_port() if port is None else port
@@ -147,13 +147,22 @@ def free_port() -> int:
 
 
 def greedy(server: Server, prompt_ids: list[int], n: int) -> tuple[list[int], list[float]]:
-    """Return the `n` most probable next tokens, one by one, and their natural log-probabilities; no token ends it early."""
+    """Return `n` tokens, each the most probable next one, and their natural log-probabilities; none ends it early."""
+    body = answer(server, prompt_ids, n)
     if server.engine == "vllm":
-        answer = _post(server, "/v1/completions", _vllm_request(server, prompt_ids, n)).json()["choices"][0]
-        return answer["token_ids"], answer["logprobs"]["token_logprobs"]
-    answer = _post(server, "/generate", _sglang_request(prompt_ids, n)).json()
-    pairs = answer["meta_info"]["output_token_logprobs"]
+        choice = body["choices"][0]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    pairs = body["meta_info"]["output_token_logprobs"]
     return [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs]
+
+
+def answer(server: Server, prompt_ids: list[int], n: int) -> dict[str, Any]:
+    """Return the engine's whole answer to a greedy request for `n` tokens, as it words it."""
+    if server.engine == "vllm":
+        body: dict[str, Any] = _post(server, "/v1/completions", _vllm_request(server, prompt_ids, n)).json()
+    else:
+        body = _post(server, "/generate", _sglang_request(prompt_ids, n)).json()
+    return body
 
 
 def stream(server: Server, prompt_ids: list[int], n: int) -> Iterator[tuple[int, float]]:
@@ -265,7 +274,7 @@ def _environment(engine: Engine, tp: int, plugin: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(share),
         "TOKENIZERS_PARALLELISM": "false",
-        # Samplers compile small functions on their first request, even in eager mode: 20 s, and a C++ compiler, for nothing here.
+        # Even in eager mode, samplers compile small functions on their first request: 20 s and a C++ compiler.
         "TORCH_COMPILE_DISABLE": "1",
     }
     if engine == "vllm":
@@ -295,16 +304,18 @@ def _new_log(engine: Engine) -> Path:
 
 
 def _wait_until_ready(server: Server, deadline_s: float) -> None:
-    # SGLang answers /health with 503 until its schedulers made a first token, vLLM does not listen before its workers are up.
+    # SGLang answers /health with 503 until its schedulers made a first token; vLLM listens once its workers are up.
     while not _is_ready(server):
         code = server.process.poll()
         if code is not None:
-            raise ServerFailed(
-                f"{server.engine} ended with code {code} while starting; {server.log} ends with:\n{server.tail()}"
-            )
+            raise ServerFailed(_failure(server, f"ended with code {code} while starting"))
         if time.monotonic() > deadline_s:
-            raise ServerFailed(f"{server.engine} was not ready in time; {server.log} ends with:\n{server.tail()}")
+            raise ServerFailed(_failure(server, "was not ready in time"))
         time.sleep(POLL_INTERVAL_S)
+
+
+def _failure(server: Server, what: str) -> str:
+    return f"{server.engine} {what}; {server.log} ends with:\n{server.tail()}"
 
 
 def _is_ready(server: Server) -> bool:

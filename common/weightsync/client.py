@@ -7,7 +7,6 @@ from typing import Final, TypeVar
 import msgspec
 import requests
 
-import weightsync
 from weightsync import errors, wire
 from weightsync.errors import AuthenticationFailed, EngineUnreachable, PluginNotLoaded, ProtocolMismatch, PushTimeout
 from weightsync.transports.base import Deadline
@@ -36,7 +35,7 @@ class EngineClient:
 
     def open(self, deadline: Deadline) -> wire.OpenReply:
         """Greet the engine. Raises `ProtocolMismatch` and whatever keeps it from answering."""
-        request = wire.OpenRequest(protocol=wire.PROTOCOL, package_version=weightsync.__version__)
+        request = wire.OpenRequest(protocol=wire.PROTOCOL, package_version=wire.PACKAGE_VERSION)
         reply = self._post("open", request, wire.OpenReply, deadline)
         if reply.protocol[0] != wire.PROTOCOL[0]:
             raise ProtocolMismatch(
@@ -99,7 +98,7 @@ class EngineClient:
                 f"{self.url} refused the key: set {'' if self._token else 'the '}WEIGHTSYNC_TOKEN to the same value on "
                 "both sides, or run both as the same user on the same host"
             )
-        if said is None and reply.status_code in (404, 405):
+        if said is None and reply.status_code in (404, 405, 501):
             return PluginNotLoaded(f"{self.url} answers, but weightsync is not loaded there. {self._start_line()}")
         if said is None:
             return errors.TransferFailed(f"{self.url} answered {route} with HTTP {reply.status_code}")

@@ -57,8 +57,8 @@ class Receiver:
         self._state: State = "serving"
         self._detail = ""
         self._stage: torch.Tensor | None = None
-        self._thread: threading.Thread | None = None
-        self._cancelled = threading.Event()
+        self._cancelled, self._received = threading.Event(), threading.Event()
+        self._received.set()
 
     def info(self) -> RankInfo:
         """Who this rank is and what memory it has."""
@@ -83,21 +83,23 @@ class Receiver:
 
     def prepare(self, request: IpcPrepare) -> None:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
-        if self._thread is not None and self._thread.is_alive():
-            raise TransferFailed(f"rank {self._sink.rank} is still busy with push {self._push}; abort that first")
+        if not self._received.is_set():
+            raise TransferFailed(f"rank {self._sink.rank} is still receiving push {self._push}; abort that first")
         if self._expected is None:
             self._expected = self._sink.expected()
         check_manifest(request.manifest, self._expected.specs, self._expected.optional)
         self._layout = Layout(request.manifest)
         self._push, self._stage, self._detail = request.push, None, ""
         self._state = "dirty" if self._state == "dirty" else "receiving"
-        self._cancelled = threading.Event()
-        self._thread = threading.Thread(
-            target=self._receive, args=(request, self._layout, self._cancelled), name="weightsync-receive", daemon=True
+        self._cancelled, self._received = threading.Event(), threading.Event()
+        thread = threading.Thread(
+            target=self._receive, args=(request, self._layout, self._cancelled, self._received), daemon=True
         )
-        self._thread.start()
+        thread.start()
 
-    def _receive(self, request: IpcPrepare, layout: Layout, cancelled: threading.Event) -> None:
+    def _receive(
+        self, request: IpcPrepare, layout: Layout, cancelled: threading.Event, received: threading.Event
+    ) -> None:
         try:
             self._stage = self._end.receive(request, layout, self._sink.rank, cancelled)
         except Exception as error:
@@ -106,6 +108,10 @@ class Receiver:
             self._detail = f"{type(error).__name__}: {error}"
         if self._state == "receiving":
             self._state = "prepared" if self._stage is not None else "serving"
+        received.set()
+        if self._stage is not None:
+            # Not before the stage is in its place: the commit may follow at once.
+            self._end.confirm(request.push)
 
     def ready(self, push: str) -> None:
         """Raise `TransferFailed` unless the whole of ``push`` is staged here."""
@@ -141,8 +147,7 @@ class Receiver:
         if push not in ("", self._push):
             return
         self._cancelled.set()
-        if self._thread is not None:
-            self._thread.join(_ABORT_WAIT_S)
+        self._received.wait(_ABORT_WAIT_S)
         self._stage, self._push = None, ""
         if self._state in ("receiving", "prepared"):
             self._state = "serving"

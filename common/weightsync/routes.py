@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-import weightsync
 from weightsync import security, staging, wire
 from weightsync.errors import AuthenticationFailed, ProtocolMismatch, UnsupportedOption
 from weightsync.receiver import collect, error_reply
@@ -127,14 +126,15 @@ class _Admin:
         if theirs[0] != wire.PROTOCOL[0]:
             raise ProtocolMismatch(
                 f"the sender speaks protocol {theirs[0]}.{theirs[1]}, this engine "
-                f"{wire.PROTOCOL[0]}.{wire.PROTOCOL[1]} (weightsync {weightsync.__version__}); install the same weightsync on both sides"
+                f"{wire.PROTOCOL[0]}.{wire.PROTOCOL[1]} (weightsync {wire.PACKAGE_VERSION}); install the same "
+                "weightsync on both sides"
             )
         ranks = collect(await front.call("weightsync_open", b"{}"), wire.RankInfo)
         return wire.OpenReply(
             protocol=wire.PROTOCOL,
             engine=front.engine,
             engine_version=front.engine_version,
-            package_version=weightsync.__version__,
+            package_version=wire.PACKAGE_VERSION,
             host=staging.host_id(),
             model=front.model,
             version=await front.version(),

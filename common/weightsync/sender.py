@@ -101,6 +101,7 @@ class Sender:
         self._clients = [EngineClient(url, key) for url in engines]
         self._threads = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weightsync-engine")
         self._end: TrainerIpcZmq | None = None
+        self._source: Source | None = None
         self._layout: Layout | None = None
         self._chosen_bucket_bytes = 0
         try:
@@ -132,7 +133,7 @@ class Sender:
         `WeightSyncError.engines` for what each engine serves.
         """
         deadline, start = Deadline(self._timeout_s), time.perf_counter()
-        source = open_source(model)
+        source = self._source = open_source(model, reuse=self._source)
         layout = self._layout_of(source)
         push, label = secrets.token_hex(8), self._next_version() if version is None else version
         seconds: dict[str, float] = {}
@@ -186,7 +187,7 @@ class Sender:
         """The trainer end of the transport, and the size of a bucket; both stay while the model does."""
         ranks = [rank for engine in self._engines.values() for rank in engine.hello.ranks]
         if self._end is None:
-            device = next(source.tensors()).device
+            device = source.device
             colocated = device.type == "cuda" and {r.device_uuid for r in ranks} == {staging.device_uuid(device)}
             self._end = TrainerIpcZmq(device if colocated else torch.device("cpu"))
         if not self._chosen_bucket_bytes:

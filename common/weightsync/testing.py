@@ -92,6 +92,11 @@ class ReferenceFrontEnd:
         """Label of the served weights."""
         return self._version
 
+    @property
+    def dirty(self) -> bool:
+        """Whether a push failed while it was applied."""
+        return self._receiver.status().state == "dirty"
+
     async def call(self, method: str, payload: bytes) -> Sequence[bytes]:
         """On the one rank there is."""
         loop = asyncio.get_running_loop()
@@ -125,6 +130,10 @@ def serve(folder: Path, port: int, device: torch.device) -> None:
 
     async def generate(request: Request) -> JSONResponse:
         asked = await request.json()
+        if front.dirty:
+            return JSONResponse(
+                {"error": "a push failed half-way; only a full push makes this engine serve again"}, 503
+            )
         tokens, logprobs = await front.generate(asked["prompt"], int(asked["tokens"]))
         return JSONResponse({"tokens": tokens, "logprobs": logprobs, "version": await front.version()})
 
@@ -140,14 +149,24 @@ def serve(folder: Path, port: int, device: torch.device) -> None:
 
 
 class ReferenceEngine:
-    """The server above as a child process, for a ``with`` block; ``url`` once entered, ``process`` its `Popen`."""
+    """The server above as a child process, for a ``with`` block; ``url`` once entered, ``process`` its `Popen`.
 
-    def __init__(self, folder: str | Path, *, device: str = "cpu", env: dict[str, str] | None = None):
+    ``launcher`` is the command that runs this module, for engines that need something around them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        device: str = "cpu",
+        launcher: Sequence[str] = (sys.executable, "-m", "weightsync.testing"),
+        env: dict[str, str] | None = None,
+    ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "weightsync.testing", str(folder), "--port", str(port), "--device", device]
+        command = [*launcher, str(folder), "--port", str(port), "--device", device]
         self.process = subprocess.Popen(command, env=env)
 
     def __enter__(self) -> ReferenceEngine:

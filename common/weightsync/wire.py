@@ -5,6 +5,7 @@ Rules of evolution: a field added later has a default, a tag is never reused, bu
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Final, Literal, TypeVar
 
 import msgspec
@@ -13,6 +14,9 @@ from weightsync.errors import Weights
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
+
+#: Version of this package, which the sides tell each other for error messages alone.
+PACKAGE_VERSION: Final = version("weightsync")
 
 #: Where every engine carries its admin routes.
 PREFIX: Final = "/weightsync"

@@ -42,7 +42,7 @@ class Rig:
         push = f"push-{self.pushes}"
         requests = {p.engine: self.trainer.request(push, p.engine, layout, bucket_bytes, timeout_s) for p in self.peers}
         jobs = {
-            peer: self.threads.submit(end.receive, requests[peer.engine], layout, peer.rank, self.cancelled)
+            peer: self.threads.submit(self._receive, end, requests[peer.engine], layout, peer.rank)
             for peer, end in self.peers.items()
             if peer not in absent
         }
@@ -52,6 +52,11 @@ class Rig:
             outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
             self.outcomes = outcomes
         return {peer: [entry.view(job.result()) for entry in layout.entries] for peer, job in jobs.items()}
+
+    def _receive(self, end, request, layout, rank):
+        stream = end.receive(request, layout, rank, self.cancelled)
+        end.confirm(request.push)
+        return stream
 
     def close(self):
         self.cancelled.set()

@@ -1,9 +1,13 @@
 """The main job, on every configuration: what was pushed is what is served."""
 
 import pytest
+import requests
 from safetensors.torch import load_file
+
 from tools import models, servers
+from weightsync.client import START_LINES
 from weightsync.errors import ManifestMismatch
+from weightsync.security import engine_token
 
 from .conftest import NEW_TOKENS, PROMPT, ask, assert_agrees, assert_same, configurations, differ, long_prompt
 
@@ -63,7 +67,7 @@ def test_tensors_larger_than_a_bucket_are_split(served):
 
 
 def test_a_missing_tensor_is_refused_by_name_and_nothing_changes(served):
-    served.push(served.a, version=None)
+    served.push(served.a)
     digests = served.digests()
     weights = load_file(served.b / "model.safetensors")
     name = "model.layers.1.post_attention_layernorm.weight"
@@ -74,3 +78,39 @@ def test_a_missing_tensor_is_refused_by_name_and_nothing_changes(served):
     assert raised.value.engines == {served.server.url: "unchanged"}
     assert served.digests() == digests
     assert served.state().state == "serving"
+
+
+def test_a_server_without_the_plugin_is_named_with_its_start_line(served):
+    if served.server.engine == "sglang":
+        line = "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path"
+    else:
+        line = "--worker-extension-cls vllm_weightsync.WorkerExtension"
+    assert f"Start it as: {START_LINES[served.server.engine].partition('{')[0]}" in str(served.refusal)
+    assert line in str(served.refusal)
+    if (served.server.engine, served.kind) == ("vllm", "llama"):
+        assert "the routes are loaded, the worker extension is not" in str(served.refusal)
+
+
+def test_a_users_own_extension_class_keeps_its_methods(served):
+    if (served.server.engine, served.kind) != ("vllm", "llama"):
+        pytest.skip("one configuration runs a user's own extension class: vllm-llama-1")
+    body = {"method": "framework_says", "args": ["hello"]}
+    reply = requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=30)
+    assert reply.json()["results"] == ["hello from rank 0"]
+    served.push(served.b)
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_wrong_keys_and_rubbish_reach_nothing(served):
+    url = f"{served.server.url}/weightsync"
+    for route in ("status", "open", "update_weights_via_ipc_zmq", "commit", "abort"):
+        assert requests.post(f"{url}/{route}", data=b"{}", timeout=30).status_code == 401
+        wrong = {"Authorization": "Bearer wrong"}
+        assert requests.post(f"{url}/{route}", data=b"{}", headers=wrong, timeout=30).status_code == 401
+        right = {"Authorization": f"Bearer {engine_token()}"}
+        for body in (b"", b"{", b"[]", b"\x80\x04\x95.", b'{"push":[],"digest":1,"protocol":0}'):
+            status = requests.post(f"{url}/{route}", data=body, headers=right, timeout=30).status_code
+            assert 400 <= status < 500, (route, body, status)
+    assert requests.get(f"{served.server.url}/health", timeout=30).status_code == 200
+    served.push(served.b)
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)

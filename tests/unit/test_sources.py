@@ -20,9 +20,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
 from weightsync.errors import SourceError
 from weightsync.sources import open_source
-from weightsync.sources.config import specs_from_config
 
 TINY = {
     "vocab_size": 96,
@@ -68,7 +68,7 @@ def read(source):
 
 
 def saved(model, folder):
-    model.save_pretrained(folder, max_shard_size="40KB")
+    model.save_pretrained(folder, max_shard_size="20KB")
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 1
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -91,7 +91,6 @@ class Allocations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.alive, self.total, self.peak = Counter(), 0, 0
-        self.seen = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
@@ -148,6 +147,16 @@ def test_a_tied_pair_is_sent_once_under_the_name_that_save_pretrained_keeps():
     assert "lm_head.weight" not in names
 
 
+@pytest.mark.parametrize("left_out", ["lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("build", [qwen3, llama])
+def test_what_save_pretrained_leaves_out_is_left_out(build, left_out, tmp_path):
+    model = build()
+    model._keys_to_ignore_on_save = {left_out}
+    expected = saved(model, tmp_path)
+    assert left_out not in expected
+    same_bytes(read(open_source(model)), expected)
+
+
 def test_computed_tensors_are_computed_one_group_at_a_time():
     model = hrm_text()
     with Allocations() as opening:
@@ -158,6 +167,11 @@ def test_computed_tensors_are_computed_one_group_at_a_time():
             del tensor
     largest = max(spec.shape[0] * spec.shape[1] * 2 for spec in source.specs if len(spec.shape) == 2)
     assert 0 < pushing.peak <= 2 * largest < pushing.total
+
+
+def test_a_source_opens_and_reads_in_inference_mode(model, tmp_path):
+    with torch.inference_mode():
+        same_bytes(read(open_source(model)), saved(model, tmp_path))
 
 
 def test_values_follow_the_optimiser(model):
@@ -189,7 +203,7 @@ def test_a_source_is_reused_only_for_the_module_and_layout_it_was_opened_on():
     again = open_source(model, reuse=source)
     assert again is not source
     assert len(again.specs) == len(source.specs) - 1
-    with pytest.raises(SourceError, match="lm_head.weight: its shape, dtype, stride or tie has changed"):
+    with pytest.raises(SourceError, match=r"lm_head\.weight: its shape, dtype, stride or tie has changed"):
         next(source.tensors())
 
 
@@ -200,6 +214,14 @@ def test_a_changed_dtype_is_noticed():
     with pytest.raises(SourceError, match="open the source again"):
         next(source.tensors())
     assert {spec.dtype for spec in open_source(model, reuse=source).specs} == {"float32"}
+
+
+def test_a_model_that_lost_its_data_is_noticed():
+    model = llama()
+    source = open_source(model)
+    model.to("meta")
+    with pytest.raises(SourceError, match=r"model.embed_tokens.weight: the tensor is on the meta device"):
+        next(source.tensors())
 
 
 def test_opening_a_large_module_copies_nothing():
@@ -247,12 +269,16 @@ def process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
 @pytest.mark.parametrize("wrap", [
-    lambda model: torch.compile(model),
+    compiled,
     nn.parallel.DistributedDataParallel,
     nn.DataParallel,
-    lambda model: torch.compile(nn.parallel.DistributedDataParallel(model)),
-    lambda model: nn.parallel.DistributedDataParallel(torch.compile(model)),
+    lambda model: compiled(nn.parallel.DistributedDataParallel(model)),
+    lambda model: nn.parallel.DistributedDataParallel(compiled(model)),
 ], ids=["compile", "ddp", "dp", "compile(ddp)", "ddp(compile)"])  # fmt: skip
 @pytest.mark.usefixtures("process_group")
 def test_wrappers_leave_no_trace(wrap):
@@ -264,15 +290,8 @@ def test_compiled_layers_leave_no_trace():
     model = qwen3_moe()
     expected = read(open_source(model))
     for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = torch.compile(layer)
+        model.model.layers[number] = compiled(layer)
     same_bytes(read(open_source(model)), expected)
-
-
-def test_what_a_configuration_promises_is_what_is_saved(model, tmp_path):
-    source = open_source(model)
-    model.config.save_pretrained(tmp_path)
-    specs = specs_from_config(tmp_path, dtype="bfloat16")
-    assert {spec.name: spec for spec in specs} == {spec.name: spec for spec in source.specs}
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -297,14 +316,14 @@ def test_adapters_and_quantised_modules_are_refused():
         open_source(nn.Sequential(four_bit(2, 2)))
     quantised = llama()
     quantised.hf_quantizer = object()
-    with pytest.raises(SourceError, match="the module .LlamaForCausalLM. is quantised"):
+    with pytest.raises(SourceError, match=r"the module \(LlamaForCausalLM\) is quantised"):
         open_source(quantised)
 
 
 def test_tensors_without_data_are_refused_by_name():
     with pytest.raises(SourceError, match=r"weight: the tensor is on the meta device"):
         open_source(nn.Linear(2, 2, device="meta"))
-    with pytest.raises(SourceError, match=r"weight: tensors of type UninitializedParameter"):
+    with pytest.raises(SourceError, match=r"weight: a lazy parameter has no shape yet"):
         open_source(nn.LazyLinear(2))
 
 
@@ -329,24 +348,3 @@ def test_a_transformers_that_is_too_old_is_named(monkeypatch):
     with pytest.raises(SourceError, match="needs transformers 5"):
         open_source(llama())
     open_source(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-    ({"architectures": ["NoSuchModel"]}, "has no architecture 'NoSuchModel'"),
-    ({"architectures": None}, "has no architecture"),
-])  # fmt: skip
-def test_configurations_that_say_too_little_are_refused(change, message, tmp_path):
-    config = llama().config
-    config.architectures = ["LlamaForCausalLM"]
-    config.update(change)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(SourceError, match=message):
-        specs_from_config(tmp_path, dtype="bfloat16")
-
-
-def test_configurations_that_cannot_be_read_are_refused(tmp_path):
-    with pytest.raises(SourceError, match="cannot read the configuration"):
-        specs_from_config(tmp_path, dtype="bfloat16")
-    with pytest.raises(SourceError, match="'int8' is not a floating-point dtype"):
-        specs_from_config(tmp_path, dtype="int8")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.layout import spec_of
@@ -22,6 +23,10 @@ class Source(Protocol):
     """
 
     specs: tuple[TensorSpec, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are, or most of them: where packing them costs least."""
 
     def tensors(self) -> Iterator[torch.Tensor]: ...
 
@@ -41,6 +46,8 @@ def check_plain(name: str, tensor: object) -> None:
     """Raise `SourceError` by name unless ``tensor`` is a strided torch.Tensor without subclass; meta tensors pass."""
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name}: expected a torch.Tensor, not {_type_name(tensor)}; leave it out or convert it")
+    if is_lazy(tensor):
+        raise SourceError(f"{name}: a lazy parameter has no shape yet; run one forward pass first")
     kind = type(tensor.detach())
     if kind.__name__ == "DTensor":
         raise SourceError(f"{name}: sharded tensors (DTensor) cannot be sent yet; gather it with full_tensor() first")

@@ -40,6 +40,7 @@ class CheckpointSource:
     """
 
     specs: tuple[TensorSpec, ...]
+    device: Final = torch.device("cpu")
 
     def __init__(self, path: str | Path):
         self._path = Path(path)

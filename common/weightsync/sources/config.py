@@ -41,10 +41,13 @@ def _build(path: str, dtype: torch.dtype) -> Any:
         raise SourceError(f"{path}: transformers cannot read the configuration: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise SourceError(f"{path}: the model is quantised; its checkpoint cannot be told from its configuration")
-    architecture = (config.architectures or ["none"])[0]
-    kind = getattr(transformers, architecture, None)
+    architecture = next(iter(config.architectures or ()), None)
+    kind = getattr(transformers, architecture, None) if architecture else None
     if kind is None:
-        raise SourceError(f"{path}: transformers {transformers.__version__} has no architecture {architecture!r}")
+        raise SourceError(
+            f"{path}: its config.json names {architecture or 'no architecture'}, which transformers "
+            f"{transformers.__version__} cannot build; name one of its classes under 'architectures'"
+        )
     try:
         with torch.device("meta"):
             return kind._from_config(config, dtype=dtype)

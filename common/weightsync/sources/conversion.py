@@ -65,10 +65,12 @@ def traced_recipe(state: State, convert: Convert, what: str) -> Recipe:
     ``convert`` is called with tensors on the meta device. It may move data and compute, but must neither write into
     what it gets nor look at values. Raises `SourceError` where it does.
     """
-    stand_ins = {name: _stand_in(tensor) for name, tensor in state.items()}
-    names = {_storage(tensor): name for name, tensor in stand_ins.items()}
-    with _KeepStrides(), _Trace(names) as trace:
-        converted = convert(dict(stand_ins))
+    # A caller may be in inference mode, whose tensors do not count the writes into them.
+    with torch.inference_mode(False), torch.no_grad():
+        stand_ins = {name: _stand_in(tensor) for name, tensor in state.items()}
+        names = {_storage(tensor): name for name, tensor in stand_ins.items()}
+        with _KeepStrides(), _Trace(names) as trace:
+            converted = convert(dict(stand_ins))
     if any(tensor._version for tensor in stand_ins.values()):
         raise SourceError(f"{what}: its conversion to checkpoint layout writes into the weights")
     views = {
@@ -133,7 +135,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         read = frozenset[str]().union(*map(self.origins_of, _tensors((args, kwargs))))
         for tensor in _tensors(result):
-            self._origins[_storage(tensor)] = self.origins_of(tensor) | read
+            self._origins[_storage(tensor)] = read
             self._alive.append(tensor)
         return result
 

@@ -23,6 +23,7 @@ class MappingSource:
     def __init__(self, weights: Mapping[Any, Any]):
         self._weights = weights
         self.specs = finish((describe(name, tensor) for name, tensor in weights.items()), "the mapping")
+        self.device = next(iter(weights.values())).device
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""

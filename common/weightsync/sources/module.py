@@ -40,11 +40,10 @@ class ModuleSource:
         self._module = unwrap(module)
         _check_modules(self._module)
         state = read_state(self._module)
-        for name, tensor in state.items():
-            describe(name, tensor)
         self._traits = _traits_of(state)
         self._recipe = recipe_of(self._module, state)
         self.specs = self._recipe.specs
+        self.device = next(iter(state.values())).device
 
     def reads(self, module: nn.Module) -> bool:
         """Whether this source was opened on this very module, which still has the layout that it had then."""
@@ -85,7 +84,7 @@ def read_state(module: nn.Module) -> State:
     """
     state: State = {}
     for raw, tensor in module.state_dict().items():
-        name = raw.replace(f"{_COMPILED}.", "")
+        name = _uncompiled(raw)
         check_plain(name, tensor)
         if name in state:
             raise SourceError(f"{name}: held twice by {type(module).__name__}, once inside of torch.compile")
@@ -95,12 +94,13 @@ def read_state(module: nn.Module) -> State:
 
 def recipe_of(module: nn.Module, state: State) -> Recipe:
     """How to make the checkpoint of ``module`` from its state, whose tensors may be on the meta device."""
-    what, first = type(module).__name__, _first_names(state)
+    what = type(module).__name__
     if not _is_transformers(module):
-        return plain_recipe(state, (names[0] for names in first), what)
+        return plain_recipe(state, (names[0] for names in _by_memory(state)), what)
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    state = {name: tensor for name, tensor in state.items() if name not in ignored}
     tied = _tied_patterns(module)
-    kept = {_kept_name(names, tied) for names in first} - ignored
+    kept = {_kept_name(names, tied) for names in _by_memory(state)}
     state = {name: tensor for name, tensor in state.items() if name in kept}
     return traced_recipe(state, lambda tensors: save_layout(module, tensors), what)
 
@@ -143,7 +143,11 @@ def _is_transformers(module: nn.Module) -> bool:
     return base is not None and isinstance(module, base)
 
 
-def _first_names(state: State) -> list[list[str]]:
+def _uncompiled(name: str) -> str:
+    return name.replace(f"{_COMPILED}.", "")
+
+
+def _by_memory(state: State) -> list[list[str]]:
     """Names grouped by the memory that they name, in the order of the state."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
@@ -161,7 +165,7 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
 
 def _tied_patterns(module: nn.Module) -> list[str]:
     return [
-        f"{name}.{pattern}" if name else pattern
+        f"{_uncompiled(name)}.{pattern}" if name else pattern
         for name, part in module.named_modules()
         for pattern in getattr(part, "_tied_weights_keys", None) or ()
     ]
@@ -182,8 +186,8 @@ class _Traits(NamedTuple):
 
 
 def _traits_of(state: State) -> dict[str, _Traits]:
-    alias = {name: names[0] for names in _first_names(state) for name in names}
-    return {name: _Traits(spec(name, tensor), tensor.stride(), alias[name]) for name, tensor in state.items()}
+    alias = {name: names[0] for names in _by_memory(state) for name in names}
+    return {name: _Traits(describe(name, tensor), tensor.stride(), alias[name]) for name, tensor in state.items()}
 
 
 def _check_traits(opened: Mapping[str, _Traits], now: Mapping[str, _Traits]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -11,6 +11,8 @@ from weightsync.errors import SourceError
 from weightsync.layout import DTYPES
 from weightsync.sources.base import check_same, describe, finish, text
 from weightsync.wire import TensorSpec
+
+CPU: Final = torch.device("cpu")
 
 
 class Meta(Protocol):
@@ -54,6 +56,8 @@ class WeightSourceAdapter:
                 "that cannot be sent yet: yield whole tensors and return None from held_names()"
             )
         self.specs = finish(map(_spec, weights.metadata()), f"{type(weights).__name__}.metadata()")
+        # Not asked of a tensor: iteration may be a collective, and starting one to look would hang the others.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""

@@ -83,8 +83,11 @@ class EngineEnd(Protocol):
     def receive(self, request: IpcPrepare, layout: Layout, rank: int, cancelled: Event) -> torch.Tensor:
         """The whole stream as a 1-D uint8 tensor, valid until the push is committed or aborted.
 
-        Raises `TransferFailed` or `PushTimeout`.
+        Raises `TransferFailed` or `PushTimeout`, and has then told the sender.
         """
+
+    def confirm(self, push: str) -> None:
+        """Tell the sender that the stream is staged and can be committed."""
 
     def close(self) -> None:
         """Release everything; idempotent."""

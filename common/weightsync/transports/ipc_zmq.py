@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -256,6 +257,8 @@ class EngineIpcZmq:
         self._arena: torch.Tensor | None = None
         self._arena_name = ""
         self._stage: torch.Tensor | None = None
+        # The thread of one push confirms while that of the next may already dial.
+        self._turn = threading.Lock()
         self._close = weakref.finalize(self, self._context.destroy, linger=0)
 
     def close(self) -> None:
@@ -265,6 +268,10 @@ class EngineIpcZmq:
 
     def receive(self, request: IpcPrepare, layout: Layout, rank: int, cancelled: Event) -> torch.Tensor:
         """See `base.EngineEnd`."""
+        with self._turn:
+            return self._receive(request, layout, rank, cancelled)
+
+    def _receive(self, request: IpcPrepare, layout: Layout, rank: int, cancelled: Event) -> torch.Tensor:
         socket = self._dial(request.address)
         deadline = Deadline(request.timeout_s + _GRACE_S)
         hello = Hello(push=request.push, secret=request.secret, rank=rank, mapped=self._arena_name)
@@ -274,8 +281,13 @@ class EngineIpcZmq:
         except errors.WeightSyncError as error:
             socket.send(wire.pack(Failed(push=request.push, error=type(error).__name__, message=str(error))))
             raise
-        socket.send(wire.pack(Prepared(push=request.push)))
         return stream
+
+    def confirm(self, push: str) -> None:
+        """See `base.EngineEnd`."""
+        with self._turn:
+            if self._socket is not None:
+                self._socket.send(wire.pack(Prepared(push=push)))
 
     def _dial(self, address: str) -> zmq.Socket[bytes]:
         if self._socket is None or address != self._address:

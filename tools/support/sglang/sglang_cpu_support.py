@@ -1,7 +1,7 @@
 """Let the CUDA build of torchvision be imported on a machine without CUDA.
 
-Its compiled library does not load there, and importing torchvision then fails, because it registers shape functions for operators
-that only that library declares. Declaring the operators first is enough: SGLang calls none of them for text models.
+Its compiled library does not load there, and importing torchvision then fails, because it registers shape functions for
+operators that only that library declares. Declaring them first is enough: SGLang calls none of them for text models.
 
 A `.pth` file imports this module in every process of the environment, so it stays cheap: torch is imported only when
 torchvision is.

@@ -1,7 +1,7 @@
 """Stands in for SGLang's compiled kernels on a CPU: every name can be imported, and nothing can be called.
 
-SGLang imports names from `sgl_kernel` on every platform and calls none of them on the CPU path that weightsync's tests use. Should
-a release start to, the error says which.
+SGLang imports names from `sgl_kernel` on every platform and calls none of them on the CPU path that weightsync's tests
+use. Should a release start to, the error says which.
 """
 
 

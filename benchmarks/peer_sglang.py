@@ -1,0 +1,74 @@
+"""A trainer that uses SGLang's own ``update_weights_from_tensor``, as a process of SGLang's environment.
+
+It is told what to do in lines of JSON on stdin and answers each with one on stdout: ``{"hold": [folder, ...]}`` reads
+checkpoints into private memory, ``{"push": index, "url": ...}`` pushes one and answers with its seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import load_file
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+Weights = list[tuple[str, torch.Tensor]]
+
+
+def hold(folder: str) -> Weights:
+    """A checkpoint in private memory."""
+    return [(name, value.clone()) for name, value in load_file(Path(folder) / "model.safetensors").items()]
+
+
+def push(session: requests.Session, url: str, weights: Weights) -> dict[str, float]:
+    """Push over SGLang's routes; seconds from the state dict to the last reply, and of the steps on the way."""
+    marks = [time.perf_counter()]
+    bucket = FlattenedTensorBucket(named_tensors=weights)
+    content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    marks.append(time.perf_counter())
+    payload = MultiprocessingSerializer.serialize(content, output_str=True)
+    marks.append(time.perf_counter())
+    post(session, f"{url}/begin_weight_update", {})
+    body = {"serialized_named_tensors": [payload], "load_format": "flattened_bucket", "flush_cache": True}
+    post(session, f"{url}/update_weights_from_tensor", body)
+    post(session, f"{url}/end_weight_update", {})
+    marks.append(time.perf_counter())
+    flatten, share, update = (after - before for before, after in zip(marks, marks[1:], strict=False))
+    return {"seconds": marks[-1] - marks[0], "flatten": flatten, "share": share, "update": update}
+
+
+def post(session: requests.Session, url: str, body: dict[str, Any]) -> None:
+    """Post JSON; raises RuntimeError unless the server reports success."""
+    answer = session.post(url, json=body, timeout=120.0)
+    if not answer.ok or not answer.json().get("success"):
+        raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    # What anything prints goes to stderr, so that stdout holds answers alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    session = requests.Session()
+    session.trust_env = False
+    sets: list[Weights] = []
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "hold" in asked:
+            sets = [hold(folder) for folder in asked["hold"]]
+            answer = {"held": float(len(sets))}
+        else:
+            answer = push(session, asked["url"], sets[asked["push"]])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

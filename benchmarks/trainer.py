@@ -1,0 +1,90 @@
+"""The trainer's side of the benchmark: a model whose weights can be exchanged, its copies, a memcpy, a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import save_file
+
+from tools import models
+from weightsync.staging import SHM_DIRECTORY
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".work" / "bench"
+#: Memcpys a round takes; their median is that round's yardstick.
+MEMCPYS = 3
+
+
+def model_folders(kind: models.Kind) -> list[Path]:
+    """Two model folders of one shape with different random weights, made once and kept."""
+    folders = []
+    for seed in range(2):
+        folder = CACHE / f"{kind}-{seed}"
+        if not folder.exists():
+            partial = CACHE / f"{folder.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            models.make_model(partial, kind, seed=seed)
+            partial.rename(folder)
+        folders.append(folder)
+    return folders
+
+
+class Trainer:
+    """One module in private memory, and two sets of weights for it.
+
+    `use` writes a set into the module's parameters in place, as an optimiser step does; what is pushed is the module.
+    """
+
+    def __init__(self, folders: list[Path]):
+        self.sets: list[dict[str, torch.Tensor]] = []
+        for folder in folders:
+            self.module = models.load_reference(folder)
+            self.sets.append({name: value.detach().clone() for name, value in self.module.named_parameters()})
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()  # not a mapped file
+        self.nbytes = sum(value.nbytes for value in self.sets[0].values())
+        self._buffers = [torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(2)]
+        self._scratch = Path(tempfile.mkdtemp(prefix="weightsync-bench-", dir=SHM_DIRECTORY))
+        self._saved = 0
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @torch.no_grad()
+    def use(self, index: int) -> None:
+        """Make the module hold set ``index``."""
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(self.sets[index][name])
+
+    def memcpys(self) -> list[float]:
+        """Seconds of copies of all the model's bytes from one warm private buffer to another, one `copy_` each."""
+        target, source = self._buffers
+        seconds = []
+        for _ in range(MEMCPYS):
+            start = time.perf_counter()
+            target.copy_(source)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def save(self, index: int) -> Path:
+        """Write set ``index`` as a checkpoint to a new folder in shared memory, as one safetensors file."""
+        self._saved += 1
+        folder = self._scratch / str(self._saved)
+        folder.mkdir()
+        save_file(self.sets[index], folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def logprobs(self, index: int, prompt: list[int], tokens: list[int]) -> list[float]:
+        """Natural log-probabilities that set ``index`` gives ``tokens`` after ``prompt``."""
+        self.use(index)
+        return models.reference_logprobs(self.module, prompt + tokens, len(prompt))

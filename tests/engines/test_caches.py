@@ -1,0 +1,117 @@
+"""No stale state: caches of the old weights are gone, also under load, in every pause mode the engine has."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+
+from tools import models, servers
+from weightsync.errors import UnsupportedOption
+
+from .conftest import NEW_TOKENS, PROMPT, assert_same, configurations, differ, long_prompt
+
+pytestmark = configurations(*[(engine, "qwen3", tp) for engine in ("vllm", "sglang") for tp in (1, 2)])
+
+STREAMS, STREAM_TOKENS = 8, 300
+
+
+def cached_tokens(served):
+    """How many prompt tokens of the primed prompt the engine now takes from its cache."""
+    body = servers.answer(served.server, long_prompt(), 1)
+    if served.server.engine == "vllm":
+        details = body["usage"].get("prompt_tokens_details") or {}
+        return details.get("cached_tokens", 0)
+    return body["meta_info"]["cached_tokens"]
+
+
+def test_a_primed_prompt_is_answered_by_the_new_weights(served):
+    served.push(served.a)
+    servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+    primed = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+    assert cached_tokens(served) > 100
+    assert differ(primed, served.fresh_b.long)
+    served.push(served.b)
+    assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
+
+
+class Streams:
+    """Clients that read long streams while something else happens."""
+
+    def __init__(self, server):
+        self.server = server
+        self.started = threading.Barrier(STREAMS + 1)
+        self.threads = ThreadPoolExecutor(STREAMS)
+        self.jobs = [self.threads.submit(self._read, number) for number in range(STREAMS)]
+        self.started.wait(60)
+
+    def _read(self, number):
+        tokens = []
+        for token, _ in servers.stream(self.server, [*PROMPT, number], STREAM_TOKENS):
+            tokens.append(token)
+            if len(tokens) == 5:
+                self.started.wait(60)
+        return tokens
+
+    def read(self):
+        """Every stream's tokens, when all have ended."""
+        results = [job.result(180) for job in self.jobs]
+        self.threads.shutdown()
+        return results
+
+    def running(self):
+        return sum(not job.done() for job in self.jobs)
+
+
+@pytest.mark.parametrize("pause", ["retract", "wait"])
+def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served, pause):
+    served.push(served.a)
+    servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+    reference = models.load_reference(served.b)
+    with served.sender(pause=pause) as sender:
+        streams = Streams(served.server)
+        assert streams.running() == STREAMS
+        sender.push(reference, version="under-load")
+        if pause == "wait":
+            assert (
+                streams.running() == 0 or served.server.engine == "vllm"
+            )  # vLLM's last bytes may still be on their way
+        during = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+        results = streams.read()
+    assert [len(tokens) for tokens in results] == [STREAM_TOKENS] * STREAMS
+    if pause == "wait":
+        assert_same(during, served.fresh_b.long)
+    alone = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+    assert_same(alone, served.fresh_b.long)
+    assert served.state().version == "under-load"
+
+
+def test_abort_ends_the_streams_and_serves_the_new_weights(served):
+    served.push(served.a)
+    with served.sender(pause="abort") as sender:
+        streams = Streams(served.server)
+        sender.push(models.load_reference(served.b))
+        results = streams.read()
+    assert all(5 <= len(tokens) < STREAM_TOKENS for tokens in results)
+    assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
+
+
+def test_keep_is_refused_where_others_could_reuse_old_kv(served):
+    with pytest.raises(UnsupportedOption, match=r"cannot pause with 'keep'.*start the engine with"):
+        served.sender(pause="keep")
+
+
+def test_the_engines_own_version_is_the_pushed_one(served):
+    with served.sender() as sender:
+        sender.push(models.load_reference(served.b), version="seen-by-users")
+    if served.server.engine == "vllm":
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, "temperature": 0}}
+        answer = requests.post(f"{served.server.url}/inference/v1/generate", json=body, timeout=60).json()
+        spans = answer["choices"][0]["weight_versions"]
+        assert [span["version"] for span in spans] == ["seen-by-users"]
+    else:
+        meta = servers.answer(served.server, PROMPT, 2)["meta_info"]
+        assert meta["weight_version"] == "seen-by-users"
+        info = requests.get(f"{served.server.url}/model_info", timeout=10).json()
+        assert info["weight_version"] == "seen-by-users"
+    assert served.state().version == "seen-by-users"

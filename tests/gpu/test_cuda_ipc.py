@@ -1,0 +1,65 @@
+"""The CUDA-IPC path, with the reference engine in another process on the same GPU."""
+
+import pytest
+import torch
+
+from tools import models
+from weightsync import Sender
+from weightsync.layout import digest_of
+from weightsync.testing import ReferenceEngine
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: run on a machine with CUDA and a CUDA build of torch"
+)
+PROMPT = list(b"on a device")
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder):
+    with ReferenceEngine(model_folder("llama", 0), device="cuda") as engine:
+        yield engine
+
+
+@pytest.fixture
+def trained(model_folder):
+    return models.load_reference(model_folder("llama", 1)).cuda()
+
+
+def served_digest(engine):
+    with Sender([engine.url]) as sender:
+        return sender.status(digest=True)[engine.url].ranks[0].digest
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 65536])
+def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
+    with Sender([engine.url], bucket_bytes=bucket_bytes) as sender:
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.add_(0.01)
+            sender.push(trained)
+            assert served_digest(engine) == digest_of(trained.state_dict().items())
+        assert sender._end._device.type == "cuda"
+    tokens, logprobs = engine.generate(PROMPT, 8)
+    with torch.inference_mode():
+        logits = trained(torch.tensor([PROMPT + tokens], device="cuda")).logits[0, len(PROMPT) - 1 : -1].float()
+    own = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].tolist()
+    assert max(abs(x - y) for x, y in zip(logprobs, own, strict=True)) < 0.1
+
+
+def test_device_memory_is_given_back(engine, trained):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        with Sender([engine.url]) as sender:
+            sender.push(trained)
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() <= before + trained.num_parameters() * 2 * 2
+
+
+def test_a_trainer_on_the_cpu_reaches_an_engine_on_the_gpu(engine, model_folder):
+    model = models.load_reference(model_folder("llama", 0))
+    with Sender([engine.url]) as sender:
+        sender.push(model)
+    assert served_digest(engine) == digest_of(model.state_dict().items())

@@ -1,0 +1,292 @@
+"""The sender against reference engines: real servers around transformers models, in processes of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file
+
+from tools import models, servers
+from weightsync import Sender, wire
+from weightsync.errors import (
+    ApplyFailed,
+    AuthenticationFailed,
+    EngineUnreachable,
+    ManifestMismatch,
+    PluginNotLoaded,
+    ProtocolMismatch,
+    PushTimeout,
+    SourceError,
+    UnsupportedOption,
+)
+from weightsync.layout import digest_of
+from weightsync.security import engine_token
+from weightsync.testing import ReferenceEngine
+
+PROMPT = list(b"reference")
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder):
+    with ReferenceEngine(model_folder("llama", 0)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def trained(model_folder):
+    return models.load_reference(model_folder("llama", 1))
+
+
+def served_digest(engine):
+    with Sender([engine.url]) as sender:
+        return sender.status(digest=True)[engine.url].ranks[0].digest
+
+
+def post(engine, route, body, token=None):
+    headers = {"Authorization": f"Bearer {engine_token() if token is None else token}"}
+    return requests.post(f"{engine.url}/weightsync/{route}", data=body, headers=headers, timeout=30)
+
+
+def test_a_push_is_served(engine, trained):
+    with Sender([engine.url]) as sender:
+        result = sender.push(trained, version="trained")
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+    tokens, logprobs = engine.generate(PROMPT, 8)
+    own = models.reference_logprobs(trained, PROMPT + tokens, len(PROMPT))
+    assert max(abs(x - y) for x, y in zip(logprobs, own, strict=True)) < 0.1  # bf16 rounds by batch shape
+    assert (result.version, result.transport) == ("trained", "ipc_zmq")
+    assert result.nbytes == sum(p.numel() * p.element_size() for p in trained.parameters())
+    assert set(result.seconds) == {"prepare", "transfer", "gather", "commit", "total"}
+
+
+def test_versions_count_up_by_themselves(engine, trained):
+    with Sender([engine.url]) as sender:
+        sender.push(trained, version="41")
+        assert sender.push(trained).version == "42"
+        assert sender.push(trained).version == "43"
+        assert sender.status()[engine.url].version == "43"
+
+
+def test_two_engines_get_the_same_push(engine, model_folder, trained):
+    with ReferenceEngine(model_folder("llama", 2)) as other:
+        with Sender([engine.url, other.url]) as sender:
+            result = sender.push(trained)
+        assert set(result.engines) == {engine.url, other.url}
+        assert served_digest(engine) == served_digest(other) == digest_of(trained.state_dict().items())
+
+
+def test_a_checkpoint_folder_and_a_mapping_are_sources_too(engine, model_folder):
+    folder = model_folder("llama", 1)
+    with Sender([engine.url], progress=True, bucket_bytes=100_000) as sender:
+        sender.push(models.load_reference(model_folder("llama", 0)))
+        sender.push(folder)
+        first = served_digest(engine)
+        sender.push(models.load_reference(model_folder("llama", 0)))
+        sender.push(str(folder))
+        assert served_digest(engine) == first
+        sender.push(models.load_reference(model_folder("llama", 0)))
+        sender.push(load_file(folder / "model.safetensors"))
+        assert served_digest(engine) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "missing: model.norm.weight"),
+        (lambda w: w.update(extra=torch.ones(2)), "unknown to the engine: extra"),
+        (lambda w: w.update({"model.norm.weight": w["model.norm.weight"][:-1]}), "wrong shape: model.norm.weight"),
+        (lambda w: w.update({"model.norm.weight": w["model.norm.weight"].float()}), "wrong dtype.*model.norm.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_before_any_weight_changes(engine, trained, change, said):
+    before = served_digest(engine)
+    weights = dict(trained.state_dict())
+    change(weights)
+    with Sender([engine.url]) as sender:
+        with pytest.raises(ManifestMismatch, match=said) as raised:
+            sender.push(weights)
+        assert raised.value.engines == {engine.url: "unchanged"}
+        assert served_digest(engine) == before
+        sender.push(trained)
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def test_a_push_that_one_engine_refuses_reaches_none(engine, model_folder, trained):
+    with ReferenceEngine(model_folder("qwen3", 0)) as other:
+        before = served_digest(engine)
+        with Sender([engine.url, other.url]) as sender:
+            with pytest.raises(ManifestMismatch, match=other.url) as raised:
+                sender.push(trained)
+            assert raised.value.engines == {engine.url: "unchanged", other.url: "unchanged"}
+            assert {status.state for status in sender.status().values()} == {"serving"}
+        assert served_digest(engine) == before
+
+
+def test_what_is_no_source_says_what_is(engine):
+    with Sender([engine.url]) as sender, pytest.raises(SourceError, match=r"push a torch.nn.Module, a mapping"):
+        sender.push(42)
+
+
+def test_nobody_there():
+    url = f"http://127.0.0.1:{servers.free_port()}"
+    with pytest.raises(EngineUnreachable, match=f"no engine answers at {url}.*is it up"):
+        Sender([url])
+
+
+def test_a_server_of_another_kind(tmp_path):
+    port = servers.free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            for _ in range(100):
+                try:
+                    requests.get(f"http://127.0.0.1:{port}", timeout=1)
+                    break
+                except requests.ConnectionError:
+                    assert server.poll() is None
+            with pytest.raises(PluginNotLoaded, match=f"http://127.0.0.1:{port} answers.*vllm serve.*sglang.launch"):
+                Sender([f"http://127.0.0.1:{port}"])
+        finally:
+            server.kill()
+            server.communicate()
+
+
+def test_a_wrong_key_and_no_key(engine):
+    with pytest.raises(AuthenticationFailed, match=r"refused the key.*WEIGHTSYNC_TOKEN"):
+        Sender([engine.url], token="wrong")
+    for token in ("", "wrong", engine_token()[:-1]):
+        for route in ("status", "open", "update_weights_via_ipc_zmq", "commit", "abort"):
+            reply = post(engine, route, b"{}", token)
+            assert reply.status_code == 401
+            assert reply.json()["message"] == "unauthorized"
+    assert requests.post(f"{engine.url}/weightsync/status", timeout=10).status_code == 401
+
+
+def test_malformed_messages_are_4xx_and_harmless(engine, trained):
+    for route in ("status", "open", "update_weights_via_ipc_zmq", "commit", "abort"):
+        for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"push":[],"digest":1}', b"\x80\x04\x95."):
+            reply = post(engine, route, body)
+            assert 400 <= reply.status_code < 500, (route, body, reply.status_code)
+    with Sender([engine.url]) as sender:
+        sender.push(trained)
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def test_a_body_that_is_too_large_is_refused(engine):
+    def body():
+        for _ in range(66):
+            yield b" " * (1 << 20)
+
+    assert post(engine, "open", body()).status_code == 413
+
+
+def test_addresses_that_are_no_sender_are_not_dialled(engine):
+    request = wire.IpcPrepare(
+        push="p", address="tcp://127.0.0.1:1", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=()
+    )
+    with Sender([engine.url]) as sender:
+        assert post(engine, "update_weights_via_ipc_zmq", wire.to_json(request)).status_code == 422
+        assert sender.status()[engine.url].state == "serving"
+
+
+def test_a_commit_of_what_was_never_prepared_changes_nothing(engine):
+    before = served_digest(engine)
+    request = wire.CommitRequest(push="never", version="9", pause="retract", timeout_s=5.0)
+    reply = post(engine, "commit", wire.to_json(request))
+    assert reply.status_code == 409
+    assert "has not prepared push never" in reply.json()["message"]
+    assert served_digest(engine) == before
+
+
+def test_another_protocol_names_both_versions(model_folder):
+    code = "from weightsync import testing, wire; wire.PROTOCOL = (7, 1); testing.main()"
+    with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
+        with pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.0, this engine 7\.1"):
+            Sender([engine.url])
+
+
+def test_an_engine_that_shares_no_memory_is_refused_with_advice(model_folder):
+    can = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], capture_output=True, check=False
+    )
+    if can.returncode:
+        pytest.skip(f"needs a mount namespace of its own: {can.stderr.decode().strip()}; run the tests as root")
+    script = 'mount -t tmpfs none /dev/shm && exec "$0" -m weightsync.testing "$@"'
+    with (
+        ReferenceEngine(
+            model_folder("llama", 0), launcher=("unshare", "-m", "sh", "-c", script, sys.executable)
+        ) as far,
+        pytest.raises(UnsupportedOption, match=f"{far.url} runs on another host.*--ipc=host"),
+    ):
+        Sender([far.url])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engines": []}, "one or more"),
+        ({"engines": "http://x"}, "list"),
+        ({"engines": ["http://x", "http://x"]}, "different"),
+        ({"transport": "carrier pigeon"}, "there is auto, ipc_zmq"),
+        ({"pause": "never"}, "there is retract, wait, abort, keep"),
+        ({"bucket_bytes": 1}, "at least 512"),
+    ],
+)
+def test_options_that_make_no_sense(engine, options, said):
+    with pytest.raises(UnsupportedOption, match=said):
+        Sender(**{"engines": [engine.url], **options})
+
+
+def test_an_engine_that_dies_before_the_push_is_named(model_folder, trained):
+    with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
+        engine.close()
+        with pytest.raises(EngineUnreachable, match=engine.url) as raised:
+            sender.push(trained)
+        assert raised.value.engines == {engine.url: "unknown"}
+
+
+def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
+    with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url], timeout_s=2.0) as sender:
+        os.kill(engine.process.pid, 19)
+        with pytest.raises(PushTimeout, match=engine.url) as raised:
+            sender.push(trained)
+        assert raised.value.weights == "unknown"
+        os.kill(engine.process.pid, 18)
+        sender.push(trained)
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def test_nothing_is_left_when_senders_close(engine, trained, own_runtime_directory):
+    with Sender([engine.url]) as sender:
+        sender.push(trained)
+    sender.close()
+    mine = f"weightsync-{os.getpid()}-"
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(mine)]
+    assert os.listdir(own_runtime_directory / "weightsync") == ["token"]
+
+
+def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_folder, trained):
+    code = (
+        "from weightsync import testing\n"
+        "load = testing.ModelSink.load\n"
+        "def fail_once(self, weights):\n"
+        "    testing.ModelSink.load = load\n"
+        "    next(iter(weights))\n"
+        "    raise RuntimeError('out of luck')\n"
+        "testing.ModelSink.load = fail_once\n"
+        "testing.main()\n"
+    )
+    with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
+        with Sender([engine.url]) as sender:
+            with pytest.raises(ApplyFailed, match=r"rank 0 failed while loading.*out of luck") as raised:
+                sender.push(trained)
+            assert raised.value.weights == "dirty"
+            assert sender.status()[engine.url].state == "dirty"
+            with pytest.raises(requests.HTTPError, match="503"):
+                engine.generate(PROMPT, 1)
+            sender.push(trained)
+            assert sender.status()[engine.url].state == "serving"
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
