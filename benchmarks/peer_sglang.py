@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def push(session: requests.Session, url: str, weights: Weights) -> dict[str, flo
     post(session, f"{url}/update_weights_from_tensor", body)
     post(session, f"{url}/end_weight_update", {})
     marks.append(time.perf_counter())
-    flatten, share, update = (after - before for before, after in zip(marks, marks[1:], strict=False))
+    flatten, share, update = (after - before for before, after in pairwise(marks))
     return {"seconds": marks[-1] - marks[0], "flatten": flatten, "share": share, "update": update}
 
 

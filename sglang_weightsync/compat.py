@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -73,6 +73,31 @@ def check() -> str:
     return f"weightsync needs SGLang {SUPPORTED}; SGLang {version()} lacks {', '.join(gone)}" if gone else ""
 
 
+def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_scheduler: Callable[[Any], None]) -> None:
+    """Make a typed request known to all processes, and be called before HTTP is served and when a scheduler is made.
+
+    ``on_http`` gets the server arguments and the tokenizer manager, ``on_scheduler`` the scheduler.
+    """
+    from sglang.srt.managers import io_struct, tokenizer_control_mixin
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def before_http(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
+        on_http(server_args, tokenizer_manager)
+
+    io_struct.hook_custom_types(request, reply)
+    tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("weightsync", reply))
+    HookRegistry.register(HTTP_SETUP, before_http, HookType.BEFORE)
+    HookRegistry.register(SCHEDULER_SETUP, lambda result, scheduler: on_scheduler(scheduler), HookType.AFTER)
+
+
+def app_routes() -> list[Any]:
+    """The routes of SGLang's HTTP server, to append to."""
+    from sglang.srt.entrypoints.http_server import app
+
+    routes: list[Any] = app.router.routes
+    return routes
+
+
 # --- in a scheduler process -------------------------------------------------------------------------------------------
 
 
@@ -126,6 +151,13 @@ def digest(scheduler: Any) -> str:
     return digest_of([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
+def handle(scheduler: Any, request: type, handler: Callable[[Any], Any]) -> None:
+    """Have the scheduler answer requests of this type."""
+    from sglang.utils import TypeBasedDispatcher
+
+    scheduler._request_dispatcher += TypeBasedDispatcher([(request, handler)])
+
+
 def pause(scheduler: Any, *, retract: bool) -> None:
     """Stop generating; with ``retract`` the requests in flight give up their KV and will recompute it."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -140,6 +172,16 @@ def resume(scheduler: Any) -> None:
     scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
 
+def flush_cache(scheduler: Any) -> bool:
+    """Drop the KV that the old weights produced; false if requests still hold some."""
+    return bool(scheduler.flush_cache(empty_cache=False))
+
+
+def set_rank_version(scheduler: Any, version: str) -> None:
+    """Label what this rank generates from now on."""
+    scheduler.record_weight_version_change(new_version=version)
+
+
 # --- in the process that serves HTTP ----------------------------------------------------------------------------------
 
 
@@ -149,6 +191,22 @@ def unsupported(server_args: Any) -> str:
         if getattr(server_args, name, 1) not in (1, None):
             return f"--{name.replace('_', '-')} {getattr(server_args, name)} is not supported: run one server a replica"
     return ""
+
+
+def has_prefix_cache(server_args: Any) -> bool:
+    """Whether requests can reuse each other's KV."""
+    return not server_args.disable_radix_cache
+
+
+def model_path(server_args: Any) -> str:
+    """The model as it was named on the command line."""
+    return str(server_args.model_path)
+
+
+async def ask(tokenizer_manager: Any, request: Any) -> Any:
+    """Send a typed request to the schedulers; the first rank's reply. Has no deadline of its own."""
+    tokenizer_manager.auto_create_handle_loop()
+    return (await tokenizer_manager.weightsync_communicator(request))[0]
 
 
 def served_version(tokenizer_manager: Any) -> str:

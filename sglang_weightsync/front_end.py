@@ -31,8 +31,8 @@ class SglangFrontEnd:
         self._manager = tokenizer_manager
         self._unsupported = compat.unsupported(server_args)
         self.engine_version = compat.version()
-        self.model = str(server_args.model_path)
-        self.pause_refused = {} if server_args.disable_radix_cache else {"keep": _KEEP_REASON}
+        self.model = compat.model_path(server_args)
+        self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(server_args) else {}
 
     async def version(self) -> str:
         """SGLang's own weight version."""
@@ -45,15 +45,13 @@ class SglangFrontEnd:
     async def _ask(self, method: str, payload: bytes, timeout_s: float) -> WeightsyncReqOutput:
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
-        self._manager.auto_create_handle_loop()
         request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload, timeout_s=timeout_s)
         try:
-            replies = await asyncio.wait_for(self._manager.weightsync_communicator(request), timeout_s)
+            reply: WeightsyncReqOutput = await asyncio.wait_for(compat.ask(self._manager, request), timeout_s)
         except asyncio.TimeoutError as error:
             raise PushTimeout(
                 f"the schedulers did not answer {method} within {timeout_s:g} s", weights="unknown"
             ) from error
-        reply: WeightsyncReqOutput = replies[0]
         if reply.call != request.call:
             raise PushTimeout(f"the schedulers answered an earlier call late, and not yet {method}", weights="unknown")
         return reply

@@ -83,11 +83,11 @@ class Handler:
         applied = self._everywhere(request, "weightsync_commit")
         done = time.perf_counter()
         if not _any_failed(applied):
-            if asked.pause != "keep" and not self._scheduler.flush_cache(empty_cache=False):
+            if asked.pause != "keep" and not compat.flush_cache(self._scheduler):
                 failure = ApplyFailed("SGLang did not flush the cache of the old weights; push again", weights="dirty")
                 applied = [_failed(failure)]
             else:
-                self._scheduler.record_weight_version_change(new_version=asked.version)
+                compat.set_rank_version(self._scheduler, asked.version)
                 compat.resume(self._scheduler)
         pause_s = time.perf_counter() - begin
         return WeightsyncReqOutput(call=request.call, replies=applied, pause_s=pause_s, apply_s=done - mark)

@@ -1,4 +1,4 @@
-"""Where SGLang is hooked; imports SGLang.
+"""What is hooked into SGLang.
 
 SGLang loads this in its CLI, server, scheduler and detokenizer processes, and logs failures without stopping.
 """
@@ -14,36 +14,26 @@ logger = logging.getLogger(__name__)
 
 
 def place() -> None:
-    """Register the message types and the hooks; idempotent within a process, as SGLang calls it once."""
+    """Register the message types and the hooks; SGLang calls it once a process."""
     if reason := compat.check():
-        logger.error("%s; its routes are absent", reason)
+        logger.error("%s; the routes of weightsync are absent", reason)
         return
-    from sglang.srt.managers import io_struct, tokenizer_control_mixin
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 
-    io_struct.hook_custom_types(WeightsyncReqInput, WeightsyncReqOutput)
-    tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("weightsync", WeightsyncReqOutput))
-    HookRegistry.register(compat.HTTP_SETUP, _add_routes, HookType.BEFORE)
-    HookRegistry.register(compat.SCHEDULER_SETUP, _add_handler, HookType.AFTER)
+    compat.hook(WeightsyncReqInput, WeightsyncReqOutput, _add_routes, _add_handler)
 
 
-def _add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
-    from sglang.srt.entrypoints.http_server import app
-
+def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from sglang_weightsync.front_end import SglangFrontEnd
     from weightsync import security
     from weightsync.routes import admin_routes
 
     front = SglangFrontEnd(server_args, tokenizer_manager)
-    app.router.routes.append(admin_routes(lambda: front, security.engine_token()))
+    compat.app_routes().append(admin_routes(lambda: front, security.engine_token()))
 
 
-def _add_handler(result: Any, scheduler: Any) -> None:
-    from sglang.utils import TypeBasedDispatcher
-
+def _add_handler(scheduler: Any) -> None:
     from sglang_weightsync.handler import Handler
     from sglang_weightsync.messages import WeightsyncReqInput
 
-    scheduler._request_dispatcher += TypeBasedDispatcher([(WeightsyncReqInput, Handler(scheduler))])
+    compat.handle(scheduler, WeightsyncReqInput, Handler(scheduler))

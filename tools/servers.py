@@ -119,6 +119,8 @@ def start(
     with path.open("wb") as output:
         process = subprocess.Popen(
             command,
+            # Elsewhere than in the checkout, which `python -m` would put before the installed wheel.
+            cwd=path.parent,
             env={**os.environ, **_environment(engine, tp, plugin), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,

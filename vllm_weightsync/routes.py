@@ -99,7 +99,10 @@ class VllmFrontEnd:
                 await self._client.resume_generation()
             raise
         except Exception as error:
-            raise ApplyFailed(f"after the weights were applied: {error}; push again", weights="dirty") from error
+            raise ApplyFailed(
+                f"vLLM failed half-way through the commit ({error}); it stays paused until a full push commits",
+                weights="dirty",
+            ) from error
         mark = time.perf_counter()
         await self._client.resume_generation()
         end = time.perf_counter()

@@ -1,5 +1,8 @@
 """Real engines, started once for each configuration and shared by the tests that use it."""
 
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,23 +89,65 @@ def assert_agrees(server, model: PreTrainedModel, answer, prompt=PROMPT):
 
 
 HERE = Path(__file__).parent
-#: vLLM's prefix cache is off by default on some CPUs, and the tests are about it.
-ARGS = {"vllm": ["--enable-prefix-caching"], "sglang": []}
-#: One configuration of vLLM runs a user's own extension class, derived from ours, and shows its worker RPC.
-USERS_OWN = {
-    "args": [*ARGS["vllm"], "--worker-extension-cls", "user_extension.UserExtension"],
-    "env": {"PYTHONPATH": str(HERE), "VLLM_SERVER_DEV_MODE": "1"},
-}
+CACHING = {"vllm": ["--enable-prefix-caching", "--enable-prompt-tokens-details"], "sglang": []}
+NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
+STREAMS, STREAM_TOKENS = 8, 300
+
+
+class Streams:
+    """Clients that read long streams while something else happens."""
+
+    def __init__(self, server):
+        self.server = server
+        self.started = threading.Barrier(STREAMS + 1)
+        self.threads = ThreadPoolExecutor(STREAMS)
+        self.jobs = [self.threads.submit(self._read, number) for number in range(STREAMS)]
+        self.started.wait(60)
+
+    def _read(self, number):
+        tokens = []
+        for token, _ in servers.stream(self.server, [*PROMPT, number], STREAM_TOKENS):
+            tokens.append(token)
+            if len(tokens) == 5:
+                self.started.wait(60)
+        return tokens
+
+    def read(self):
+        """Every stream's tokens, when all have ended."""
+        results = [job.result(180) for job in self.jobs]
+        self.threads.shutdown()
+        return results
+
+    def running(self):
+        return sum(not job.done() for job in self.jobs)
 
 
 def without_plugin(engine, kind):
     """How to start a server that cannot be pushed to: without our plugin, or in one case with the routes alone."""
     half = {"env": {"VLLM_PLUGINS": "weightsync"}} if (engine, kind) == ("vllm", "llama") else {}
-    return {"args": ARGS[engine], "plugin": False, **half}
+    return {"args": CACHING[engine], "plugin": False, **half}
 
 
-@pytest.fixture(scope="module")
-def served(request, model_folder):
+def with_plugin(engine, kind, tp, folder, scratch):
+    """How to start the server that is pushed to: configurations differ in what else they show."""
+    if (kind, tp) == ("qwen3", 2):
+        # From a configuration alone: no checkpoint tells what a complete push is.
+        for file in folder.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, scratch)
+        return scratch, {"args": [*CACHING[engine], "--load-format", "dummy"]}
+    if kind == "llama":
+        args = NO_CACHING[engine]
+        if engine == "vllm":
+            # A user's own extension class, derived from ours; developer mode shows vLLM's worker RPC.
+            args = [*args, "--worker-extension-cls", "user_extension.UserExtension"]
+            return folder, {"args": args, "env": {"PYTHONPATH": str(HERE), "VLLM_SERVER_DEV_MODE": "1"}}
+        return folder, {"args": args}
+    return folder, {"args": CACHING[engine]}
+
+
+@pytest.fixture(scope="session")
+def served(request, model_folder, tmp_path_factory):
     """A `Served` for the configuration (engine, kind, tp) that the module asks for."""
     engine, kind, tp = request.param
     a, b = model_folder(kind, 0), model_folder(kind, 1)
@@ -110,11 +155,20 @@ def served(request, model_folder):
         fresh_b = ask(fresh)
         with pytest.raises(PluginNotLoaded) as refusal:
             Sender([fresh.url])
-    options = USERS_OWN if (engine, kind) == ("vllm", "llama") else {"args": ARGS[engine]}
-    with servers.start(engine, a, tp=tp, **options) as server:
+    folder, options = with_plugin(engine, kind, tp, a, tmp_path_factory.mktemp("served"))
+    with servers.start(engine, folder, tp=tp, **options) as server:
         yield Served(server, kind, tp, a, b, fresh_b, refusal.value)
 
 
-def configurations(*wanted):
+#: (engine, kind, tp). The caches are looked at in the first four; the same place in both lists keeps pytest from
+#: starting a configuration twice.
+CACHES = [(engine, "qwen3", tp) for engine in ("vllm", "sglang") for tp in (1, 2)]
+OTHERS = [(engine, kind, tp) for engine in ("vllm", "sglang") for kind, tp in (("llama", 1), ("qwen3_moe", 2))]
+ALL = [*CACHES, *OTHERS]
+
+
+def configurations(wanted):
     """Parametrize a module over configurations of `served`."""
-    return pytest.mark.parametrize("served", wanted, indirect=True, ids=lambda c: "-".join(map(str, c)), scope="module")
+    return pytest.mark.parametrize(
+        "served", wanted, indirect=True, ids=lambda c: "-".join(map(str, c)), scope="session"
+    )

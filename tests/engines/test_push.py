@@ -6,18 +6,25 @@ from safetensors.torch import load_file
 
 from tools import models, servers
 from weightsync.client import START_LINES
-from weightsync.errors import ManifestMismatch
+from weightsync.errors import ManifestMismatch, UnsupportedOption
 from weightsync.security import engine_token
 
-from .conftest import NEW_TOKENS, PROMPT, ask, assert_agrees, assert_same, configurations, differ, long_prompt
-
-pytestmark = configurations(
-    *[
-        (engine, kind, tp)
-        for engine in ("vllm", "sglang")
-        for kind, tp in (("qwen3", 1), ("qwen3", 2), ("llama", 1), ("qwen3_moe", 2))
-    ]
+from .conftest import (
+    ALL,
+    NEW_TOKENS,
+    PROMPT,
+    STREAM_TOKENS,
+    STREAMS,
+    Streams,
+    ask,
+    assert_agrees,
+    assert_same,
+    configurations,
+    differ,
+    long_prompt,
 )
+
+pytestmark = configurations(ALL)
 
 
 def test_a_pushed_model_answers_like_a_fresh_server_and_like_transformers(served):
@@ -78,6 +85,21 @@ def test_a_missing_tensor_is_refused_by_name_and_nothing_changes(served):
     assert raised.value.engines == {served.server.url: "unchanged"}
     assert served.digests() == digests
     assert served.state().state == "serving"
+
+
+def test_keep_is_for_engines_whose_requests_share_no_kv(served):
+    if served.kind != "llama":
+        with pytest.raises(UnsupportedOption, match=r"cannot pause with 'keep'.*start the engine with --"):
+            served.sender(pause="keep")
+        return
+    served.push(served.a)
+    with served.sender(pause="keep") as sender:
+        streams = Streams(served.server)
+        assert streams.running() == STREAMS
+        sender.push(models.load_reference(served.b))
+        assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+        assert [len(tokens) for tokens in streams.read()] == [STREAM_TOKENS] * STREAMS
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
 def test_a_server_without_the_plugin_is_named_with_its_start_line(served):

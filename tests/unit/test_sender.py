@@ -203,9 +203,10 @@ def test_a_commit_of_what_was_never_prepared_changes_nothing(engine):
 
 def test_another_protocol_names_both_versions(model_folder):
     code = "from weightsync import testing, wire; wire.PROTOCOL = (7, 1); testing.main()"
-    with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
-        with pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.0, this engine 7\.1"):
-            Sender([engine.url])
+    newer = ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code))
+    said = r"sender speaks protocol 1\.0, this engine 7\.1"
+    with newer, pytest.raises(ProtocolMismatch, match=said):
+        Sender([newer.url])
 
 
 def test_an_engine_that_shares_no_memory_is_refused_with_advice(model_folder):

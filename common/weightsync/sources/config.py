@@ -38,7 +38,7 @@ def _build(path: str, dtype: torch.dtype) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise SourceError(f"{path}: transformers cannot read the configuration: {error}") from error
+        raise SourceError(f"{path}: transformers cannot read the configuration: {_first_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise SourceError(f"{path}: the model is quantised; its checkpoint cannot be told from its configuration")
     architecture = next(iter(config.architectures or ()), None)
@@ -52,7 +52,14 @@ def _build(path: str, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             return kind._from_config(config, dtype=dtype)
     except Exception as error:
-        raise SourceError(f"{path}: transformers cannot build the model from its configuration: {error}") from error
+        raise SourceError(
+            f"{path}: transformers cannot build the model from its configuration: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    # transformers goes on with paragraphs of advice on upgrading itself.
+    return str(error).partition("\n")[0]
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:

@@ -1,0 +1,187 @@
+"""Measure pushes into real engines next to a memcpy and to the engines' own ways: `make bench`.
+
+For each engine one server runs on this machine's CPU, and rounds are repeated in which everything is measured once, one
+after the other: a memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), and the
+engine's own ways. Each brings the other of two sets of weights, and after the first and the last round it is checked
+that the engine serves what was pushed. Times are wall-clock seconds in the process that waits for the weights to be
+served; only vLLM's in-worker reload is timed inside of vLLM. Exit code 0 if everything that was pushed is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.peers import RELOAD, Peer, peers
+from benchmarks.trainer import ROOT, Trainer, model_folders
+from tools import servers
+from weightsync import PushResult, Sender
+
+PROMPT = list(b"The weights of a policy change every few seconds, and ")
+NEW_TOKENS = 8
+#: Natural-log units. Engine and trainer round bfloat16 in different orders; other weights differ by far more.
+TOLERANCE = 0.15
+MIN_ROUNDS = 7
+#: Kinds of models whose parameters have their checkpoint names.
+KINDS = ("qwen3_0_6b", "qwen3", "llama")
+
+Sample = dict[str, float]
+
+
+class Bench:
+    """One engine's rounds."""
+
+    def __init__(self, server: servers.Server, trainer: Trainer, own_ways: dict[str, Peer]):
+        self._server, self._trainer, self._own_ways = server, trainer, own_ways
+        self._served = 0  # the server was started from set 0
+        self.rounds: list[dict[str, Any]] = []
+        #: By path, whether what it brought was found to be served; and by how much log-probabilities were off.
+        self.checks: list[dict[str, Any]] = []
+
+    def run(self, rounds: int) -> None:
+        """Run the rounds; the last thing that happens is a push, and it is checked."""
+        for index in range(rounds):
+            start = time.perf_counter()
+            self.rounds.append(self._round(check=index == 0))
+            shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in _totals(self.rounds[-1]).items())
+            print(f"  round {index + 1} of {rounds} ({time.perf_counter() - start:.0f} s): {shown}", flush=True)
+        with Sender([self._server.url]) as sender:
+            self._push(sender)
+            self._check("the last push")
+
+    def _round(self, *, check: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {"load_before": os.getloadavg()[0], "memcpy": self._trainer.memcpys()}
+        self._turn()
+        start = time.perf_counter()
+        with Sender([self._server.url]) as sender:
+            opened = time.perf_counter() - start
+            found["cold push"] = {"open": opened, **_flat(sender.push(self._trainer.module))}
+            found["cold push"]["seconds"] = time.perf_counter() - start
+            if check:
+                self._check("cold push")
+            # The second one: by then nothing happens for the first time.
+            found["first warm push"] = self._push(sender)
+            found["warm push"] = self._push(sender)
+            if check:
+                self._check("warm push")
+        for name, way in self._own_ways.items():
+            self._turn()
+            found[name] = way(self._served)
+            if check:
+                self._check(name)
+        return found
+
+    def _push(self, sender: Sender) -> Sample:
+        self._turn()
+        start = time.perf_counter()
+        result = sender.push(self._trainer.module)
+        return {**_flat(result), "seconds": time.perf_counter() - start}
+
+    def _turn(self) -> None:
+        """The other set of weights is the next to be served."""
+        self._served = 1 - self._served
+        self._trainer.use(self._served)
+
+    def _check(self, path: str) -> None:
+        """Compare what the engine generates with both sets of weights."""
+        tokens, logprobs = servers.greedy(self._server, PROMPT, NEW_TOKENS)
+        off = []
+        for index in range(2):
+            own = self._trainer.logprobs(index, PROMPT, tokens)
+            off.append(max(abs(a - b) for a, b in zip(logprobs, own, strict=True)))
+        self._trainer.use(self._served)
+        right, wrong = off[self._served], off[1 - self._served]
+        self.checks.append({"path": path, "ok": right <= TOLERANCE < wrong, "off": right, "off_from_other_set": wrong})
+
+
+def _flat(result: PushResult) -> Sample:
+    """The times of a push into one engine in one level; the steps of the commit have names of their own."""
+    (engine,) = result.engines.values()
+    phases = {name: seconds for name, seconds in result.seconds.items() if name != "total"}
+    return {
+        **phases,
+        **{f"commit: {name}": seconds for name, seconds in engine.seconds.items()},
+        "pause": engine.pause_s,
+    }
+
+
+def _totals(found: dict[str, Any]) -> Sample:
+    return {name: sample["seconds"] for name, sample in found.items() if isinstance(sample, dict)}
+
+
+def measure(engine: servers.Engine, kind: str, folders: list[Path], trainer: Trainer, rounds: int) -> dict[str, Any]:
+    """Start the engine, run the rounds, and return the record of the run."""
+    options: dict[str, Any] = {}
+    if engine == "vllm":
+        # The route that reaches vLLM's own reload is for developers; the server listens on the loopback alone.
+        options["args"] = ["--worker-extension-cls", "peer_vllm.BenchExtension"]
+        options["env"] = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
+    with contextlib.ExitStack() as stack:
+        with alive(f"{engine}: starting the server"):
+            server = stack.enter_context(servers.start(engine, folders[0], **options))
+        with alive(f"{engine}: loading what the engine's own ways push"):
+            own_ways = stack.enter_context(peers(server, trainer, folders))
+        bench = Bench(server, trainer, own_ways)
+        print(f"{engine}: {rounds} rounds, seconds", flush=True)
+        bench.run(rounds)
+    return {
+        "engine": engine,
+        "model": kind,
+        "nbytes": trainer.nbytes,
+        "rounds": bench.rounds,
+        "checks": bench.checks,
+    }
+
+
+@contextlib.contextmanager
+def alive(what: str) -> Iterator[None]:
+    """Show that something slow goes on."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(5.0):
+            print(f"  ... {what}: {time.monotonic() - start:.0f} s", flush=True)
+
+    print(what, flush=True)
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(10.0)
+
+
+def main() -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=("sglang", "vllm"), default=["sglang", "vllm"])
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"at least {MIN_ROUNDS}, the default")
+    parser.add_argument("--model", choices=KINDS, default=KINDS[0], help="a tiny one only shows that all this runs")
+    args = parser.parse_args()
+    if args.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds: medians are of at least {MIN_ROUNDS}")
+    with alive(f"two models of kind {args.model} with random weights (made once)"):
+        folders = model_folders(args.model)
+        trainer = Trainer(folders)
+    ran_well = True
+    with trainer:
+        for engine in dict.fromkeys(args.engines):
+            record = {**report.about(engine), **measure(engine, args.model, folders, trainer, args.rounds)}
+            path = report.save(record, kept=args.model == KINDS[0])
+            print(f"\n{report.table(record, floor=RELOAD)}\nraw samples: {path.relative_to(ROOT)}\n", flush=True)
+            ran_well &= report.pushes_served(record)
+    return 0 if ran_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

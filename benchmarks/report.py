@@ -1,0 +1,162 @@
+"""What a run is reported as: a table to read, and every sample as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+import weightsync
+from benchmarks.trainer import CACHE, ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PUSHES = ("cold push", "warm push")
+MEMCPY = "memcpy of the same bytes"
+
+#: Aim by engine: what a warm push may cost at most, in memcpys or in reloads inside of vLLM's worker.
+AIMS = {"sglang": 4.0, "vllm": 1.15}
+
+Record = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A line of the table; ``seconds`` has one value for each round."""
+
+    name: str
+    seconds: list[float]
+    indent: int = 0
+
+
+# ---- about the run ---------------------------------------------------------------------------------------------------
+
+
+def about(engine: str) -> Record:
+    """When and on what a run takes place."""
+    probe = f"import importlib.metadata as m; print(m.version({engine!r}), m.version('torch'))"
+    python = ROOT / f".venv-{engine}" / "bin" / "python"
+    answer = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True)
+    version, torch_version = answer.stdout.split()
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hardware": {
+            "cpu": _cpu(),
+            "cores": len(psutil.Process().cpu_affinity() or []),
+            "memory_bytes": psutil.virtual_memory().total,
+            "kernel": platform.release(),
+        },
+        "versions": {
+            "weightsync": weightsync.__version__,
+            engine: version,
+            "torch of the engine": torch_version,
+            "torch of the trainer": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "threads_of_the_trainer": torch.get_num_threads(),
+    }
+
+
+def _cpu() -> str:
+    """The processor's name with its family and model, which tell more on virtual machines."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name", platform.processor())
+    return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
+
+
+def save(record: Record, *, kept: bool) -> Path:
+    """Write the record; one to be ``kept`` goes to the results, any other beside the models."""
+    folder = RESULTS if kept else CACHE
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['engine']}-{record['date'][:10]}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def pushes_served(record: Record) -> bool:
+    """Whether everything that weightsync pushed was found to be served."""
+    return all(check["ok"] for check in record["checks"] if "push" in check["path"])
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def table(record: Record, floor: str) -> str:
+    """The whole report; ``floor`` names the path that vLLM's pushes are compared with."""
+    rounds = record["rounds"]
+    memcpy = [statistics.median(found["memcpy"]) for found in rounds]
+    floors = [found[floor]["seconds"] for found in rounds] if floor in rounds[0] else None
+    rows = _rows(rounds, memcpy)
+    width = max(len(row.name) + 2 * row.indent for row in rows)
+    head = f"{'':{width}}  {'median':>8}  {'min - max':>15}  {'memcpys':>8}" + (f"  {'reloads':>8}" if floors else "")
+    lines = [_title(record), head]
+    for row in rows:
+        low, high = min(row.seconds), max(row.seconds)
+        line = (
+            f"{'  ' * row.indent + row.name:{width}}  {statistics.median(row.seconds):8.3f}"
+            f"  {f'{low:.3f} - {high:.3f}':>15}  {_ratio(row.seconds, memcpy):8.2f}"
+        )
+        lines.append(line + (f"  {_ratio(row.seconds, floors):8.2f}" if floors else ""))
+    return "\n".join([*lines, _verdict(record, memcpy, floors), *_served(record)])
+
+
+def _title(record: Record) -> str:
+    hardware, versions = record["hardware"], record["versions"]
+    engine = record["engine"]
+    return (
+        f"{engine} {versions[engine]}, {record['model']}, {record['nbytes'] / 1e9:.2f} GB, one server, "
+        f"{len(record['rounds'])} rounds; seconds, ratios are medians of each round's\n"
+        f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB, {record['date']}"
+    )
+
+
+def _rows(rounds: list[Record], memcpy: list[float]) -> list[Row]:
+    rows = [Row(MEMCPY, memcpy)]
+    for push in PUSHES:
+        samples = [found[push] for found in rounds]
+        rows.append(Row(f"{push} (new Sender)" if push == "cold push" else push, _column(samples, "seconds")))
+        for name in ("open", "prepare", "transfer", "gather", "commit"):
+            if name in samples[0]:
+                rows.append(Row(name, _column(samples, name), 2 if name == "gather" else 1))
+        steps = [name for name in samples[0] if name.startswith("commit: ")]
+        rows += [Row(name.removeprefix("commit: "), _column(samples, name), 2) for name in steps]
+        rows.append(Row("not generating (pause)", _column(samples, "pause"), 1))
+    for name, value in rounds[0].items():
+        if isinstance(value, dict) and "push" not in name:
+            samples = [found[name] for found in rounds]
+            rows.append(Row(name, _column(samples, "seconds")))
+            rows += [Row(step, _column(samples, step), 1) for step in value if step != "seconds"]
+    return rows
+
+
+def _column(samples: Sequence[dict[str, float]], name: str) -> list[float]:
+    return [sample[name] for sample in samples]
+
+
+def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
+
+
+def _verdict(record: Record, memcpy: list[float], floors: list[float] | None) -> str:
+    warm = _column([found["warm push"] for found in record["rounds"]], "seconds")
+    aim = AIMS[record["engine"]]
+    reached = _ratio(warm, memcpy if floors is None else floors)
+    unit = "memcpys" if floors is None else "in-worker reloads"
+    return f"aim: a warm push takes at most {aim:g} {unit}; {reached:.2f}: {'met' if reached <= aim else 'MISSED'}"
+
+
+def _served(record: Record) -> list[str]:
+    return [
+        f"served after {check['path']}: {'yes' if check['ok'] else 'NO'}, log-probabilities off by {check['off']:.3f} "
+        f"(from the other weights: {check['off_from_other_set']:.3f})"
+        for check in record["checks"]
+    ]
