@@ -33,6 +33,14 @@ MIN_ROUNDS = 7
 #: Kinds of models whose parameters have their checkpoint names.
 KINDS = ("qwen3_0_6b", "qwen3", "llama")
 
+#: For SGLang memory beside 1.2 GB of weights; for vLLM the way to its own reload, a route for developers: the server
+#: listens on the loopback alone.
+ARGS: dict[servers.Engine, list[str]] = {
+    "sglang": ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096"],
+    "vllm": ["--worker-extension-cls", "peer_vllm.BenchExtension"],
+}
+ENVIRONMENT = {"sglang": {}, "vllm": {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT / "benchmarks")}}
+
 Sample = dict[str, float]
 
 
@@ -119,14 +127,9 @@ def _totals(found: dict[str, Any]) -> Sample:
 
 def measure(engine: servers.Engine, kind: str, folders: list[Path], trainer: Trainer, rounds: int) -> dict[str, Any]:
     """Start the engine, run the rounds, and return the record of the run."""
-    options: dict[str, Any] = {}
-    if engine == "vllm":
-        # The route that reaches vLLM's own reload is for developers; the server listens on the loopback alone.
-        options["args"] = ["--worker-extension-cls", "peer_vllm.BenchExtension"]
-        options["env"] = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
     with contextlib.ExitStack() as stack:
         with alive(f"{engine}: starting the server"):
-            server = stack.enter_context(servers.start(engine, folders[0], **options))
+            server = stack.enter_context(servers.start(engine, folders[0], args=ARGS[engine], env=ENVIRONMENT[engine]))
         with alive(f"{engine}: loading what the engine's own ways push"):
             own_ways = stack.enter_context(peers(server, trainer, folders))
         bench = Bench(server, trainer, own_ways)

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from vllm_weightsync.extension import WorkerExtension
 
-__all__ = ["WorkerExtension", "endpoint_plugin", "register"]
-
-
-def register() -> None:
-    """``vllm.general_plugins`` entry point, run in every vLLM process: says early what would make a push fail."""
-    from vllm_weightsync import compat
-
-    compat.check()
+__all__ = ["WorkerExtension", "endpoint_plugin"]
 
 
 def endpoint_plugin() -> object:

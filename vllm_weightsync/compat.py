@@ -1,30 +1,31 @@
 """Every name of vLLM that is not documented as stable, in one place, checked at start.
 
-Written against vLLM 0.32. If a name is gone, `check` says so in every process at start-up, and pushes are refused.
+Written against vLLM 0.32. If a name is gone, `check` says so when the server starts, and pushes are refused.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
 from weightsync.layout import digest_of
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-logger = logging.getLogger(__name__)
-
 SUPPORTED: Final = "0.32"
 
-#: module -> attributes that this package leans on.
-_NEEDED: Final[dict[str, tuple[str, ...]]] = {
-    "vllm.config": ("set_current_vllm_config",),
-    "vllm.v1.engine.async_llm": ("AsyncLLM.pause_generation", "AsyncLLM.resume_generation", "AsyncLLM.collective_rpc"),
+#: Where the routes run: module -> attributes that this package leans on.
+SERVER: Final[dict[str, tuple[str, ...]]] = {
+    "vllm.v1.engine.async_llm": (
+        "AsyncLLM.collective_rpc", "AsyncLLM.pause_generation", "AsyncLLM.resume_generation",
+        "AsyncLLM.reset_prefix_cache", "AsyncLLM.reset_encoder_cache", "AsyncLLM.update_weight_version",
+        "AsyncLLM.get_weight_version"),
+    "vllm.utils.import_utils": ("resolve_obj_by_qualname",),
+}  # fmt: skip
+
+#: Where the weights are.
+WORKER: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu_worker": ("Worker.reload_weights",),
 }
 
@@ -36,10 +37,10 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-def missing() -> list[str]:
+def missing(needed: Mapping[str, Sequence[str]]) -> list[str]:
     """Names that this package needs and this vLLM lacks."""
     gone = []
-    for module, names in _NEEDED.items():
+    for module, names in needed.items():
         for name in names:
             try:
                 found: Any = importlib.import_module(module)
@@ -50,14 +51,10 @@ def missing() -> list[str]:
     return gone
 
 
-def check() -> str:
-    """Empty, or why this vLLM cannot be served; logged once a process."""
-    gone = missing()
-    if not gone:
-        return ""
-    reason = f"weightsync needs vLLM {SUPPORTED}; vLLM {version()} lacks {', '.join(gone)}"
-    logger.error(reason)
-    return reason
+def check(needed: Mapping[str, Sequence[str]]) -> str:
+    """Empty, or why weights cannot be pushed into this vLLM."""
+    gone = missing(needed)
+    return f"weightsync needs vLLM {SUPPORTED}; vLLM {version()} lacks {', '.join(gone)}" if gone else ""
 
 
 def worker_rank(worker: Any) -> int:
@@ -77,8 +74,23 @@ def model_config(worker: Any) -> Any:
 
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks what was packed at start."""
+    model = worker.model_runner.get_model()
+    if worker_device(worker).type == "cpu":
+        _rebuild_moe_kernels(model)
     worker.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
-    _retie_packed(worker.model_runner.get_model())
+    _retie_packed(model)
+
+
+def _rebuild_moe_kernels(model: torch.nn.Module) -> None:
+    """Make vLLM pack the experts again when they are reloaded.
+
+    On a CPU it packs them only when it first builds a layer's kernel; a reload would leave them as they are in the
+    checkpoint, under a kernel that reads them packed.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _retie_packed(model: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from weightsync.client import START_LINES
 from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.receiver import collect
 from weightsync.routes import admin_routes
+
+logger = logging.getLogger(__name__)
 
 _KEEP_REASON = (
     "requests in flight would go on with KV of the old weights, and the prefix cache would hand that KV to others; "
@@ -59,6 +62,9 @@ class VllmFrontEnd:
         self.engine_version = compat.version()
         self.model = str(engine_client.vllm_config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
+        self._unsupported = compat.check(compat.SERVER)
+        if self._unsupported:
+            logger.error("%s; pushes will be refused", self._unsupported)
 
     async def version(self) -> str:
         """vLLM's own weight version."""
@@ -77,8 +83,8 @@ class VllmFrontEnd:
                 "the routes are loaded, the worker extension is not. Start it as: "
                 f"{START_LINES['vllm'].format(model=self.model)} (or derive your own extension class from it)"
             )
-        if reason := compat.check():
-            raise UnsupportedOption(reason)
+        if self._unsupported:
+            raise UnsupportedOption(self._unsupported)
         if compat.parallel_config(self._client).data_parallel_size > 1:
             raise UnsupportedOption(
                 "internal data parallelism is not supported: start one server per replica and name them all"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_weightsync import compat
+from weightsync.errors import UnsupportedOption
 from weightsync.expected import expected_of
 from weightsync.sink import Expected
 
@@ -16,6 +17,8 @@ class VllmSink:
     """See `weightsync.sink.Sink`."""
 
     def __init__(self, worker: Any):
+        if reason := compat.check(compat.WORKER):
+            raise UnsupportedOption(reason)
         self._worker = worker
         self.rank = compat.worker_rank(worker)
         self.device = compat.worker_device(worker)

@@ -89,7 +89,7 @@ def assert_agrees(server, model: PreTrainedModel, answer, prompt=PROMPT):
 
 
 HERE = Path(__file__).parent
-CACHING = {"vllm": ["--enable-prefix-caching", "--enable-prompt-tokens-details"], "sglang": []}
+CACHING = {"vllm": ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"], "sglang": []}
 NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
 STREAMS, STREAM_TOKENS = 8, 300
 
@@ -124,8 +124,11 @@ class Streams:
 
 def without_plugin(engine, kind):
     """How to start a server that cannot be pushed to: without our plugin, or in one case with the routes alone."""
-    half = {"env": {"VLLM_PLUGINS": "weightsync"}} if (engine, kind) == ("vllm", "llama") else {}
-    return {"args": CACHING[engine], "plugin": False, **half}
+    # SGLang loads every plugin that is installed, unless told which.
+    env = {"SGLANG_PLUGINS": "others"}
+    if (engine, kind) == ("vllm", "llama"):
+        env = {"VLLM_PLUGINS": "weightsync"}
+    return {"args": CACHING[engine], "plugin": False, "env": env}
 
 
 def with_plugin(engine, kind, tp, folder, scratch):
