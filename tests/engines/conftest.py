@@ -18,9 +18,9 @@ PROMPT = list(b"Once upon a time there was a policy that ")
 NEW_TOKENS = 24
 #: Natural-log units between a pushed engine and a fresh one of the same kind.
 SAME_ENGINE = 1e-3
-#: Natural-log units between an engine and transformers: both round bfloat16, in different orders. Other weights are
-#: several units away.
-BF16_ROUNDING = 0.2
+#: Natural-log units, on average over the tokens, between an engine and transformers: both round bfloat16, in different
+#: orders. Right weights are 0.02 to 0.04 away, with single tokens further where an expert is chosen by a hair; others 6.
+BF16_ROUNDING = 0.1
 
 
 @dataclass
@@ -79,13 +79,18 @@ def assert_same(got, want, tolerance=SAME_ENGINE):
 
 
 def differ(got, want):
-    return got[0] != want[0] or max(abs(x - y) for x, y in zip(got[1], want[1], strict=True)) > 2 * BF16_ROUNDING
+    return got[0] != want[0] or apart(got[1], want[1]) > 2 * BF16_ROUNDING
+
+
+def apart(these, those):
+    """Mean difference of logprobs."""
+    return sum(abs(x - y) for x, y in zip(these, those, strict=True)) / len(these)
 
 
 def assert_agrees(server, model: PreTrainedModel, answer, prompt=PROMPT):
     """The engine's logprobs are transformers' own for the same tokens, within bf16 rounding."""
     own = models.reference_logprobs(model, prompt + answer[0], len(prompt))
-    assert max(abs(x - y) for x, y in zip(answer[1], own, strict=True)) <= BF16_ROUNDING
+    assert apart(answer[1], own) <= BF16_ROUNDING
 
 
 HERE = Path(__file__).parent

@@ -1,7 +1,7 @@
 """Let vLLM's own kernels use the CPU's matrix unit (AMX), where it has one.
 
-Linux gives a process the unit only if it asks. oneDNN asks when it first multiplies more than a few rows, vLLM's attention
-kernel does not: a worker whose first prompt is shorter than five tokens dies of an illegal instruction.
+Linux gives a process the unit only if it asks. oneDNN asks when it first multiplies more than a few rows, vLLM's own
+kernels do not: a worker whose first prompt is shorter than five tokens dies of an illegal instruction.
 
 A `.pth` file imports this module in every process of the environment, because what was granted ends with `exec`.
 """
