@@ -23,8 +23,8 @@ from weightsync import PushResult, Sender
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
 NEW_TOKENS = 16
-#: Natural-log units, on average over the tokens. Engine and trainer round bfloat16 in different orders, which makes about
-#: 0.03; the weights of a step before are far more away.
+#: Natural-log units, on average over the tokens. Engine and trainer round bfloat16 in different orders, which makes
+#: about 0.03; the weights of a step before are much further away.
 TOLERANCE = 0.1
 
 

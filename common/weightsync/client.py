@@ -13,6 +13,7 @@ from weightsync.transports.base import Deadline
 from weightsync.wire import PREFIX
 
 _CONNECT_S: Final = 5.0
+_COMMIT_GRACE_S: Final = 1.5
 _R = TypeVar("_R")
 
 #: How each engine is started with the plugin; errors and documents say it in the same words.
@@ -54,7 +55,8 @@ class EngineClient:
 
     def commit(self, request: wire.CommitRequest, deadline: Deadline) -> wire.CommitReply:
         """Make a prepared push the served version."""
-        return self._post("commit", request, wire.CommitReply, deadline)
+        # The engine stops waiting for requests in flight at the same moment as we do, and can say that nothing changed.
+        return self._post("commit", request, wire.CommitReply, Deadline(deadline.left() + _COMMIT_GRACE_S))
 
     def abort(self, push: str, deadline: Deadline) -> None:
         """Make every rank forget a push."""

@@ -148,6 +148,7 @@ class Sender:
         except BaseException as error:
             self._abort(push)
             if isinstance(error, WeightSyncError):
+                error.engines = {url: error.engines.get(url, "unchanged") for url in self._engines}
                 raise
             if isinstance(error, (RuntimeError, OSError, ValueError)):
                 raise SourceError(f"the weights could not be read or packed: {error}") from error

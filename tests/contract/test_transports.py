@@ -1,12 +1,16 @@
 """One suite for every transport and both its ends. A new transport passes by adding its name to `TRANSPORTS`."""
 
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 
+from weightsync import wire
 from weightsync.errors import PushTimeout, SourceError, TransferFailed
 from weightsync.layout import Layout, spec_of
 from weightsync.transports.base import Deadline, Peer
@@ -168,6 +172,41 @@ def test_an_aborted_rank_fails_the_push_by_name(rig):
     rig.cancelled.clear()
     tensors = random_tensors(2)
     assert_equal(rig.push(tensors, 512), tensors)
+
+
+RANK = """
+import sys, threading, torch
+from weightsync import wire
+from weightsync.layout import Layout
+from weightsync.transports.ipc_zmq import EngineIpcZmq
+request = wire.from_json(sys.stdin.buffer.readline(), wire.IpcPrepare)
+end, layout = EngineIpcZmq(torch.device("cpu")), Layout(request.manifest)
+stream = end.receive(request, layout, 0, threading.Event())
+print(sum(int(entry.view(stream)[0]) for entry in layout.entries), flush=True)
+end.confirm(request.push)
+sys.stdin.readline()
+"""
+
+
+def test_the_trainer_holds_two_buckets_beyond_its_weights():
+    tensors = [torch.full((1 << 20,), number, dtype=torch.int32) for number in range(64)]  # 256 MiB
+    bucket_bytes, peer, layout = (
+        4 << 20,
+        Peer("http://a", 0),
+        Layout([spec_of(f"t{n}", t) for n, t in enumerate(tensors)]),
+    )
+    trainer = TrainerIpcZmq(CPU)
+    before = psutil.Process().memory_info().rss
+    request = trainer.request("push", peer.engine, layout, bucket_bytes, 30.0)
+    with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        rank.stdin.write(wire.to_json(request) + b"\n")
+        rank.stdin.flush()
+        trainer.transfer("push", layout, iter(tensors), {peer}, Deadline(30.0), None)
+        grown = psutil.Process().memory_info().rss - before
+        assert int(rank.stdout.readline()) == sum(range(64))
+        rank.communicate(b"\n", timeout=30)
+    trainer.close()
+    assert grown < 2 * bucket_bytes + (8 << 20)
 
 
 def test_closing_twice_leaves_nothing(rig, tmp_path):

@@ -19,7 +19,7 @@ NEW_TOKENS = 24
 #: Natural-log units between a pushed engine and a fresh one of the same kind.
 SAME_ENGINE = 1e-3
 #: Natural-log units, on average over the tokens, between an engine and transformers: both round bfloat16, in different
-#: orders. Right weights are 0.02 to 0.04 away, with single tokens further where an expert is chosen by a hair; others 6.
+#: orders. Right weights are 0.02 to 0.04 away, single tokens further where an expert is chosen by a hair; others 6.
 BF16_ROUNDING = 0.1
 
 
@@ -39,10 +39,10 @@ class Served:
     def sender(self, **options):
         return Sender([self.server.url], **options)
 
-    def push(self, path, **options):
+    def push(self, path, *, version=None, **options):
         """Push a transformers model loaded from a folder."""
         with self.sender(**options) as sender:
-            return sender.push(models.load_reference(path))
+            return sender.push(models.load_reference(path), version=version)
 
     def state(self):
         with self.sender() as sender:
@@ -94,7 +94,10 @@ def assert_agrees(server, model: PreTrainedModel, answer, prompt=PROMPT):
 
 
 HERE = Path(__file__).parent
-CACHING = {"vllm": ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"], "sglang": []}
+CACHING = {
+    "vllm": ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"],
+    "sglang": [],
+}
 NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
 STREAMS, STREAM_TOKENS = 8, 300
 
@@ -102,8 +105,8 @@ STREAMS, STREAM_TOKENS = 8, 300
 class Streams:
     """Clients that read long streams while something else happens."""
 
-    def __init__(self, server):
-        self.server = server
+    def __init__(self, server, tokens=STREAM_TOKENS):
+        self.server, self.tokens = server, tokens
         self.started = threading.Barrier(STREAMS + 1)
         self.threads = ThreadPoolExecutor(STREAMS)
         self.jobs = [self.threads.submit(self._read, number) for number in range(STREAMS)]
@@ -111,7 +114,7 @@ class Streams:
 
     def _read(self, number):
         tokens = []
-        for token, _ in servers.stream(self.server, [*PROMPT, number], STREAM_TOKENS):
+        for token, _ in servers.stream(self.server, [*PROMPT, number], self.tokens):
             tokens.append(token)
             if len(tokens) == 5:
                 self.started.wait(60)

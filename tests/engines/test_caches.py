@@ -4,6 +4,7 @@ import pytest
 import requests
 
 from tools import models, servers
+from weightsync.errors import PushTimeout
 
 from .conftest import (
     CACHES,
@@ -61,6 +62,20 @@ def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served, pau
     alone = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     assert_same(alone, served.fresh_b.long)
     assert served.state().version == "under-load"
+
+
+def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(served):
+    served.push(served.a, version="before")
+    digests = served.digests()
+    with served.sender(pause="wait", timeout_s=1.0) as sender:
+        streams = Streams(served.server, tokens=900)
+        with pytest.raises(PushTimeout, match="did not finish within") as raised:
+            sender.push(models.load_reference(served.b), version="never")
+        assert streams.running() == STREAMS
+        assert raised.value.engines == {served.server.url: "unchanged"}
+    assert [len(tokens) for tokens in streams.read()] == [900] * STREAMS
+    assert (served.state().version, served.state().state) == ("before", "serving")
+    assert served.digests() == digests
 
 
 def test_abort_ends_the_streams_and_serves_the_new_weights(served):
