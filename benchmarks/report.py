@@ -84,7 +84,7 @@ def save(record: Record, *, kept: bool) -> Path:
 
 def pushes_served(record: Record) -> bool:
     """Whether everything that weightsync pushed was found to be served."""
-    return all(check["ok"] for check in record["checks"] if "push" in check["path"])
+    return all(check["ok"] and check.get("same_bits", True) for check in record["checks"] if "push" in check["path"])
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -155,8 +155,17 @@ def _verdict(record: Record, memcpy: list[float], floors: list[float] | None) ->
 
 
 def _served(record: Record) -> list[str]:
-    return [
+    lines = [
         f"served after {check['path']}: {'yes' if check['ok'] else 'NO'}, log-probabilities off by {check['off']:.3f} "
         f"(from the other weights: {check['off_from_other_set']:.3f})"
         for check in record["checks"]
     ]
+    same = record["checks"][-1]["same_bits"]
+    lines[-1] += (
+        f"; weights {'bit-identical with' if same else 'NOT THOSE OF'} the engine's own load of the same checkpoint"
+    )
+    if record["engine"] == "vllm" and not all(check["ok"] for check in record["checks"] if "push" not in check["path"]):
+        lines.append(
+            "(vLLM's own reload leaves an output layer that is tied to the embedding with its old packed weight)"
+        )
+    return lines

@@ -36,12 +36,11 @@ _NEEDED: Final[dict[str, tuple[str, ...]]] = {
                                               "TokenizerManager._update_weight_version_if_provided"),
     "sglang.srt.managers.scheduler": ("Scheduler.init_request_dispatcher", "Scheduler.pause_generation",
                                       "Scheduler.continue_generation", "Scheduler.flush_cache",
-                                      "Scheduler.record_weight_version_change"),
+                                      "Scheduler.record_weight_version_change", "Scheduler.is_fully_idle"),
     "sglang.srt.managers.scheduler_components.weight_updater": ("SchedulerWeightUpdaterManager._select_runners",),
     "sglang.srt.model_executor.model_runner_components.weight_updater": (
         "WeightUpdater.begin_weight_update", "WeightUpdater.end_weight_update",
         "WeightUpdater.load_weights_from_distributed"),
-    "sglang.srt.runtime_context": ("get_parallel", "get_model"),
     "sglang.utils": ("TypeBasedDispatcher",),
 }  # fmt: skip
 
@@ -101,6 +100,33 @@ def app_routes() -> list[Any]:
 # --- in a scheduler process -------------------------------------------------------------------------------------------
 
 
+def lacking(scheduler: Any) -> str:
+    """Empty, or what this scheduler lacks; these attributes exist on instances alone."""
+    wanted = ("tp_group.rank_in_group", "tp_cpu_group", "tp_worker.model_runner.model", "model_config.model_path",
+              "weight_updater._session", "_request_dispatcher")  # fmt: skip
+    gone = []
+    for name in wanted:
+        found = scheduler
+        for part in name.split("."):
+            if not hasattr(found, part):
+                gone.append(f"Scheduler.{name}")
+                break
+            found = getattr(found, part)
+    return f"weightsync needs SGLang {SUPPORTED}; SGLang {version()} lacks {', '.join(gone)}" if gone else ""
+
+
+def not_now(scheduler: Any) -> str:
+    """Why weights cannot be loaded at this moment; empty if they can."""
+    if scheduler.weight_updater._session is not None:
+        return "a weight-update session of somebody else is open: end it with /end_weight_update first"
+    return ""
+
+
+def is_idle(scheduler: Any) -> bool:
+    """Whether nothing holds KV, requests that merely wait aside."""
+    return bool(scheduler.is_fully_idle(ignore_waiting=True))
+
+
 def rank_of(scheduler: Any) -> int:
     """This scheduler's rank in its tensor-parallel group."""
     return int(scheduler.tp_group.rank_in_group)
@@ -133,11 +159,8 @@ def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     The session is opened on the runners themselves: it begins and ends inside one scheduler handler, so that nothing
     can come in between, and a rank that fails leaves no other waiting in the session's barrier.
     """
-    updater = scheduler.weight_updater
-    if updater._session is not None:
-        raise RuntimeError("a weight-update session of somebody else is open; end it with /end_weight_update first")
     named = list(weights)
-    for _, runner in updater._select_runners("all"):
+    for _, runner in scheduler.weight_updater._select_runners("all"):
         runner.weight_updater.begin_weight_update()
         loaded, message = runner.weight_updater.load_weights_from_distributed(named)
         if not loaded:
@@ -217,6 +240,13 @@ def served_version(tokenizer_manager: Any) -> str:
 def set_served_version(tokenizer_manager: Any, version: str) -> None:
     """Label new responses; the schedulers have set theirs."""
     tokenizer_manager._update_weight_version_if_provided(version)
+
+
+async def hold_new_requests(tokenizer_manager: Any, held: bool) -> None:
+    """Keep new requests from the schedulers, or let them go on."""
+    async with tokenizer_manager.is_pause_cond:
+        tokenizer_manager.is_pause = held
+        tokenizer_manager.is_pause_cond.notify_all()
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,6 @@ class WeightsyncReqInput(BaseReq, kw_only=True):
     call: str
     method: str
     payload: bytes
-    timeout_s: float
 
 
 class WeightsyncReqOutput(BaseReq, kw_only=True):

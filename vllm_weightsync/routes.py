@@ -16,7 +16,7 @@ from vllm_weightsync import compat
 from vllm_weightsync.extension import WorkerExtension
 from weightsync import security, wire
 from weightsync.client import START_LINES
-from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
+from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption
 from weightsync.receiver import collect
 from weightsync.routes import admin_routes
 
@@ -62,6 +62,7 @@ class VllmFrontEnd:
         self.engine_version = compat.version()
         self.model = str(engine_client.vllm_config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
+        self.dirty = False
         self._unsupported = compat.check(compat.SERVER)
         if self._unsupported:
             logger.error("%s; pushes will be refused", self._unsupported)
@@ -98,17 +99,18 @@ class VllmFrontEnd:
         seconds: dict[str, float] = {}
         await self._pause(request)
         seconds["pause"] = time.perf_counter() - begin
+        # Requests that a failed commit left frozen may hold KV of either version.
+        drop_running, self.dirty = self.dirty or request.pause == "retract", True
         try:
-            await self._apply(request, payload, seconds)
-        except WeightSyncError as error:
-            if error.weights == "unchanged":
-                await self._client.resume_generation()
+            await self._apply(request, payload, seconds, drop_running)
+        except ApplyFailed:
             raise
         except Exception as error:
             raise ApplyFailed(
                 f"vLLM failed half-way through the commit ({error}); it stays paused until a full push commits",
                 weights="dirty",
             ) from error
+        self.dirty = False
         mark = time.perf_counter()
         await self._client.resume_generation()
         end = time.perf_counter()
@@ -116,6 +118,8 @@ class VllmFrontEnd:
         return wire.CommitReply(version=request.version, pause_s=end - begin, seconds=seconds)
 
     async def _pause(self, request: wire.CommitRequest) -> None:
+        if self.dirty:
+            return  # paused already; to wait for requests would run them on weights that are half new
         # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
         mode = "keep" if request.pause == "retract" else request.pause
         try:
@@ -129,14 +133,14 @@ class VllmFrontEnd:
                 "nothing was changed"
             ) from error
 
-    async def _apply(self, request: wire.CommitRequest, payload: bytes, seconds: dict[str, float]) -> None:
+    async def _apply(
+        self, request: wire.CommitRequest, payload: bytes, seconds: dict[str, float], drop_running: bool
+    ) -> None:
         mark = time.perf_counter()
         collect(await self.call("weightsync_commit", payload), wire.Done)
         seconds["apply"] = time.perf_counter() - mark
         mark = time.perf_counter()
-        dropped = await self._client.reset_prefix_cache(
-            reset_running_requests=request.pause == "retract", reset_connector=True
-        )
+        dropped = await self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)
         if not dropped and request.pause != "keep":
             raise ApplyFailed("vLLM did not drop the prefix cache of the old weights; push again", weights="dirty")
         await self._client.reset_encoder_cache()

@@ -14,6 +14,7 @@ from weightsync.wire import PREFIX
 
 _CONNECT_S: Final = 5.0
 _COMMIT_GRACE_S: Final = 1.5
+_PROBE_S: Final = 1.0
 _R = TypeVar("_R")
 
 #: How each engine is started with the plugin; errors and documents say it in the same words.
@@ -30,7 +31,8 @@ class EngineClient:
         self.url = url.rstrip("/")
         self._token = token
         self._session = requests.Session()
-        self._session.headers["Authorization"] = f"Bearer {token}"
+        # Engines close idle connections; a commit must not meet one that closes just then.
+        self._session.headers.update({"Authorization": f"Bearer {token}", "Connection": "close"})
         # Proxies are for the outside world; an engine is named by its address.
         self._session.trust_env = False
 
@@ -62,6 +64,10 @@ class EngineClient:
         """Make every rank forget a push."""
         self._post("abort", wire.AbortRequest(push=push), wire.Done, deadline)
 
+    def release(self, address: str, deadline: Deadline) -> None:
+        """Make every rank give back what it holds of the sender at ``address``."""
+        self._post("abort", wire.AbortRequest(release=address), wire.Done, deadline)
+
     def close(self) -> None:
         """Close the connections."""
         self._session.close()
@@ -77,12 +83,15 @@ class EngineClient:
             )
         except (requests.ConnectTimeout, requests.ConnectionError) as error:
             raise EngineUnreachable(
-                f"no engine answers at {self.url} ({route}): {_cause(error)}; is it up, and is that its address?"
+                f"no engine answers at {self.url} ({route}): {_cause(error)}; is it up, and is that its address?",
+                weights="unknown",
             ) from error
         except requests.Timeout as error:
-            raise PushTimeout(f"{self.url} did not answer {route} within {deadline.seconds:g} s") from error
+            raise PushTimeout(
+                f"{self.url} did not answer {route} within {deadline.seconds:g} s", weights="unknown"
+            ) from error
         except requests.RequestException as error:
-            raise EngineUnreachable(f"{self.url} cannot be spoken to ({route}): {error}") from error
+            raise EngineUnreachable(f"{self.url} cannot be spoken to ({route}): {error}", weights="unknown") from error
         if reply.status_code != 200:
             raise self._refusal(route, reply)
         try:
@@ -113,7 +122,7 @@ class EngineClient:
         """How to start the engine that answers at the URL."""
         for path, engine in (("/version", "vllm"), ("/get_model_info", "sglang"), ("/model_info", "sglang")):
             try:
-                reply = self._session.get(f"{self.url}{path}", timeout=_CONNECT_S)
+                reply = self._session.get(f"{self.url}{path}", timeout=_PROBE_S)
                 if reply.ok and isinstance(reply.json(), dict):
                     return f"Start it as: {START_LINES[engine].format(model='MODEL')}"
             except requests.RequestException:

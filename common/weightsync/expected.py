@@ -16,8 +16,8 @@ def expected_of(model: str, *, revision: str | None, dtype: str) -> Expected:
     Read from the headers of its safetensors files; where there are none (dummy weights), what transformers would write
     for its configuration, in ``dtype``. Raises `ManifestMismatch` where neither can be had.
     """
-    folder = _folder(model, revision)
     try:
+        folder = _folder(model, revision)
         if any(folder.glob("*.safetensors")):
             return Expected(read_specs(folder), optional_names(folder))
         return Expected(specs_from_config(folder, dtype=dtype))
@@ -33,4 +33,7 @@ def _folder(model: str, revision: str | None) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise SourceError(f"{model} is neither a folder nor in the hub's cache ({type(error).__name__})") from error

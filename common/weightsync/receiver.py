@@ -19,6 +19,7 @@ import torch
 from weightsync import errors, staging
 from weightsync.errors import SEVERITY, ApplyFailed, TransferFailed, WeightSyncError
 from weightsync.layout import Layout, check_manifest
+from weightsync.security import check_ipc_address
 from weightsync.sink import Expected, Sink
 from weightsync.transports.base import EngineEnd
 from weightsync.transports.ipc_zmq import EngineIpcZmq
@@ -83,8 +84,13 @@ class Receiver:
 
     def prepare(self, request: IpcPrepare) -> None:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
+        check_ipc_address(request.address)
         if not self._received.is_set():
-            raise TransferFailed(f"rank {self._sink.rank} is still receiving push {self._push}; abort that first")
+            # Its sender is gone or has given up, or it would not be asking again.
+            logger.warning("push %s is superseded by %s", self._push, request.push)
+            self.abort()
+        if not self._received.is_set():
+            raise TransferFailed(f"rank {self._sink.rank} is still busy with push {self._push}; try again")
         if self._expected is None:
             self._expected = self._sink.expected()
         check_manifest(request.manifest, self._expected.specs, self._expected.optional)
@@ -127,6 +133,8 @@ class Receiver:
         assert self._stage is not None
         start = time.perf_counter()
         self._state = "applying"
+        # A step that was launched before generation stopped may still be reading the weights.
+        staging.synchronize(self._sink.device)
         stage, self._stage = self._stage, None
         try:
             self._sink.load((entry.spec.name, entry.view(stage)) for entry in self._layout.entries)
@@ -152,6 +160,11 @@ class Receiver:
         if self._state in ("receiving", "prepared"):
             self._state = "serving"
 
+    def release(self, address: str) -> None:
+        """Give back what is held of a sender that has closed."""
+        if self._received.is_set():
+            self._end.release(address)
+
 
 def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
     if method == "weightsync_open":
@@ -165,7 +178,11 @@ def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struc
     elif method == "weightsync_commit":
         receiver.apply(from_json(payload, CommitRequest).push)
     elif method == "weightsync_abort":
-        receiver.abort(from_json(payload, AbortRequest).push)
+        asked = from_json(payload, AbortRequest)
+        if asked.release:
+            receiver.release(asked.release)
+        else:
+            receiver.abort(asked.push)
     else:
         raise ValueError(f"no such method: {method}")
     return Done()
@@ -189,7 +206,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     """An error as it crosses a process."""
     if isinstance(error, WeightSyncError):
         return ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
-    return ErrorReply(error="ApplyFailed", message=f"{type(error).__name__}: {error}", weights="unknown")
+    return ErrorReply(error="WeightSyncError", message=f"{type(error).__name__}: {error}", weights="unknown")
 
 
 def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:

@@ -47,6 +47,10 @@ class FrontEnd(Protocol):
     pause_refused: dict[str, str]
     """Why the engine lacks a pause mode, by mode."""
 
+    @property
+    def dirty(self) -> bool:
+        """Whether a commit failed half-way; the engine then stays paused until one succeeds."""
+
     async def version(self) -> str:
         """Label of the weights that are served."""
 
@@ -146,7 +150,7 @@ class _Admin:
         asked = await self._read(request, wire.StatusRequest)
         front = self._front()
         ranks = collect(await front.call("weightsync_status", wire.to_json(asked)), wire.RankStatus)
-        worst = max((rank.state for rank in ranks), key=_STATES.index)
+        worst = max(("dirty" if front.dirty else "serving", *(rank.state for rank in ranks)), key=_STATES.index)
         return wire.StatusReply(engine=front.engine, version=await front.version(), state=worst, ranks=tuple(ranks))
 
     async def update_weights_via_ipc_zmq(self, request: Request) -> wire.Done:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
+import shutil
+import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
 from weightsync.errors import AuthenticationFailed, TransferFailed
 
 TOKEN_VARIABLE: Final = "WEIGHTSYNC_TOKEN"
+SOCKET_NAME: Final = "control"
 _PREFIX: Final = "weightsync-"
+#: A directory younger than this may be one whose owner has not bound its socket yet.
+_SWEEP_AFTER_S: Final = 10.0
 #: Longest path of a Unix socket that Linux takes, less the socket's own name.
 _MAX_SOCKET_DIRECTORY: Final = 90
 
@@ -26,7 +33,10 @@ def runtime_directory() -> Path:
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "weightsync" if base else Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AuthenticationFailed(f"the run-time directory {path} cannot be made: {error.strerror}") from error
     if fault := _not_private(path):
         raise AuthenticationFailed(f"the run-time directory {path} cannot be trusted: {fault}; remove it")
     return path
@@ -52,7 +62,12 @@ def _token_file() -> Path:
 
 
 def _read_token(path: Path) -> str:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise AuthenticationFailed(f"the key file {path} cannot be read: {error.strerror}; remove it") from error
     with os.fdopen(descriptor) as file:
         info = os.fstat(descriptor)
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
@@ -82,10 +97,7 @@ def sender_token() -> str:
     """The key a sender shows; empty where neither the variable nor the key file exists."""
     if token := os.environ.get(TOKEN_VARIABLE):
         return token
-    try:
-        return _read_token(_token_file())
-    except FileNotFoundError:
-        return ""
+    return _read_token(_token_file())
 
 
 def same(shown: str, token: str) -> bool:
@@ -98,13 +110,32 @@ def private_directory() -> Path:
     root = runtime_directory()
     if len(str(root)) > _MAX_SOCKET_DIRECTORY - 20:
         root = Path(tempfile.gettempdir())
+    sweep(root)
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+
+
+def sweep(root: Path, older_than_s: float = _SWEEP_AFTER_S) -> None:
+    """Remove this user's directories below ``root`` at whose socket nobody listens any more."""
+    for directory in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            old = time.time() - directory.lstat().st_ctime >= older_than_s
+            if old and not _not_private(directory) and not _listens(directory / SOCKET_NAME):
+                shutil.rmtree(directory)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
 
 
 def check_ipc_address(address: str) -> str:
     """The address, if it is a socket in a private directory of this user. Raises `TransferFailed`."""
     path = Path(address.removeprefix("ipc://"))
-    if not address.startswith("ipc:///") or path.name != "control" or not path.parent.name.startswith(_PREFIX):
+    if not address.startswith("ipc:///") or path.name != SOCKET_NAME or not path.parent.name.startswith(_PREFIX):
         raise TransferFailed(f"refused to dial {address!r}: not a sender's ipc address")
     if fault := _not_private(path.parent):
         raise TransferFailed(f"refused to dial {address!r}: {fault}")

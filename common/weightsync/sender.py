@@ -16,19 +16,22 @@ from tqdm import tqdm
 
 from weightsync import security, staging, wire
 from weightsync.client import EngineClient
-from weightsync.errors import EngineUnreachable, PushTimeout, SourceError, UnsupportedOption, Weights, WeightSyncError
+from weightsync.errors import SourceError, UnsupportedOption, Weights, WeightSyncError
 from weightsync.layout import ALIGN_BYTES, Layout, align
 from weightsync.sources import Source, open_source
+from weightsync.sources.module import ModuleSource
 from weightsync.transports.base import Deadline, Peer, Progress
 from weightsync.transports.ipc_zmq import TrainerIpcZmq
 
 Transport = Literal["auto", "ipc_zmq"]
 
-#: A bucket takes at most this share of the memory that is free where it is scarcest.
-_FREE_SHARE: Final = 4
+#: Where less than this share of the free memory holds the whole model, the arena does: it then is the stage.
+_HOLD_SHARE: Final = 0.8
+#: Elsewhere a bucket takes at most one part in so many, for the ranks need room for a stage.
+_BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
-#: How long the engines of a failed push are given to forget it.
-_ABORT_S: Final = 10.0
+#: How long the engines are given to forget a failed push, or a sender that closes.
+_ABORT_S: Final = 1.5
 
 _T = TypeVar("_T")
 
@@ -104,6 +107,7 @@ class Sender:
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._chosen_bucket_bytes = 0
+        self._closed = False
         try:
             self._engines = self._open(Deadline(timeout_s))
         except BaseException:
@@ -133,7 +137,9 @@ class Sender:
         `WeightSyncError.engines` for what each engine serves.
         """
         deadline, start = Deadline(self._timeout_s), time.perf_counter()
-        source = self._source = open_source(model, reuse=self._source)
+        source = open_source(model, reuse=self._source)
+        # Only a module's costs something to open; others might keep a whole gathered model alive until the next push.
+        self._source = source if isinstance(source, ModuleSource) else None
         layout = self._layout_of(source)
         push, label = secrets.token_hex(8), self._next_version() if version is None else version
         seconds: dict[str, float] = {}
@@ -143,6 +149,7 @@ class Sender:
                 requests = {url: end.request(push, url, layout, bucket_bytes, deadline.left()) for url in self._engines}
                 self._all(lambda client: client.prepare(requests[client.url], deadline))
             with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
+                staging.synchronize(source.device)
                 peers = set[Peer]().union(*(engine.peers for engine in self._engines.values()))
                 seconds["gather"] = end.transfer(push, layout, source.tensors(), peers, deadline, progress)
         except BaseException as error:
@@ -151,7 +158,10 @@ class Sender:
                 error.engines = {url: error.engines.get(url, "unchanged") for url in self._engines}
                 raise
             if isinstance(error, (RuntimeError, OSError, ValueError)):
-                raise SourceError(f"the weights could not be read or packed: {error}") from error
+                raise SourceError(
+                    f"the weights could not be read or packed: {error}",
+                    engines=dict.fromkeys(self._engines, "unchanged"),
+                ) from error
             raise
         with _timed(seconds, "commit"):
             commits = self._commit(push, label, deadline)
@@ -166,8 +176,11 @@ class Sender:
 
     def close(self) -> None:
         """Release memory, sockets and connections; idempotent."""
-        if self._end is not None:
+        if self._end is not None and not self._closed:
+            address = self._end.address
+            self._try_all(lambda client: client.release(address, Deadline(_ABORT_S)))
             self._end.close()
+        self._closed = True
         self._threads.shutdown()
         for client in self._clients:
             client.close()
@@ -192,7 +205,8 @@ class Sender:
             colocated = device.type == "cuda" and {r.device_uuid for r in ranks} == {staging.device_uuid(device)}
             self._end = TrainerIpcZmq(device if colocated else torch.device("cpu"))
         if not self._chosen_bucket_bytes:
-            free = min([self._end.free_bytes(), *(rank.free_bytes for rank in ranks)])
+            beside = [rank.free_bytes for rank in ranks if rank.device == self._end.device.type]
+            free = min([self._end.free_bytes(), *beside])
             self._chosen_bucket_bytes = choose_bucket_bytes(layout.nbytes, free, self._bucket_bytes)
         return self._end, self._chosen_bucket_bytes
 
@@ -213,6 +227,7 @@ class Sender:
             engine = self._engines[client.url]
             engine.hello = msgspec.structs.replace(engine.hello, version=version)
         if failed:
+            self._abort(push)
             raise _joined(failed, dict.fromkeys(results, "committed"))
         return results
 
@@ -261,21 +276,21 @@ def _bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
 def choose_bucket_bytes(stream_bytes: int, free_bytes: int, asked: int | None) -> int:
     """Size of each of the two buckets, a multiple of `ALIGN_BYTES`.
 
-    ``asked`` if given, else half the stream (the two then hold all of it, and the arena is the stage), but at most a
-    quarter of ``free_bytes``, which is the minimum over the trainer and all ranks.
+    ``asked`` if given, else half the stream where ``free_bytes``, the minimum over the trainer and the ranks beside
+    its arena, has room for all of it, else a small part of what is free.
     """
     if asked is not None:
         return align(asked)
-    room = max(_MIN_BUCKET_BYTES, free_bytes // _FREE_SHARE // ALIGN_BYTES * ALIGN_BYTES)
-    return max(ALIGN_BYTES, min(align(-(-stream_bytes // 2)), room))
+    half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
+    if 2 * half <= free_bytes * _HOLD_SHARE:
+        return half
+    return min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
 
 
 def _joined(failed: dict[str, WeightSyncError], others: dict[str, Weights]) -> WeightSyncError:
     """One error for what went wrong at several engines, with the state of each."""
     states = dict(others)
-    for url, error in failed.items():
-        lost = isinstance(error, (EngineUnreachable, PushTimeout))
-        states[url] = "unknown" if lost and error.weights == "unchanged" else error.weights
+    states.update({url: error.weights for url, error in failed.items()})
     first = next(iter(failed.values()))
     joined = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
     joined.__cause__ = first

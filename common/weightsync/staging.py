@@ -6,9 +6,13 @@ push; nothing of it is allocated, opened or registered again while the model kee
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
 import mmap
 import os
 import secrets
+import time
 import weakref
 from pathlib import Path
 from typing import Final
@@ -21,6 +25,8 @@ from weightsync.wire import CudaHandle, ShmHandle
 
 SHM_DIRECTORY: Final = Path("/dev/shm")
 _SHM_PREFIX: Final = "weightsync-"
+#: Between making and locking its file an owner looks dead; that takes far less than this.
+_SWEEP_AFTER_S: Final = 10.0
 
 
 def host_id() -> str:
@@ -54,14 +60,19 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 class ShmArena:
-    """Shared memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CPU tensor."""
+    """Shared memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CPU tensor.
+
+    Its file is locked as long as its owner lives, so that the next sender can tell and remove what a dead one left.
+    """
 
     def __init__(self, nbytes: int):
+        sweep()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         #: Removes the file; also runs when the arena is forgotten and when the interpreter exits.
-        self.close = weakref.finalize(self, path.unlink, missing_ok=True)
+        self.close = weakref.finalize(self, _remove, path, descriptor, os.getpid())
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserves the pages, so that a full mount is an error here and not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
             self.bytes = _map(descriptor, nbytes)
@@ -71,14 +82,32 @@ class ShmArena:
                 f"{nbytes} bytes of shared memory could not be had from {SHM_DIRECTORY}: {error.strerror}; "
                 "free some, or pass a smaller bucket_bytes"
             ) from error
-        finally:
-            os.close(descriptor)
         self.name = path.name
         self._handle = ShmHandle(path=str(path), nbytes=nbytes)
 
     def handle(self) -> ShmHandle:
         """What a rank needs to map the arena."""
         return self._handle
+
+
+def _remove(path: Path, descriptor: int, owner: int) -> None:
+    if os.getpid() == owner:  # and not a forked child that forgets what is its parent's
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
+    """Remove this user's arenas whose owners have died."""
+    for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                info = os.fstat(descriptor)
+                if info.st_uid == os.geteuid() and time.time() - info.st_ctime >= older_than_s:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+                    path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 class CudaArena:
@@ -94,8 +123,8 @@ class CudaArena:
             shared = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise UnsupportedOption(
-                f"the arena on {self.bytes.device} cannot be shared through CUDA IPC ({error}); with "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it never can: unset that in the trainer"
+                f"the arena on {self.bytes.device} cannot be shared through CUDA IPC: {error}; if the trainer runs "
+                "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, unset that"
             ) from error
         _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
         return CudaHandle(
@@ -145,17 +174,36 @@ def _attach_cuda(handle: CudaHandle) -> torch.Tensor:
         raise TransferFailed(f"the sender's GPU {handle.device_uuid} is not visible here (visible: {list(visible)})")
     index = visible[handle.device_uuid]
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    storage = torch.UntypedStorage._new_shared_cuda(
-        index,
-        handle.handle,
-        handle.storage_nbytes,
-        handle.storage_offset_bytes,
-        handle.ref_counter_handle,
-        handle.ref_counter_offset,
-        handle.event_handle,
-        handle.event_sync_required,
-    )
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            index,
+            handle.handle,
+            handle.storage_nbytes,
+            handle.storage_offset_bytes,
+            handle.ref_counter_handle,
+            handle.ref_counter_offset,
+            handle.event_handle,
+            handle.event_sync_required,
+        )
+    except RuntimeError as error:
+        raise TransferFailed(
+            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if the trainer runs with "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, unset that"
+        ) from error
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors of one shape and dtype, of which ``target`` is contiguous.
+
+    Within host memory as one memcpy in this thread: torch would wake all its threads for every tensor and wait for the
+    slowest, which takes several times as long where something else uses a core, an engine's idle loop for one.
+    """
+    plain = source.is_contiguous() and not source.is_neg() and target.dtype == source.dtype
+    if plain and target.device.type == source.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
 
 
 def synchronize(device: torch.device) -> None:

@@ -115,9 +115,13 @@ class CommitReply(Message, frozen=True):
 
 
 class AbortRequest(Message, frozen=True):
-    """Forget the push ``push``, or whichever is under way where it is empty."""
+    """Forget the push ``push``, or whichever is under way where it is empty.
+
+    ``release`` is the address of a sender that closes: ranks give back what they hold of it.
+    """
 
     push: str = ""
+    release: str = ""
 
 
 class StatusRequest(Message, frozen=True):

@@ -67,10 +67,11 @@ def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served, pau
 def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests = served.digests()
+    trained = models.load_reference(served.b)
     with served.sender(pause="wait", timeout_s=1.0) as sender:
         streams = Streams(served.server, tokens=900)
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
-            sender.push(models.load_reference(served.b), version="never")
+            sender.push(trained, version="never")
         assert streams.running() == STREAMS
         assert raised.value.engines == {served.server.url: "unchanged"}
     assert [len(tokens) for tokens in streams.read()] == [900] * STREAMS
@@ -80,11 +81,12 @@ def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(serve
 
 def test_abort_ends_the_streams_and_serves_the_new_weights(served):
     served.push(served.a)
+    trained = models.load_reference(served.b)
     with served.sender(pause="abort") as sender:
-        streams = Streams(served.server)
-        sender.push(models.load_reference(served.b))
+        streams = Streams(served.server, tokens=900)
+        sender.push(trained)
         results = streams.read()
-    assert all(5 <= len(tokens) < STREAM_TOKENS for tokens in results)
+    assert all(5 <= len(tokens) < 900 for tokens in results)
     assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from tools import models, servers
 from weightsync.client import START_LINES
-from weightsync.errors import ManifestMismatch, UnsupportedOption
+from weightsync.errors import ManifestMismatch, TransferFailed, UnsupportedOption
 from weightsync.security import engine_token
 
 from .conftest import (
@@ -93,12 +93,14 @@ def test_keep_is_for_engines_whose_requests_share_no_kv(served):
             served.sender(pause="keep")
         return
     served.push(served.a)
+    trained = models.load_reference(served.b)
     with served.sender(pause="keep") as sender:
         streams = Streams(served.server)
         assert streams.running() == STREAMS
-        sender.push(models.load_reference(served.b))
-        assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+        sender.push(trained)
+        under_load = servers.greedy(served.server, PROMPT, NEW_TOKENS)
         assert [len(tokens) for tokens in streams.read()] == [STREAM_TOKENS] * STREAMS
+    assert_agrees(served.server, trained, under_load)  # a batch of nine rounds otherwise than a fresh server's of one
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
@@ -119,6 +121,20 @@ def test_a_users_own_extension_class_keeps_its_methods(served):
     body = {"method": "framework_says", "args": ["hello"]}
     reply = requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=30)
     assert reply.json()["results"] == ["hello from rank 0"]
+    served.push(served.b)
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_an_open_session_of_somebody_else_is_left_alone(served):
+    if served.server.engine != "sglang":
+        pytest.skip("weight-update sessions are SGLang's: sglang configurations run this")
+    served.push(served.a)
+    assert requests.post(f"{served.server.url}/begin_weight_update", json={}, timeout=60).ok
+    with pytest.raises(TransferFailed, match="session of somebody else is open") as raised:
+        served.push(served.b)
+    assert raised.value.weights == "unchanged"
+    assert served.state().state == "serving"
+    assert requests.post(f"{served.server.url}/end_weight_update", json={}, timeout=60).ok
     served.push(served.b)
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 

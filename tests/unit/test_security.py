@@ -77,7 +77,7 @@ def test_a_linked_key_file_is_refused(own_runtime):
     file = own_runtime / "weightsync" / "token"
     file.rename(own_runtime / "real")
     file.symlink_to(own_runtime / "real")
-    with pytest.raises(OSError, match="symbolic"):
+    with pytest.raises(AuthenticationFailed, match="symbolic"):
         security.sender_token()
 
 

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import requests
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tools import models, servers
-from weightsync import Sender, wire
+from weightsync import Sender, security, staging, wire
 from weightsync.errors import (
     ApplyFailed,
     AuthenticationFailed,
@@ -22,9 +24,11 @@ from weightsync.errors import (
     SourceError,
     UnsupportedOption,
 )
-from weightsync.layout import digest_of
+from weightsync.layout import Layout, digest_of
 from weightsync.security import engine_token
+from weightsync.sources import open_source
 from weightsync.testing import ReferenceEngine
+from weightsync.transports.ipc_zmq import TrainerIpcZmq
 
 PROMPT = list(b"reference")
 
@@ -136,17 +140,24 @@ def test_nobody_there():
         Sender([url])
 
 
-def test_a_server_of_another_kind(tmp_path):
+def wait_until_it_answers(url, process):
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            requests.get(url, timeout=1)
+            return
+        except requests.ConnectionError:
+            time.sleep(0.05)
+    raise AssertionError(f"nothing answers at {url}")
+
+
+def test_a_server_of_another_kind():
     port = servers.free_port()
-    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    code = f"import uvicorn; from starlette.applications import Starlette; uvicorn.run(Starlette(), port={port})"
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            for _ in range(100):
-                try:
-                    requests.get(f"http://127.0.0.1:{port}", timeout=1)
-                    break
-                except requests.ConnectionError:
-                    assert server.poll() is None
+            wait_until_it_answers(f"http://127.0.0.1:{port}", server)
             with pytest.raises(PluginNotLoaded, match=f"http://127.0.0.1:{port} answers.*vllm serve.*sglang.launch"):
                 Sender([f"http://127.0.0.1:{port}"])
         finally:
@@ -188,7 +199,9 @@ def test_addresses_that_are_no_sender_are_not_dialled(engine):
         push="p", address="tcp://127.0.0.1:1", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=()
     )
     with Sender([engine.url]) as sender:
-        assert post(engine, "update_weights_via_ipc_zmq", wire.to_json(request)).status_code == 422
+        reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
+        assert reply.status_code == 409
+        assert "refused to dial 'tcp://127.0.0.1:1'" in reply.json()["message"]
         assert sender.status()[engine.url].state == "serving"
 
 
@@ -258,6 +271,67 @@ def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
         os.kill(engine.process.pid, 18)
         sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def prepare_by_hand(engine, trainer, model, push):
+    """Make an engine come for a push that is never sent."""
+    layout = Layout(open_source(model).specs)
+    request = trainer.request(push, engine.url, layout, 1 << 20, 60.0)
+    assert post(engine, "update_weights_via_ipc_zmq", wire.to_json(request)).status_code == 200
+
+
+def test_a_sender_that_died_after_prepare_is_superseded_by_the_next(engine, trained):
+    dead = TrainerIpcZmq(torch.device("cpu"))
+    prepare_by_hand(engine, dead, trained, "abandoned")
+    with Sender([engine.url]) as sender:
+        assert sender.status()[engine.url].state == "receiving"
+        dead.close()
+        sender.push(trained)
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, trained):
+    with Sender([engine.url]) as sender:
+        sender.push(trained)
+        gone = TrainerIpcZmq(torch.device("cpu"))
+        layout = Layout(open_source(trained).specs)
+        request = gone.request("gone", engine.url, layout, 1 << 20, 60.0)
+        gone.close()
+        reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
+        assert reply.status_code == 409
+        assert "it cannot be read" in reply.json()["message"]
+        sender.push(trained)
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained, own_runtime_directory):
+    code = (
+        "import sys, os; from weightsync import Sender; from tools import models\n"
+        f"sender = Sender([{engine.url!r}]); sender.push(models.load_reference({str(model_folder('llama', 0))!r}))\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code])
+    killed.wait(120)
+    left = [path for path in staging.SHM_DIRECTORY.iterdir() if path.name.startswith(f"weightsync-{killed.pid}-")]
+    assert len(left) == 1
+    with Sender([engine.url]) as sender:
+        sender.push(trained)
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
+        staging.sweep(older_than_s=0.0)
+        security.sweep(own_runtime_directory / "weightsync", older_than_s=0.0)
+        assert not left[0].exists()
+        sender.push(trained)  # what is alive was spared
+    assert os.listdir(own_runtime_directory / "weightsync") == ["token"]
+
+
+def test_a_sender_that_closes_is_forgotten_by_the_ranks(engine, trained):
+    def mapped():
+        return "/dev/shm/weightsync-" in Path(f"/proc/{engine.process.pid}/maps").read_text()
+
+    with Sender([engine.url]) as sender:
+        sender.push(trained)
+        assert mapped()
+    assert not mapped()
 
 
 def test_nothing_is_left_when_senders_close(engine, trained, own_runtime_directory):

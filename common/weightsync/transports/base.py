@@ -53,6 +53,11 @@ Progress = Callable[[int], None]
 class TrainerEnd(Protocol):
     """Sends; lives as long as the sender."""
 
+    device: torch.device
+    """Where the bytes are packed."""
+    address: str
+    """Where this end is dialled; names it to `EngineEnd.release`."""
+
     def free_bytes(self) -> int:
         """Memory that an arena could take, in bytes."""
 
@@ -88,6 +93,9 @@ class EngineEnd(Protocol):
 
     def confirm(self, push: str) -> None:
         """Tell the sender that the stream is staged and can be committed."""
+
+    def release(self, address: str) -> None:
+        """Give back what is held of the sender at ``address``, which has closed; of any other nothing."""
 
     def close(self) -> None:
         """Release everything; idempotent."""

@@ -8,6 +8,7 @@ stream fits the two slots nobody copies anything out: the arena is the stage.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 import threading
@@ -30,6 +31,8 @@ from weightsync.wire import Failed, Filled, Hello, IpcPrepare, Offer, Prepared, 
 _CANCEL_POLL_S = 0.1
 #: Ranks wait this much longer than the sender, which knows who is missing and should be the one to say so.
 _GRACE_S = 2.0
+#: A message to a sender is a few bytes; if it cannot be queued at once, nobody is there.
+_SEND_TIMEOUT_MS = 5000
 SLOTS = 2
 
 
@@ -41,36 +44,44 @@ def _named_error(failed: Failed, who: str) -> errors.WeightSyncError:
     return kind(f"{who}: {failed.message}")
 
 
+def _translated(error: Exception) -> TransferFailed:
+    """What torch, ZMQ or the system said, as an error of ours."""
+    return TransferFailed(f"the bytes could not be received: {type(error).__name__}: {error}")
+
+
 class TrainerIpcZmq:
     """Trainer end. ``device`` is where the arena lives: the CPU, or the GPU that trainer and engines share."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         directory = security.private_directory()
-        self._address = f"ipc://{directory}/control"
+        self.address = f"ipc://{directory}/{security.SOCKET_NAME}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(self._address)
+        self._socket.bind(self.address)
         self._arena: staging.Arena | None = None
         self._bucket_bytes = 0
+        self._push = ""
         self._secrets: dict[str, str] = {}
-        self._close = weakref.finalize(self, _close_trainer, self._context, str(directory))
+        self._close = weakref.finalize(self, _close_trainer, self._context, str(directory), os.getpid())
 
     def free_bytes(self) -> int:
         """See `base.TrainerEnd`."""
-        return staging.free_bytes(self._device) if self._device.type == "cuda" else staging.free_shared_bytes()
+        return staging.free_bytes(self.device) if self.device.type == "cuda" else staging.free_shared_bytes()
 
     def request(self, push: str, engine: str, layout: Layout, bucket_bytes: int, timeout_s: float) -> IpcPrepare:
         """The message that makes an engine's ranks dial this sender; makes the arena on the way."""
         self._provide_arena(bucket_bytes)
+        if push != self._push:
+            self._push, self._secrets = push, {}  # those of a push that was refused before it began
         secret = secrets.token_urlsafe(24)
         self._secrets[secret] = engine
         manifest = tuple(entry.spec for entry in layout.entries)
         return IpcPrepare(
             push=push,
-            address=self._address,
+            address=self.address,
             secret=secret,
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
@@ -84,8 +95,8 @@ class TrainerIpcZmq:
             self._arena.close()
         self._arena = None
         nbytes = SLOTS * bucket_bytes
-        cuda = self._device.type == "cuda"
-        self._arena = staging.CudaArena(nbytes, self._device) if cuda else staging.ShmArena(nbytes)
+        cuda = self.device.type == "cuda"
+        self._arena = staging.CudaArena(nbytes, self.device) if cuda else staging.ShmArena(nbytes)
         self._bucket_bytes = bucket_bytes
 
     def transfer(
@@ -108,8 +119,6 @@ class TrainerIpcZmq:
         except BaseException as error:
             run.call_off(error)
             raise
-        finally:
-            self._secrets.clear()
         return run.gather_s
 
     def close(self) -> None:
@@ -120,7 +129,9 @@ class TrainerIpcZmq:
         self._close()
 
 
-def _close_trainer(context: zmq.Context[zmq.Socket[bytes]], directory: str) -> None:
+def _close_trainer(context: zmq.Context[zmq.Socket[bytes]], directory: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child, of a data loader say, that forgets what is its parent's
     context.destroy(linger=0)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -156,6 +167,8 @@ class _Transfer:
                     f"{tensor.dtype} {tuple(tensor.shape)}"
                 )
             done = 0
+            if not tensor.is_contiguous() and entry.offset // size != (entry.offset + entry.nbytes - 1) // size:
+                tensor = tensor.contiguous()  # noqa: PLW2901 - once, not for each bucket it lies in
             while done < entry.nbytes:
                 wanted = (entry.offset + done) // size
                 if wanted != bucket:
@@ -179,18 +192,19 @@ class _Transfer:
         with torch.no_grad():
             if room >= entry.nbytes and done == 0:
                 target = self._arena.bytes[at : at + entry.nbytes].view(entry.dtype).view(entry.spec.shape)
-                target.copy_(tensor)
+                staging.copy(target, tensor)
                 done = entry.nbytes
             else:
-                raw = tensor.contiguous().view(-1).view(torch.uint8)
+                raw = tensor.view(-1).view(torch.uint8)
                 part = raw[done : done + room]
-                self._arena.bytes[at : at + part.numel()].copy_(part)
+                staging.copy(self._arena.bytes[at : at + part.numel()], part)
                 done += part.numel()
         self.gather_s += time.perf_counter() - start
         return done
 
     def _announce(self, bucket: int) -> int:
         staging.synchronize(self._arena.bytes.device)
+        self._deadline.check(f"bucket {bucket} to be packed")
         for peer in self._peers:
             self._send(peer, Filled(push=self._push, index=bucket))
         return min((bucket + 1) * self._bucket_bytes, self._layout.nbytes)
@@ -269,35 +283,57 @@ class EngineIpcZmq:
     def receive(self, request: IpcPrepare, layout: Layout, rank: int, cancelled: Event) -> torch.Tensor:
         """See `base.EngineEnd`."""
         with self._turn:
-            return self._receive(request, layout, rank, cancelled)
+            try:
+                return self._receive(request, layout, rank, cancelled)
+            except Exception as error:
+                known = error if isinstance(error, errors.WeightSyncError) else _translated(error)
+                self._tell(Failed(push=request.push, error=type(known).__name__, message=str(known)))
+                raise known from error
 
     def _receive(self, request: IpcPrepare, layout: Layout, rank: int, cancelled: Event) -> torch.Tensor:
         socket = self._dial(request.address)
         deadline = Deadline(request.timeout_s + _GRACE_S)
         hello = Hello(push=request.push, secret=request.secret, rank=rank, mapped=self._arena_name)
         socket.send(wire.pack(hello))
-        try:
-            stream = self._take(socket, request, layout, deadline, cancelled)
-        except errors.WeightSyncError as error:
-            socket.send(wire.pack(Failed(push=request.push, error=type(error).__name__, message=str(error))))
-            raise
-        return stream
+        return self._take(socket, request, layout, deadline, cancelled)
+
+    def _tell(self, message: wire.FromRank) -> None:
+        # A sender that cannot be reached any more has nothing to be told.
+        if self._socket is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(wire.pack(message))
+
+    def release(self, address: str) -> None:
+        """See `base.EngineEnd`."""
+        with self._turn:
+            if address == self._address:
+                self._hang_up()
+                self._arena, self._arena_name, self._stage = None, "", None
 
     def confirm(self, push: str) -> None:
         """See `base.EngineEnd`."""
         with self._turn:
-            if self._socket is not None:
-                self._socket.send(wire.pack(Prepared(push=push)))
+            self._tell(Prepared(push=push))
 
     def _dial(self, address: str) -> zmq.Socket[bytes]:
+        security.check_ipc_address(address)
         if self._socket is None or address != self._address:
-            if self._socket is not None:
-                self._socket.close(linger=0)
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.connect(security.check_ipc_address(address))
-            self._address = address
+            self._hang_up()
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError:
+                socket.close(linger=0)
+                raise
+            self._socket, self._address = socket, address
         return self._socket
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket, self._address = None, ""
 
     def _next(
         self, socket: zmq.Socket[bytes], push: str, deadline: Deadline, cancelled: Event, what: str
@@ -335,7 +371,7 @@ class EngineIpcZmq:
                 start = index * request.bucket_bytes
                 end = min(start + request.bucket_bytes, layout.nbytes)
                 slot = (index % SLOTS) * request.bucket_bytes
-                stage[start:end].copy_(arena[slot : slot + end - start])
+                staging.copy(stage[start:end], arena[slot : slot + end - start])
                 staging.synchronize(stage.device)
             socket.send(wire.pack(Taken(push=request.push, index=index)))
         return stage[: layout.nbytes]
