@@ -99,7 +99,8 @@ CACHING = {
     "sglang": [],
 }
 NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
-STREAMS, STREAM_TOKENS = 8, 300
+# Long enough to be in flight from the first client's first token until after the push.
+STREAMS, STREAM_TOKENS = 8, 700
 
 
 class Streams:

@@ -50,10 +50,6 @@ def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served, pau
         streams = Streams(served.server)
         assert streams.running() == STREAMS
         sender.push(reference, version="under-load")
-        if pause == "wait":
-            assert (
-                streams.running() == 0 or served.server.engine == "vllm"
-            )  # vLLM's last bytes may still be on their way
         during = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
         results = streams.read()
     assert [len(tokens) for tokens in results] == [STREAM_TOKENS] * STREAMS
@@ -68,7 +64,7 @@ def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(serve
     served.push(served.a, version="before")
     digests = served.digests()
     trained = models.load_reference(served.b)
-    with served.sender(pause="wait", timeout_s=1.0) as sender:
+    with served.sender(pause="wait", timeout_s=3.0) as sender:
         streams = Streams(served.server, tokens=900)
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
             sender.push(trained, version="never")
