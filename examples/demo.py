@@ -66,7 +66,7 @@ def optimise(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: int
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def gap(server: servers.Server, model: PreTrainedModel) -> float:

@@ -1,6 +1,7 @@
 """The sender against reference engines: real servers around transformers models, in processes of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -263,13 +264,16 @@ def test_an_engine_that_dies_before_the_push_is_named(model_folder, trained):
 
 
 def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
-    with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url], timeout_s=2.0) as sender:
-        os.kill(engine.process.pid, 19)
-        with pytest.raises(PushTimeout, match=engine.url) as raised:
+    with ReferenceEngine(model_folder("llama", 0)) as engine:
+        with Sender([engine.url], timeout_s=2.0) as sender:
+            os.kill(engine.process.pid, signal.SIGSTOP)
+            with pytest.raises(PushTimeout, match=engine.url) as raised:
+                sender.push(trained)
+            assert raised.value.weights == "unknown"
+            os.kill(engine.process.pid, signal.SIGCONT)
+        # What the thawed engine finds in its mailbox is a push that nobody sends any more.
+        with Sender([engine.url]) as sender:
             sender.push(trained)
-        assert raised.value.weights == "unknown"
-        os.kill(engine.process.pid, 18)
-        sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
