@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from sglang_weightsync import compat, gather
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from sglang_weightsync.sink import SglangSink
 from weightsync import wire
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.expected import expected_of
 from weightsync.receiver import Receiver, error_reply, handle
-from weightsync.sink import Expected
 
 logger = logging.getLogger(__name__)
-
-
-class SglangSink:
-    """See `weightsync.sink.Sink`."""
-
-    def __init__(self, scheduler: Any):
-        self._scheduler = scheduler
-        self.rank = compat.rank_of(scheduler)
-        self.device = compat.device_of(scheduler)
-
-    def expected(self) -> Expected:
-        """The checkpoint that the engine was started with."""
-        model, revision, dtype = compat.model_source(self._scheduler)
-        return expected_of(model, revision=revision, dtype=dtype)
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Through SGLang's begin/end session."""
-        compat.load(self._scheduler, weights)
-
-    def digest(self) -> str:
-        """Of every parameter and buffer."""
-        return compat.digest(self._scheduler)
 
 
 class Handler:
@@ -90,7 +65,8 @@ class Handler:
     def _commit(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
         """Every rank ready, stop, apply, drop caches, set the version, go on: between two steps of the scheduler.
 
-        A rank that is not ready or cannot stop leaves all as they were. After a later failure they stay stopped.
+        A rank that is not ready or cannot stop leaves all as they were. After a later failure they stay stopped, unless
+        all could be brought back.
         """
         asked = wire.from_json(request.payload, wire.CommitRequest)
         replies = self._everywhere(request, "weightsync_ready")
@@ -98,21 +74,40 @@ class Handler:
             return WeightsyncReqOutput(call=request.call, replies=replies)
         begin = time.perf_counter()
         replies = self._exchange(lambda: self._stop(asked))
-        mark = done = time.perf_counter()
         if _any_failed(replies):
             if not self._dirty:
                 compat.resume(self._scheduler)
-        else:
-            self._dirty = True
-            replies = self._everywhere(request, "weightsync_commit")
-            done = time.perf_counter()
-            if not _any_failed(replies):
-                replies = self._exchange(lambda: self._finish(asked))
-            if not _any_failed(replies):
-                self._dirty = False
+            return WeightsyncReqOutput(call=request.call, replies=replies)
+        mark, dirty = time.perf_counter(), self._dirty
+        self._dirty = True
+        replies = self._everywhere(request, "weightsync_commit")
+        done = time.perf_counter()
+        finished = replies
+        if not _any_failed(replies):
+            finished = replies = self._exchange(lambda: self._finish(asked, asked.version))
+        elif restored := self._brought_back(request, asked, replies):
+            finished = restored
+        if not _any_failed(finished):
+            self._dirty = dirty and finished is not replies
+            if not self._dirty:
                 compat.resume(self._scheduler)
-        pause_s = time.perf_counter() - begin
-        return WeightsyncReqOutput(call=request.call, replies=replies, pause_s=pause_s, apply_s=done - mark)
+        return WeightsyncReqOutput(
+            call=request.call,
+            replies=replies,
+            pause_s=time.perf_counter() - begin,
+            apply_s=done - mark,
+            restored=finished is not replies and not _any_failed(finished),
+        )
+
+    def _brought_back(
+        self, request: WeightsyncReqInput, asked: wire.CommitRequest, replies: list[bytes]
+    ) -> list[bytes]:
+        """After a commit that failed on some rank: what came of loading the version before on every one."""
+        if not all(_unchanged(reply) for reply in replies):
+            restored = self._everywhere(request, "weightsync_restore")
+            if _any_failed(restored):
+                return restored
+        return self._exchange(lambda: self._finish(asked, ""))
 
     def _stop(self, asked: wire.CommitRequest) -> None:
         if reason := compat.not_now(self._scheduler):
@@ -124,10 +119,11 @@ class Handler:
                 "push again"
             )
 
-    def _finish(self, asked: wire.CommitRequest) -> None:
+    def _finish(self, asked: wire.CommitRequest, version: str) -> None:
         if asked.pause != "keep" and not compat.flush_cache(self._scheduler):
             raise ApplyFailed("SGLang did not flush the cache of the old weights; push again", weights="dirty")
-        compat.set_rank_version(self._scheduler, asked.version)
+        if version:
+            compat.set_rank_version(self._scheduler, version)
 
 
 _DONE = wire.to_json(wire.RankReply())
@@ -135,6 +131,11 @@ _DONE = wire.to_json(wire.RankReply())
 
 def _any_failed(replies: list[bytes]) -> bool:
     return any(wire.from_json(reply, wire.RankReply).error is not None for reply in replies)
+
+
+def _unchanged(reply: bytes) -> bool:
+    error = wire.from_json(reply, wire.RankReply).error
+    return error is not None and error.weights == "unchanged"
 
 
 def _failed(error: BaseException) -> bytes:

@@ -26,10 +26,12 @@ def place() -> None:
 def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from sglang_weightsync.front_end import SglangFrontEnd
     from weightsync import security
-    from weightsync.routes import admin_routes
+    from weightsync.replica import Replica
+    from weightsync.routes import admin_routes, guard_health
 
-    front = SglangFrontEnd(server_args, tokenizer_manager)
-    compat.app_routes().append(admin_routes(lambda: front, security.engine_token()))
+    replica = Replica(SglangFrontEnd(server_args, tokenizer_manager))
+    compat.app_routes().append(admin_routes(lambda: replica, security.engine_token()))
+    guard_health(compat.app_routes(), lambda: replica)
 
 
 def _add_handler(scheduler: Any) -> None:

@@ -17,9 +17,13 @@ class WeightsyncReqInput(BaseReq, kw_only=True):
 
 
 class WeightsyncReqOutput(BaseReq, kw_only=True):
-    """Every rank's reply, gathered by the first; ``pause_s`` and ``apply_s`` are seconds of a commit."""
+    """Every rank's reply, gathered by the first; ``pause_s`` and ``apply_s`` are seconds of a commit.
+
+    ``restored``: the commit failed, and every rank has the version before again.
+    """
 
     call: str
     replies: List[bytes]  # noqa: UP006
     pause_s: float = 0.0
     apply_s: float = 0.0
+    restored: bool = False

@@ -5,7 +5,12 @@ Written against vLLM 0.32. If a name is gone, `check` says so when the server st
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import importlib
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +19,8 @@ import torch
 from weightsync.layout import digest_of
 
 SUPPORTED: Final = "0.32"
+
+_WAIT: Final = "wait_for_initial_weights"
 
 #: Where the routes run: module -> attributes that this package leans on.
 SERVER: Final[dict[str, tuple[str, ...]]] = {
@@ -27,6 +34,13 @@ SERVER: Final[dict[str, tuple[str, ...]]] = {
 #: Where the weights are.
 WORKER: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.worker.gpu_worker": ("Worker.reload_weights",),
+    "vllm.config": ("LoadConfig", "set_current_vllm_config"),
+    "vllm.model_executor.model_loader.default_loader": (
+        "DefaultModelLoader.get_all_weights",
+        "DefaultModelLoader.load_model",
+    ),
+    "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
+    "vllm.model_executor.offloader.base": ("get_offloader", "set_offloader"),
 }
 
 
@@ -114,6 +128,70 @@ def digest(worker: Any) -> str:
     return digest_of(_weights(worker.model_runner.get_model()))
 
 
+def fresh_digest(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What `digest` would give had this rank been started on a checkpoint of these weights.
+
+    Builds a second instance of the model beside the served one, so it needs the memory of both for that long.
+    """
+    model = _fresh_model(worker, weights)
+    try:
+        return digest_of(_weights(model))
+    finally:
+        # Layers and their weight loaders refer to each other.
+        del model
+        gc.collect()
+        if worker_device(worker).type != "cpu":
+            torch.accelerator.empty_cache()
+
+
+def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
+    """The model as vLLM makes it at a start, from these weights instead of files."""
+    from vllm.config import LoadConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class Given(DefaultModelLoader):
+        def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            self.counter_before_loading_weights = time.perf_counter()  # only logged
+            yield from weights
+
+    config = _fresh_config(worker.vllm_config)
+    with _apart_from_live(worker_device(worker)), set_current_vllm_config(config):
+        loader = Given(LoadConfig(device=config.load_config.device))
+        model: torch.nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
+    return model
+
+
+def _fresh_config(live: Any) -> Any:
+    """The served model's configuration with registries of its own, which layers enter by name when they are made."""
+    config = copy.copy(live)
+    config.compilation_config = copy.copy(live.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    config.compilation_config.enabled_custom_ops = Counter()
+    config.compilation_config.disabled_custom_ops = Counter()
+    config.quant_config = copy.deepcopy(live.quant_config)
+    return config
+
+
+@contextlib.contextmanager
+def _apart_from_live(device: torch.device) -> Iterator[None]:
+    """Inside, a model that is made shares nothing with those made before: no rotary tables, no offloading."""
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.model_executor.offloader.base import get_offloader, set_offloader
+
+    ropes, offloader = dict(_ROPE_DICT), get_offloader()
+    _ROPE_DICT.clear()
+    set_offloader(None)
+    try:
+        # Ranks sample alike from the same random state: what a constructor draws must not move it.
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            yield
+    finally:
+        set_offloader(offloader)
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(ropes)
+
+
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of the model by name, and what packed copies of it compute."""
     for prefix, module in model.named_modules():
@@ -141,6 +219,19 @@ def parallel_config(engine_client: Any) -> Any:
 def has_prefix_cache(engine_client: Any) -> bool:
     """Whether requests can reuse each other's KV."""
     return bool(engine_client.vllm_config.cache_config.enable_prefix_caching)
+
+
+def waits_for_initial_weights(engine_client: Any) -> bool:
+    """Whether the engine was told not to generate before its first push.
+
+    vLLM's way to give a plugin options: ``--additional-config '{"weightsync": {"wait_for_initial_weights": true}}'``.
+    Raises `ValueError` for options of ours that are not known: a typo would serve weights that nobody pushed.
+    """
+    given = engine_client.vllm_config.additional_config
+    ours = given.get("weightsync", {}) if isinstance(given, dict) else {}
+    if not isinstance(ours, dict) or ours.keys() - {_WAIT} or not isinstance(ours.get(_WAIT, False), bool):
+        raise ValueError(f'--additional-config: "weightsync" must be {{"{_WAIT}": true|false}}, not {ours!r}')
+    return bool(ours.get(_WAIT, False))
 
 
 def extension_class(engine_client: Any) -> type | None:

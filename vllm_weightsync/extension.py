@@ -51,6 +51,10 @@ class WorkerExtension:
         """Load the staged push of a `wire.CommitRequest`; the caller has paused generation."""
         return _run(self, "weightsync_commit", payload)
 
+    def weightsync_restore(self, payload: str) -> str:
+        """Load the version before again, for a `wire.CommitRequest` that failed on another rank."""
+        return _run(self, "weightsync_restore", payload)
+
     def weightsync_abort(self, payload: str = "{}") -> str:
         """Forget the push of a `wire.AbortRequest`."""
         return _run(self, "weightsync_abort", payload)

@@ -15,10 +15,12 @@ from starlette.datastructures import State
 from vllm_weightsync import compat
 from vllm_weightsync.extension import WorkerExtension
 from weightsync import security, wire
+from weightsync.calls import COMMIT_CALL_S, Calls
 from weightsync.client import START_LINES
 from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption
-from weightsync.receiver import collect
-from weightsync.routes import admin_routes
+from weightsync.receiver import settle
+from weightsync.replica import Replica, restored
+from weightsync.routes import admin_routes, guard_health
 
 logger = logging.getLogger(__name__)
 
@@ -35,35 +37,41 @@ class EndpointPlugin:
     required_tasks = None
 
     def __init__(self) -> None:
-        self._front: VllmFrontEnd | None = None
+        self._found: Replica | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the admin routes; without a key there are none."""
-        app.router.routes.append(admin_routes(self._engine, security.engine_token()))
+        app.router.routes.append(admin_routes(self._replica, security.engine_token()))
+        guard_health(app.router.routes, lambda: self._found)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Remember the engine; a render-only server has none."""
         if engine_client is not None:
-            self._front = VllmFrontEnd(engine_client)
+            front = VllmFrontEnd(engine_client, getattr(args, "api_server_count", 1) or 1)
+            if front.waits:
+                await engine_client.pause_generation(mode="keep", clear_cache=False)
+            self._found = Replica(front)
 
-    def _engine(self) -> VllmFrontEnd:
-        if self._front is None:
+    def _replica(self) -> Replica:
+        if self._found is None:
             raise UnsupportedOption("this server has no engine to update")
-        return self._front
+        return self._found
 
 
 class VllmFrontEnd:
-    """See `weightsync.routes.FrontEnd`."""
+    """See `weightsync.replica.FrontEnd`."""
 
     engine = "vllm"
 
-    def __init__(self, engine_client: Any):
+    def __init__(self, engine_client: Any, servers: int):
         self._client = engine_client
         self.engine_version = compat.version()
         self.model = str(engine_client.vllm_config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
-        self.dirty = False
+        self.waits = compat.waits_for_initial_weights(engine_client)
         self._unsupported = compat.check(compat.SERVER)
+        if not self._unsupported and servers > 1:
+            self._unsupported = "--api-server-count above 1 is not supported: a lease is in one server's memory"
         if self._unsupported:
             logger.error("%s; pushes will be refused", self._unsupported)
 
@@ -91,35 +99,43 @@ class VllmFrontEnd:
                 "internal data parallelism is not supported: start one server per replica and name them all"
             )
 
-    async def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+    async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Pause, reload, drop caches, set the version, resume."""
-        payload = wire.to_json(request)
-        collect(await self.call("weightsync_ready", payload), wire.Done)
         begin = time.perf_counter()
         seconds: dict[str, float] = {}
-        await self._pause(request)
+        if not stopped:
+            await self._pause(request)
         seconds["pause"] = time.perf_counter() - begin
+        payload = wire.to_json(request)
         # Requests that a failed commit left frozen may hold KV of either version.
-        drop_running, self.dirty = self.dirty or request.pause == "retract", True
-        try:
-            await self._apply(request, payload, seconds, drop_running)
-        except ApplyFailed:
-            raise
-        except Exception as error:
-            raise ApplyFailed(
-                f"vLLM failed half-way through the commit ({error}); it stays paused until a full push commits",
-                weights="dirty",
-            ) from error
-        self.dirty = False
+        drop_running = stopped or request.pause == "retract"
+        failed: ApplyFailed | None = None
         mark = time.perf_counter()
-        await self._client.resume_generation()
+        try:
+            settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
+        except ApplyFailed as error:
+            failed = await restored(error, call, payload)
+            if failed.weights != "unchanged":
+                raise failed from error
+        seconds["apply"] = time.perf_counter() - mark
+        mark = time.perf_counter()
+        try:
+            await self._drop_caches(drop_running or failed is not None, request.pause)
+            if failed is None:
+                await self._client.update_weight_version(request.version)
+            seconds["caches"] = time.perf_counter() - mark
+            mark = time.perf_counter()
+            if failed is None or not stopped:
+                await self._client.resume_generation()
+        except Exception as error:
+            raise ApplyFailed(f"vLLM failed half-way through the commit ({error})", weights="dirty") from error
+        if failed is not None:
+            raise failed
         end = time.perf_counter()
         seconds["resume"] = end - mark
         return wire.CommitReply(version=request.version, pause_s=end - begin, seconds=seconds)
 
     async def _pause(self, request: wire.CommitRequest) -> None:
-        if self.dirty:
-            return  # paused already; to wait for requests would run them on weights that are half new
         # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
         mode = "keep" if request.pause == "retract" else request.pause
         try:
@@ -133,16 +149,8 @@ class VllmFrontEnd:
                 "nothing was changed"
             ) from error
 
-    async def _apply(
-        self, request: wire.CommitRequest, payload: bytes, seconds: dict[str, float], drop_running: bool
-    ) -> None:
-        mark = time.perf_counter()
-        collect(await self.call("weightsync_commit", payload), wire.Done)
-        seconds["apply"] = time.perf_counter() - mark
-        mark = time.perf_counter()
+    async def _drop_caches(self, drop_running: bool, pause: wire.PauseMode) -> None:
         dropped = await self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)
-        if not dropped and request.pause != "keep":
+        if not dropped and pause != "keep":
             raise ApplyFailed("vLLM did not drop the prefix cache of the old weights; push again", weights="dirty")
         await self._client.reset_encoder_cache()
-        await self._client.update_weight_version(request.version)
-        seconds["caches"] = time.perf_counter() - mark

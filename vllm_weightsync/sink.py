@@ -35,3 +35,7 @@ class VllmSink:
     def digest(self) -> str:
         """Of every weight, packed ones included."""
         return compat.digest(self._worker)
+
+    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """`digest` of a worker freshly started on these weights."""
+        return compat.fresh_digest(self._worker, weights)

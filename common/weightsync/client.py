@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final, TypeVar
 
 import msgspec
 import requests
 
 from weightsync import errors, wire
-from weightsync.errors import AuthenticationFailed, EngineUnreachable, PluginNotLoaded, ProtocolMismatch, PushTimeout
+from weightsync.errors import (
+    AuthenticationFailed,
+    EngineUnreachable,
+    PluginNotLoaded,
+    ProtocolMismatch,
+    PushTimeout,
+    TransferFailed,
+)
 from weightsync.transports.base import Deadline
 from weightsync.wire import PREFIX
 
@@ -51,22 +59,58 @@ class EngineClient:
         """What the engine serves; ``digest`` has every rank hash its weights."""
         return self._post("status", wire.StatusRequest(digest=digest), wire.StatusReply, deadline)
 
-    def prepare(self, request: wire.IpcPrepare, deadline: Deadline) -> None:
-        """Make every rank check the manifest and come for the bytes."""
-        self._post("update_weights_via_ipc_zmq", request, wire.Done, deadline)
+    def prepare(self, request: wire.IpcPrepare, deadline: Deadline) -> wire.PrepareReply:
+        """Take the lease, and make every rank check the manifest and come for the bytes."""
+        return self._post("update_weights_via_ipc_zmq", request, wire.PrepareReply, deadline)
+
+    def renew(self, owner: str, deadline: Deadline) -> None:
+        """Keep the lease through a push. Raises `LeaseHeld` if another has it."""
+        self._post("lease", wire.LeaseRequest(owner=owner), wire.Done, deadline)
 
     def commit(self, request: wire.CommitRequest, deadline: Deadline) -> wire.CommitReply:
-        """Make a prepared push the served version."""
+        """Make a prepared push, or the version before, the served one.
+
+        Where the reply is lost the engine is asked what became of it, as long as ``deadline`` and a grace allow.
+        """
         # The engine stops waiting for requests in flight at the same moment as we do, and can say that nothing changed.
-        return self._post("commit", request, wire.CommitReply, Deadline(deadline.left() + _COMMIT_GRACE_S))
+        until = Deadline(deadline.left() + _COMMIT_GRACE_S)
+        start = time.perf_counter()
+        try:
+            return self._post("commit", request, wire.CommitReply, until)
+        except (EngineUnreachable, PushTimeout) as error:
+            if error.weights != "unknown":
+                raise
+            served = self._outcome(request, until, error)
+        if not served:
+            raise TransferFailed(f"{self.url}: the connection broke, and the commit was not carried out")
+        return wire.CommitReply(version=request.version, pause_s=time.perf_counter() - start, seconds={})
 
-    def abort(self, push: str, deadline: Deadline) -> None:
-        """Make every rank forget a push."""
-        self._post("abort", wire.AbortRequest(push=push), wire.Done, deadline)
+    def _outcome(self, request: wire.CommitRequest, until: Deadline, error: errors.WeightSyncError) -> bool:
+        """Whether the engine serves what it was asked to commit. Raises what is known where that is not known."""
+        # One look is owed even when the time is up: it is the difference between unknown and known.
+        until = Deadline(max(until.left(), _PROBE_S))
+        while until.left():
+            try:
+                status = self.status(Deadline(min(until.left(), 2 * _PROBE_S)))
+            except errors.WeightSyncError:
+                raise error from None
+            if status.state.endswith("applying"):
+                time.sleep(min(_PROBE_S / 4, until.left()))
+                continue
+            if status.committed == request.push:
+                return True
+            if status.state.startswith("dirty"):
+                raise errors.ApplyFailed(f"{self.url}: {status.detail}", weights="dirty") from error
+            return False
+        raise error
 
-    def release(self, address: str, deadline: Deadline) -> None:
-        """Make every rank give back what it holds of the sender at ``address``."""
-        self._post("abort", wire.AbortRequest(release=address), wire.Done, deadline)
+    def abort(self, push: str, deadline: Deadline, owner: str = "") -> None:
+        """Make every rank forget a push; without ``owner`` whoever's push it is, and end its lease."""
+        self._post("abort", wire.AbortRequest(push=push, owner=owner), wire.Done, deadline)
+
+    def release(self, address: str, owner: str, deadline: Deadline) -> None:
+        """Give the lease back, and make every rank give back what it holds of the sender at ``address``."""
+        self._post("abort", wire.AbortRequest(release=address, owner=owner), wire.Done, deadline)
 
     def close(self) -> None:
         """Close the connections."""
@@ -112,7 +156,7 @@ class EngineClient:
         if said is None and reply.status_code in (404, 405, 501):
             return PluginNotLoaded(f"{self.url} answers, but weightsync is not loaded there. {self._start_line()}")
         if said is None:
-            return errors.TransferFailed(f"{self.url} answered {route} with HTTP {reply.status_code}")
+            return TransferFailed(f"{self.url} answered {route} with HTTP {reply.status_code}")
         kind = getattr(errors, said.error, errors.WeightSyncError)
         if not (isinstance(kind, type) and issubclass(kind, errors.WeightSyncError)):
             kind = errors.WeightSyncError

@@ -10,7 +10,11 @@
     ├── UnsupportedOption       the engine or host cannot do what the sender was asked for
     ├── SourceError             the model handed to `push` cannot be read as weights
     ├── ManifestMismatch        names, shapes or dtypes do not fit the engine's model
+    ├── EngineRestarted         another instance of the engine answers than the one that was opened
+    ├── LeaseHeld               another trainer pushes into the engine; the message names it
+    ├── WrongState              a message that is not legal in the engine's state
     ├── TransferFailed          bytes did not arrive, or not as announced
+    │   └── DigestMismatch      a tensor is not what the trainer held
     ├── ApplyFailed             the engine could not load what had arrived
     └── PushTimeout             a deadline passed (also a `TimeoutError`)
 
@@ -73,8 +77,24 @@ class ManifestMismatch(WeightSyncError):
     """Tensor names, shapes or dtypes do not fit the engine's model; raised before any weight changes."""
 
 
+class EngineRestarted(WeightSyncError):
+    """The engine at the URL is not the instance that was opened; a sender opens it again by itself."""
+
+
+class LeaseHeld(WeightSyncError):
+    """Another trainer holds the engine's lease, or took it over; the message names the holder."""
+
+
+class WrongState(WeightSyncError):
+    """A message came that is not legal in the state the engine is in; it changed nothing."""
+
+
 class TransferFailed(WeightSyncError):
     """The bytes did not arrive at an engine rank, or not as announced."""
+
+
+class DigestMismatch(TransferFailed):
+    """A tensor in a rank's stage is not, bit for bit, what the trainer held."""
 
 
 class ApplyFailed(WeightSyncError):

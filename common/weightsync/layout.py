@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -57,6 +59,19 @@ class Entry(NamedTuple):
         return stream[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.spec.shape)
 
 
+class Piece(NamedTuple):
+    """What a bucket holds of one tensor: bytes ``start`` to ``start + nbytes`` of it, at ``at`` in the bucket.
+
+    ``last`` marks the tensor's end. A tensor without elements is one piece without bytes.
+    """
+
+    entry: Entry
+    start: int
+    at: int
+    nbytes: int
+    last: bool
+
+
 class Layout:
     """Where each tensor of a manifest lies in the stream; both sides compute it from the manifest alone.
 
@@ -75,12 +90,26 @@ class Layout:
             self.entries.append(Entry(spec, dtype, offset, nbytes))
             offset += align(nbytes)
         self.nbytes = offset
+        self._ends = [entry.offset + entry.nbytes for entry in self.entries]
         #: Bytes of the tensors alone, without the padding between them.
         self.payload_bytes = sum(entry.nbytes for entry in self.entries)
 
     def buckets(self, bucket_bytes: int) -> int:
-        """Number of buckets."""
-        return -(-self.nbytes // bucket_bytes)
+        """Number of buckets; a stream without bytes is sent as one."""
+        return max(1, -(-self.nbytes // bucket_bytes))
+
+    def pieces(self, index: int, bucket_bytes: int) -> Iterator[Piece]:
+        """What the bucket holds, in the stream's order."""
+        low, high = index * bucket_bytes, min((index + 1) * bucket_bytes, self.nbytes)
+        final = index == self.buckets(bucket_bytes) - 1
+        at = bisect.bisect_left(self._ends, low) if index else 0
+        for entry in itertools.islice(self.entries, at, None):
+            if entry.offset >= high and not final:
+                return
+            end = entry.offset + entry.nbytes
+            start = max(entry.offset, low)
+            if entry.nbytes == 0 or end > low:
+                yield Piece(entry, start - entry.offset, start - low, max(0, min(end, high) - start), end <= high)
 
 
 def _listed(items: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
-"""Engine-side driver of one rank: check, receive, apply.
+"""Engine-side driver of one rank: check, receive, verify, apply.
 
 `prepare` returns at once; receiving happens in a thread that never touches the model. `apply` runs in the engine's own
-loop, at the engine's own bidding, when generation has stopped.
+loop, at the engine's own bidding, when generation has stopped. What is legal when is `session.REPLICA`'s to say.
 """
 
 from __future__ import annotations
@@ -10,18 +10,29 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from threading import Event
 from typing import TypeVar
 
 import msgspec
 import torch
 
 from weightsync import errors, staging
-from weightsync.errors import SEVERITY, ApplyFailed, TransferFailed, WeightSyncError
+from weightsync.errors import (
+    SEVERITY,
+    ApplyFailed,
+    DigestMismatch,
+    TransferFailed,
+    Weights,
+    WeightSyncError,
+    WrongState,
+)
 from weightsync.layout import Layout, check_manifest
 from weightsync.security import check_ipc_address
+from weightsync.session import REPLICA, Machine
 from weightsync.sink import Expected, Sink
-from weightsync.transports.base import EngineEnd
+from weightsync.stage import Staged, Stages
+from weightsync.transports.base import Deadline, EngineEnd, Incoming
 from weightsync.transports.ipc_zmq import EngineIpcZmq
 from weightsync.wire import (
     AbortRequest,
@@ -42,8 +53,25 @@ logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
 
-#: How long a new push waits for the thread of an aborted one; it looks up ten times a second.
+#: How long a push that is called off may take to end; its thread looks up ten times a second.
 _ABORT_WAIT_S = 5.0
+
+
+class _Job:
+    """One push on this rank, from prepare to its end."""
+
+    def __init__(self, request: IpcPrepare):
+        self.request = request
+        self.layout = Layout(request.manifest)
+        self.deadline = Deadline(request.timeout_s)
+        self.over, self.ended = Event(), Event()
+        self.incoming: Incoming | None = None
+        self.staged: Staged | None = None
+
+    def end(self) -> None:
+        """It was applied or called off: nothing holds the sender's memory on its account."""
+        self.incoming = self.staged = None
+        self.over.set()
 
 
 class Receiver:
@@ -53,13 +81,17 @@ class Receiver:
         self._sink = sink
         self._expected: Expected | None = None
         self._end: EngineEnd = EngineIpcZmq(sink.device)
-        self._layout: Layout | None = None
-        self._push = ""
-        self._state: State = "serving"
+        self._stages = Stages(sink.rank, sink.device)
+        self._machine: Machine[State] = Machine(REPLICA, "serving", f"rank {sink.rank}")
+        self._job: _Job | None = None
+        #: The job whose thread used the transport last; two threads at once must not.
+        self._last: _Job | None = None
         self._detail = ""
-        self._stage: torch.Tensor | None = None
-        self._cancelled, self._received = threading.Event(), threading.Event()
-        self._received.set()
+        #: The version that is loaded and the one before, where the last push asked for them to be kept.
+        self._current: Staged | None = None
+        self._previous: Staged | None = None
+        #: Guards the machine and the job against the receiving thread.
+        self._lock = threading.Lock()
 
     def info(self) -> RankInfo:
         """Who this rank is and what memory it has."""
@@ -76,94 +108,204 @@ class Receiver:
         """What this rank is doing."""
         return RankStatus(
             rank=self._sink.rank,
-            state=self._state,
-            push=self._push,
+            state=self._machine.state,
+            push=self._job.request.push if self._job is not None else "",
             detail=self._detail,
             digest=self._sink.digest() if digest else "",
+            previous=self._previous.version if self._previous is not None else "",
         )
 
     def prepare(self, request: IpcPrepare) -> None:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
         check_ipc_address(request.address)
-        if not self._received.is_set():
-            # Its sender is gone or has given up, or it would not be asking again.
-            logger.warning("push %s is superseded by %s", self._push, request.push)
+        if self._job is not None:
+            # Its sender is gone or has given up: the front end has given the lease to another.
+            logger.warning("push %s is superseded by %s", self._job.request.push, request.push)
             self.abort()
-        if not self._received.is_set():
-            raise TransferFailed(f"rank {self._sink.rank} is still busy with push {self._push}; try again")
+        self._settled()
+        self._machine.check("prepare")
         if self._expected is None:
             self._expected = self._sink.expected()
         check_manifest(request.manifest, self._expected.specs, self._expected.optional)
-        self._layout = Layout(request.manifest)
-        self._push, self._stage, self._detail = request.push, None, ""
-        self._state = "dirty" if self._state == "dirty" else "receiving"
-        self._cancelled, self._received = threading.Event(), threading.Event()
-        thread = threading.Thread(
-            target=self._receive, args=(request, self._layout, self._cancelled, self._received), daemon=True
-        )
-        thread.start()
+        job = _Job(request)
+        if not request.keep:
+            self._current = self._previous = None
+        with self._lock:
+            self._machine.move("prepare")
+            self._job, self._last, self._detail = job, job, ""
+        threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
 
-    def _receive(
-        self, request: IpcPrepare, layout: Layout, cancelled: threading.Event, received: threading.Event
-    ) -> None:
+    def _receive(self, job: _Job) -> None:
         try:
-            self._stage = self._end.receive(request, layout, self._sink.rank, cancelled)
-        except Exception as error:
-            # The thread has nobody to raise to: `ready` tells the engine, the transport has told the sender.
-            logger.warning("push %s was not received: %s", request.push, error)
-            self._detail = f"{type(error).__name__}: {error}"
-        if self._state == "receiving":
-            self._state = "prepared" if self._stage is not None else "serving"
-        received.set()
-        if self._stage is not None:
+            incoming = self._end.meet(job.request, job.layout, self._sink.rank, job.over)
+            # Its memory is about to be written: nothing that lies there can be gone back to.
+            self._forget(incoming.arena)
+            staged, verify_s = None, 0.0
+            if not job.request.stream:
+                staged, verify_s = self._stages.fill(incoming, job.request, job.layout, self._current)
+            with self._lock:
+                if job.over.is_set():
+                    raise TransferFailed("the push was aborted")
+                job.incoming, job.staged = incoming, staged
+                self._machine.move("staged")
+            del incoming, staged
             # Not before the stage is in its place: the commit may follow at once.
-            self._end.confirm(request.push)
+            self._end.confirm(job.request.push, verify_s)
+            if not job.over.wait(job.deadline.left()):
+                self._expire(job)
+        except Exception as error:
+            # The thread has nobody to raise to: `ready` tells the engine, the transport tells the sender.
+            logger.warning("push %s was not received: %s", job.request.push, error)
+            self._end.fail(job.request.push, error)
+            self._call_off(job, _text(error))
+        finally:
+            job.ended.set()
 
-    def ready(self, push: str) -> None:
-        """Raise `TransferFailed` unless the whole of ``push`` is staged here."""
-        if push != self._push or self._stage is None:
+    def _forget(self, arena: str) -> None:
+        if self._previous is not None and (self._previous.arena == arena or not self._previous.arena):
+            self._previous = None
+        if self._current is not None and arena and self._current.arena == arena:
+            self._current = None
+
+    def _expire(self, job: _Job) -> None:
+        self._call_off(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
+
+    def _call_off(self, job: _Job, detail: str) -> None:
+        """End a push that was not applied; one that is being applied ends by itself."""
+        with self._lock:
+            if self._job is job and self._machine.allows("abort"):
+                self._machine.move("abort")
+                self._job, self._detail = None, detail
+                job.end()
+
+    def ready(self, request: CommitRequest) -> None:
+        """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
+        if request.rollback:
+            self._machine.check("rollback")
+            if self._previous is None or self._previous.version != request.version:
+                raise TransferFailed(f"rank {self._sink.rank} keeps no version {request.version!r} to go back to")
+            return
+        job = self._job
+        if job is None or job.request.push != request.push or not self._machine.allows("commit"):
             raise TransferFailed(
-                f"rank {self._sink.rank} has not prepared push {push}" + (f" ({self._detail})" if self._detail else "")
+                f"rank {self._sink.rank} has not prepared push {request.push}"
+                + (f" ({self._detail})" if self._detail else "")
             )
 
-    def apply(self, push: str) -> float:
-        """Load the staged push; returns the seconds it took. Raises `ApplyFailed`, and the rank is then dirty."""
-        self.ready(push)
-        assert self._layout is not None
-        assert self._stage is not None
+    def apply(self, request: CommitRequest) -> float:
+        """Load the staged push, or the version before; returns the seconds it took.
+
+        Raises `ApplyFailed`: ``weights`` are unchanged if nothing was written, else dirty.
+        """
         start = time.perf_counter()
-        self._state = "applying"
-        # A step that was launched before generation stopped may still be reading the weights.
-        staging.synchronize(self._sink.device)
-        stage, self._stage = self._stage, None
+        with self._lock:
+            self.ready(request)
+            self._machine.move("rollback" if request.rollback else "commit")
+            job = None if request.rollback else self._job
         try:
-            self._sink.load((entry.spec.name, entry.view(stage)) for entry in self._layout.entries)
-            # The sender takes its memory back on the reply: nothing may still be reading it.
+            if job is None:
+                assert self._previous is not None
+                self._load(self._previous.tensors(), None)
+                self._current, self._previous = self._previous, self._current
+            else:
+                self._apply_job(job)
+                if job.staged is not None and job.request.keep:
+                    job.staged.version = request.version
+                    self._current, self._previous = job.staged, self._current
+                else:
+                    self._current = self._previous = None
+        finally:
+            if job is not None:
+                self._job = None
+                job.end()
+        self._detail = ""
+        self._machine.move("applied")
+        return time.perf_counter() - start
+
+    def _apply_job(self, job: _Job) -> None:
+        request = job.request
+        if job.staged is not None:
+            tensors = job.staged.tensors
+            self._load(tensors(), tensors if request.verify == "deep" else None)
+            return
+        assert job.incoming is not None
+        try:
+            self._load(self._stages.stream(job.incoming, request, job.layout), None)
+        except ApplyFailed as error:
+            self._end.fail(request.push, error)
+            raise
+
+    def _load(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        again: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+    ) -> None:
+        rank = self._sink.rank
+        try:
+            # A step that was launched before generation stopped may still be reading the weights.
             staging.synchronize(self._sink.device)
         except Exception as error:
-            self._state, self._detail = "dirty", f"{type(error).__name__}: {error}"
+            self._machine.move("untouched")
+            raise ApplyFailed(f"rank {rank} failed before anything was loaded: {_text(error)}") from error
+        try:
+            self._sink.load(weights)
+            # The sender takes its memory back on the reply: nothing may still be reading it.
+            staging.synchronize(self._sink.device)
+            if again is not None and self._sink.fresh_digest(again()) != self._sink.digest():
+                raise DigestMismatch("the engine's parameters do not hold what a fresh engine would load")
+        except Exception as error:
+            self._detail = _text(error)
+            self._machine.move("broken")
             raise ApplyFailed(
-                f"rank {self._sink.rank} failed while loading push {push}: {self._detail}; it does not generate "
-                "until a full push commits",
+                f"rank {rank} failed while loading: {self._detail}; it does not generate until a full push commits",
                 weights="dirty",
             ) from error
-        self._state, self._push, self._detail = "serving", "", ""
-        return time.perf_counter() - start
+
+    def restore(self, request: CommitRequest) -> None:
+        """Load the version that was served before ``request`` again, which another rank could not be brought to.
+
+        Raises `ApplyFailed` if it was not kept.
+        """
+        applied = self._current is not None and self._current.push == request.push
+        before = self._previous if applied else self._current
+        if before is None:
+            raise ApplyFailed(f"rank {self._sink.rank} keeps no version to go back to", weights="dirty")
+        clean = self._machine.state == "serving"
+        if clean:
+            self._machine.move("rollback")
+        try:
+            self._sink.load(before.tensors())
+            staging.synchronize(self._sink.device)
+        except Exception as error:
+            if clean:
+                self._machine.move("broken")
+            raise ApplyFailed(f"rank {self._sink.rank} could not go back: {_text(error)}", weights="dirty") from error
+        self._machine.move("applied" if clean else "restored")
+        self._current, self._previous, self._detail = before, None, ""
 
     def abort(self, push: str = "") -> None:
         """Forget a push that was not applied, whichever it is where ``push`` is empty."""
-        if push not in ("", self._push):
+        job = self._job
+        if job is None or push not in ("", job.request.push):
             return
-        self._cancelled.set()
-        self._received.wait(_ABORT_WAIT_S)
-        self._stage, self._push = None, ""
-        if self._state in ("receiving", "prepared"):
-            self._state = "serving"
+        self._call_off(job, f"push {job.request.push} was aborted")
+        self._settled()
+
+    def _settled(self) -> None:
+        if self._last is not None and not self._last.ended.wait(_ABORT_WAIT_S):
+            raise WrongState(f"rank {self._sink.rank} is still busy with push {self._last.request.push}; try again")
 
     def release(self, address: str) -> None:
         """Give back what is held of a sender that has closed."""
-        if self._received.is_set():
+        if self._job is None:
+            self._settled()
+            self._last = self._current = self._previous = None
+            self._stages.release()
             self._end.release(address)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
@@ -174,9 +316,11 @@ def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struc
     if method == "update_weights_via_ipc_zmq":
         receiver.prepare(from_json(payload, IpcPrepare))
     elif method == "weightsync_ready":
-        receiver.ready(from_json(payload, CommitRequest).push)
+        receiver.ready(from_json(payload, CommitRequest))
     elif method == "weightsync_commit":
-        receiver.apply(from_json(payload, CommitRequest).push)
+        receiver.apply(from_json(payload, CommitRequest))
+    elif method == "weightsync_restore":
+        receiver.restore(from_json(payload, CommitRequest))
     elif method == "weightsync_abort":
         asked = from_json(payload, AbortRequest)
         if asked.release:
@@ -218,3 +362,14 @@ def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
         messages = dict.fromkeys(reply.message for reply in failed)
         raise getattr(errors, worst.error)("; ".join(messages), weights=worst.weights)
     return [from_json(reply.body, kind) for reply in decoded]
+
+
+def settle(replies: Sequence[bytes | str]) -> None:
+    """Return if every rank applied. Else raise `ApplyFailed`; ``weights`` are unchanged if no rank wrote anything."""
+    try:
+        collect(replies, Done)
+    except WeightSyncError as error:
+        decoded = [from_json(reply, RankReply) for reply in replies]
+        untouched = all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded)
+        weights: Weights = "unchanged" if untouched else "dirty"
+        raise ApplyFailed(str(error), weights=weights) from error

@@ -119,17 +119,26 @@ def sweep(root: Path, older_than_s: float = _SWEEP_AFTER_S) -> None:
     for directory in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             old = time.time() - directory.lstat().st_ctime >= older_than_s
-            if old and not _not_private(directory) and not _listens(directory / SOCKET_NAME):
+            if old and not _not_private(directory) and not listens(directory / SOCKET_NAME):
                 shutil.rmtree(directory)
 
 
-def _listens(path: Path) -> bool:
+def listens(path: Path) -> bool:
+    """Whether somebody owns the socket, be it somebody who is stopped and does not answer."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except OSError:
+            return True  # its queue is full
         return True
+
+
+def owner_lives(address: str) -> bool:
+    """Whether the sender at an ipc address is still there. Raises `TransferFailed` for an address that is none."""
+    return listens(Path(check_ipc_address(address).removeprefix("ipc://")))
 
 
 def check_ipc_address(address: str) -> str:

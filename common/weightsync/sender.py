@@ -4,44 +4,45 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
 import msgspec
 import torch
 from tqdm import tqdm
 
-from weightsync import security, staging, wire
-from weightsync.client import EngineClient
-from weightsync.errors import SourceError, UnsupportedOption, Weights, WeightSyncError
+from weightsync import digest, security, staging, wire
+from weightsync.errors import SourceError, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.fleet import Engine, Fleet
 from weightsync.layout import ALIGN_BYTES, Layout, align
+from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
 from weightsync.sources.module import ModuleSource
-from weightsync.transports.base import Deadline, Peer, Progress
+from weightsync.transports.base import Deadline, Progress, Sent, TrainerEnd
 from weightsync.transports.ipc_zmq import TrainerIpcZmq
 
 Transport = Literal["auto", "ipc_zmq"]
+Staging = Literal["full", "none", "auto"]
 
 #: Where less than this share of the free memory holds the whole model, the arena does: it then is the stage.
 _HOLD_SHARE: Final = 0.8
 #: Elsewhere a bucket takes at most one part in so many, for the ranks need room for a stage.
 _BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
-#: How long the engines are given to forget a failed push, or a sender that closes.
-_ABORT_S: Final = 1.5
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class EngineResult:
-    """One engine's part of a push. ``pause_s``: how long it did not generate; ``seconds``: the steps of its commit."""
+    """One engine's part of a push. ``pause_s``: how long it did not generate; ``seconds``: the steps of its commit.
+
+    ``noticed`` says what the sender found out about it: that it was restarted, or served another version than expected.
+    """
 
     pause_s: float
     seconds: dict[str, float]
+    noticed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class PushResult:
     """What a push did.
 
     ``nbytes`` counts the tensors, without padding. ``seconds``: ``prepare`` (the engines check the manifest),
-    ``transfer`` (the bytes travel while the engines serve; of it ``gather`` is packing on the trainer), ``commit``
-    (pause to resume, slowest engine) and ``total``.
+    ``transfer`` (the bytes travel while the engines serve; of it ``gather`` is packing on the trainer, ``digest`` its
+    hashing, ``verify`` the hashing of the slowest rank), ``commit`` (pause to resume, slowest engine) and ``total``.
+    ``verify`` is how it was checked, ``staging`` where the bytes waited, and ``staging_reason`` why there.
     """
 
     version: str
@@ -58,13 +60,9 @@ class PushResult:
     seconds: dict[str, float]
     engines: dict[str, EngineResult]
     transport: str
-
-
-@dataclass
-class _Engine:
-    client: EngineClient
-    hello: wire.OpenReply
-    peers: set[Peer] = field(default_factory=set)
+    verify: wire.Verify
+    staging: Staging
+    staging_reason: str
 
 
 class Sender:
@@ -72,11 +70,17 @@ class Sender:
 
     ``engines`` are base URLs of vLLM or SGLang servers with the plugin loaded. ``token`` defaults to
     ``$WEIGHTSYNC_TOKEN`` or this user's key file. ``timeout_s`` bounds a whole push. ``pause`` says what happens to
-    requests in flight at commit. ``bucket_bytes`` is the size of each of the two buckets that hold bytes on their way;
-    by default half the model where memory allows, so that nothing is copied twice. ``progress`` shows a bar.
+    requests in flight at commit. ``staging``: ``"full"`` holds a whole version before any engine stops, ``"none"``
+    streams the bytes in while the engines are stopped (a failure then leaves them dirty), ``"auto"`` picks. ``verify``:
+    ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also what the engine
+    then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before, for `rollback` and
+    for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes`` is the size of each
+    of the two buckets that hold bytes on their way; by default half the model where memory allows, so that nothing is
+    copied twice. ``progress`` shows a bar.
 
     Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`,
-    `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. Not for use by several threads.
+    `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the
+    engines' lease, and `close` gives it back. Not for use by several threads.
     """
 
     def __init__(
@@ -87,47 +91,37 @@ class Sender:
         token: str | None = None,
         timeout_s: float = 300.0,
         pause: wire.PauseMode = "retract",
+        staging: Staging = "full",
+        verify: wire.Verify = "digest",
+        keep_previous: bool = False,
         bucket_bytes: int | None = None,
         progress: bool = False,
     ):
         if isinstance(engines, str) or not engines or len(set(engines)) != len(engines):
             raise UnsupportedOption("engines: give a list of one or more different URLs")
-        if transport not in get_args(Transport):
-            raise UnsupportedOption(f"transport {transport!r} is unknown; there is {', '.join(get_args(Transport))}")
-        if pause not in get_args(wire.PauseMode):
-            raise UnsupportedOption(f"pause {pause!r} is unknown; there is {', '.join(get_args(wire.PauseMode))}")
+        for name, value, known in (
+            ("transport", transport, get_args(Transport)),
+            ("pause", pause, get_args(wire.PauseMode)),
+            ("staging", staging, get_args(Staging)),
+            ("verify", verify, get_args(wire.Verify)),
+        ):
+            if value not in known:
+                raise UnsupportedOption(f"{name} {value!r} is unknown; there is {', '.join(known)}")
         if bucket_bytes is not None and bucket_bytes < ALIGN_BYTES:
             raise UnsupportedOption(f"bucket_bytes must be at least {ALIGN_BYTES}")
+        if staging == "none" and (keep_previous or verify == "deep"):
+            raise UnsupportedOption('staging "none" holds no version, which keep_previous and verify "deep" need')
+        if not 0 < timeout_s <= wire.MAX_TIMEOUT_S:
+            raise UnsupportedOption(f"timeout_s must be above 0 and at most {wire.MAX_TIMEOUT_S:g}")
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
-        self._bucket_bytes = bucket_bytes
+        self._staging, self._verify, self._keep, self._bucket_bytes = staging, verify, keep_previous, bucket_bytes
         key = security.sender_token() if token is None else token
-        self._clients = [EngineClient(url, key) for url in engines]
-        self._threads = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weightsync-engine")
-        self._end: TrainerIpcZmq | None = None
+        self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
+        self._end: TrainerEnd | None = None
         self._source: Source | None = None
         self._layout: Layout | None = None
-        self._chosen_bucket_bytes = 0
-        self._closed = False
-        try:
-            self._engines = self._open(Deadline(timeout_s))
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, deadline: Deadline) -> dict[str, _Engine]:
-        hellos = self._all(lambda client: client.open(deadline))
-        here, engines = staging.host_id(), {}
-        for client, hello in zip(self._clients, hellos, strict=True):
-            if reason := hello.pause_refused.get(self._pause):
-                raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
-            if hello.host != here:
-                raise UnsupportedOption(
-                    f"{client.url} runs on another host (or in a container with its own /dev/shm): transport ipc_zmq "
-                    "needs engine and trainer to share one; run them on one host, containers with --ipc=host"
-                )
-            peers = {Peer(client.url, rank.rank) for rank in hello.ranks}
-            engines[client.url] = _Engine(client, hello, peers)
-        return engines
+        self._chosen: _Choice | None = None
+        self._fleet = Fleet(engines, key, pause, Deadline(timeout_s))
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
@@ -136,54 +130,81 @@ class Sender:
         of vLLM's ``WeightSource``. On return every rank of every engine serves exactly these weights. On error see
         `WeightSyncError.engines` for what each engine serves.
         """
+        self._machine.check("push")
         deadline, start = Deadline(self._timeout_s), time.perf_counter()
         source = open_source(model, reuse=self._source)
         # Only a module's costs something to open; others might keep a whole gathered model alive until the next push.
         self._source = source if isinstance(source, ModuleSource) else None
         layout = self._layout_of(source)
-        push, label = secrets.token_hex(8), self._next_version() if version is None else version
+        label = self._next_version() if version is None else version
+        end, choice = self._provide_end(source, layout)
+        plan = self._plan(source, layout, choice, deadline)
         seconds: dict[str, float] = {}
+        self._machine.move("push")
         try:
-            end, bucket_bytes = self._provide_end(source, layout)
-            with _timed(seconds, "prepare"):
-                requests = {url: end.request(push, url, layout, bucket_bytes, deadline.left()) for url in self._engines}
-                self._all(lambda client: client.prepare(requests[client.url], deadline))
-            with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
-                staging.synchronize(source.device)
-                peers = set[Peer]().union(*(engine.peers for engine in self._engines.values()))
-                seconds["gather"] = end.transfer(push, layout, source.tensors(), peers, deadline, progress)
+            with self._fleet.renewed(deadline):
+                noticed = self._prepare(end, plan, layout, deadline, seconds)
+                if choice.staging == "none":
+                    sent, commits = self._stream(end, source, layout, plan.push, label, deadline, seconds)
+                else:
+                    sent = self._transfer(end, source, layout, seconds)
+            if choice.staging == "full":
+                commits = self._commit(self._request(plan.push, label, deadline), deadline, seconds)
         except BaseException as error:
-            self._abort(push)
-            if isinstance(error, WeightSyncError):
-                error.engines = {url: error.engines.get(url, "unchanged") for url in self._engines}
-                raise
-            if isinstance(error, (RuntimeError, OSError, ValueError)):
-                raise SourceError(
-                    f"the weights could not be read or packed: {error}",
-                    engines=dict.fromkeys(self._engines, "unchanged"),
-                ) from error
-            raise
-        with _timed(seconds, "commit"):
-            commits = self._commit(push, label, deadline)
+            self._failed(end, plan.push, error)
+            raise self._told(error) from error
+        self._machine.move("committed")
+        end.served()
+        seconds.update(gather=sent.gather_s, digest=sent.digest_s, verify=sent.verify_s)
         seconds["total"] = time.perf_counter() - start
-        return PushResult(label, layout.payload_bytes, seconds, commits, "ipc_zmq")
+        engines = {url: EngineResult(r.pause_s, r.seconds, tuple(noticed[url])) for url, r in commits.items()}
+        return PushResult(
+            label, layout.payload_bytes, seconds, engines, "ipc_zmq", self._verify, choice.staging, choice.reason
+        )
+
+    def rollback(self) -> PushResult:
+        """Serve the version before again, which the engines kept (``keep_previous=True``). Raises as `push`.
+
+        Once more brings the newer one back.
+        """
+        self._machine.check("rollback")
+        deadline, start = Deadline(self._timeout_s), time.perf_counter()
+        kept = {rank.previous for status in self.status().values() for rank in status.ranks}
+        if len(kept) != 1 or "" in kept:
+            raise TransferFailed(
+                "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
+                engines=dict.fromkeys(self._fleet.engines, "unchanged"),
+            )
+        request = msgspec.structs.replace(self._request(secrets.token_hex(8), kept.pop(), deadline), rollback=True)
+        seconds: dict[str, float] = {}
+        self._machine.move("rollback")
+        try:
+            commits = self._commit(request, deadline, seconds)
+        except BaseException as error:
+            self._failed(None, request.push, error)
+            raise self._told(error) from error
+        self._machine.move("committed")
+        if self._end is not None:
+            self._end.served()
+        seconds["total"] = time.perf_counter() - start
+        engines = {url: EngineResult(reply.pause_s, reply.seconds) for url, reply in commits.items()}
+        return PushResult(request.version, 0, seconds, engines, "ipc_zmq", "off", "full", "the engines kept it")
 
     def status(self, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
         deadline = Deadline(self._timeout_s)
-        replies = self._all(lambda client: client.status(deadline, digest=digest))
-        return {client.url: reply for client, reply in zip(self._clients, replies, strict=True)}
+        replies = self._fleet.all(lambda client: client.status(deadline, digest=digest))
+        return dict(zip(self._fleet.engines, replies, strict=True))
 
     def close(self) -> None:
-        """Release memory, sockets and connections; idempotent."""
-        if self._end is not None and not self._closed:
-            address = self._end.address
-            self._try_all(lambda client: client.release(address, Deadline(_ABORT_S)))
+        """Give the lease back; release memory, sockets and connections; idempotent."""
+        if not self._machine.allows("close"):
+            return
+        self._machine.move("close")
+        if self._end is not None:
+            self._fleet.release(self._end.address)
             self._end.close()
-        self._closed = True
-        self._threads.shutdown()
-        for client in self._clients:
-            client.close()
+        self._fleet.close()
 
     def __enter__(self) -> Sender:
         return self
@@ -194,67 +215,120 @@ class Sender:
     def _layout_of(self, source: Source) -> Layout:
         if self._layout is None or tuple(entry.spec for entry in self._layout.entries) != source.specs:
             self._layout = Layout(source.specs)
-            self._chosen_bucket_bytes = 0
+            self._chosen = None
         return self._layout
 
-    def _provide_end(self, source: Source, layout: Layout) -> tuple[TrainerIpcZmq, int]:
-        """The trainer end of the transport, and the size of a bucket; both stay while the model does."""
-        ranks = [rank for engine in self._engines.values() for rank in engine.hello.ranks]
+    def _provide_end(self, source: Source, layout: Layout) -> tuple[TrainerEnd, _Choice]:
+        """The trainer end of the transport, and how the bytes travel; both stay while the model does."""
+        ranks = self._fleet.ranks
         if self._end is None:
             device = source.device
             colocated = device.type == "cuda" and {r.device_uuid for r in ranks} == {staging.device_uuid(device)}
             self._end = TrainerIpcZmq(device if colocated else torch.device("cpu"))
-        if not self._chosen_bucket_bytes:
-            beside = [rank.free_bytes for rank in ranks if rank.device == self._end.device.type]
-            free = min([self._end.free_bytes(), *beside])
-            self._chosen_bucket_bytes = choose_bucket_bytes(layout.nbytes, free, self._bucket_bytes)
-        return self._end, self._chosen_bucket_bytes
+        if self._chosen is None:
+            here = self._end.device.type
+            free = min([self._end.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
+            stages = {device: [r for r in ranks if r.device == device] for device in {r.device for r in ranks}}
+            # Ranks on a CPU share its memory, ranks on accelerators have one each.
+            rooms = [
+                min(rank.free_bytes for rank in those) // (len(those) if device == "cpu" else 1)
+                for device, those in stages.items()
+            ]
+            self._chosen = choose(layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep)
+        return self._end, self._chosen
+
+    def _plan(self, source: Source, layout: Layout, choice: _Choice, deadline: Deadline) -> wire.IpcPrepare:
+        """What every engine is told of a push; the transport adds where to come for the bytes."""
+        assert self._end is not None
+        devices = [source.device, self._end.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
+        return wire.IpcPrepare(
+            push=secrets.token_hex(8),
+            address="",
+            secret="",
+            bucket_bytes=choice.bucket_bytes,
+            timeout_s=deadline.left(),
+            manifest=tuple(entry.spec for entry in layout.entries),
+            owner=self._fleet.owner,
+            holder=self._fleet.holder,
+            verify=self._verify,
+            digest="" if self._verify == "off" else digest.algorithm_for(*devices),
+            keep=self._keep,
+            stream=choice.staging == "none",
+        )
+
+    def _prepare(
+        self, end: TrainerEnd, plan: wire.IpcPrepare, layout: Layout, deadline: Deadline, seconds: dict[str, float]
+    ) -> dict[str, list[str]]:
+        def make(engine: Engine) -> wire.IpcPrepare:
+            asked = end.request(plan, engine.client.url)
+            return msgspec.structs.replace(asked, instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1))
+
+        with _timed(seconds, "prepare"):
+            noticed = self._fleet.prepare(make, deadline)
+            end.meet(plan, layout, self._fleet.peers, deadline)
+        return noticed
+
+    def _transfer(self, end: TrainerEnd, source: Source, layout: Layout, seconds: dict[str, float]) -> Sent:
+        self._machine.move("accepted")
+        with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
+            staging.synchronize(source.device)
+            sent = end.send(source.tensors(), progress)
+        self._machine.move("staged")
+        return sent
+
+    def _stream(
+        self, end: TrainerEnd, source: Source, layout: Layout, push: str, label: str, deadline: Deadline,
+        seconds: dict[str, float],
+    ) -> tuple[Sent, dict[str, wire.CommitReply]]:  # fmt: skip
+        """The bytes travel while the engines are stopped: memory for no stage is needed."""
+        self._machine.move("stream")
+        with _timed(seconds, "commit"):
+            commits = self._fleet.commit(self._request(push, label, deadline), deadline)
+            try:
+                with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
+                    staging.synchronize(source.device)
+                    sent = end.send(source.tensors(), progress)
+            except BaseException as error:
+                end.call_off(error)
+                # What became of the engines is theirs to say; where all say that they committed, they have.
+                self._fleet.outcome(commits, label, deadline)
+                raise
+            return sent, self._fleet.outcome(commits, label, deadline)
+
+    def _request(self, push: str, label: str, deadline: Deadline) -> wire.CommitRequest:
+        return wire.CommitRequest(
+            push=push, version=label, pause=self._pause, timeout_s=max(deadline.left(), 0.1), owner=self._fleet.owner
+        )
+
+    def _commit(
+        self, request: wire.CommitRequest, deadline: Deadline, seconds: dict[str, float]
+    ) -> dict[str, wire.CommitReply]:
+        deadline.check("the engines to be asked to commit")
+        with _timed(seconds, "commit"):
+            return self._fleet.outcome(self._fleet.commit(request, deadline), request.version, deadline)
+
+    def _failed(self, end: TrainerEnd | None, push: str, error: BaseException) -> None:
+        self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
+        if end is not None:
+            end.call_off(error)
+        self._fleet.abort(push)
+        self._machine.move("aborted")
+
+    def _told(self, error: BaseException) -> BaseException:
+        """The error, with what every engine serves after it."""
+        urls = self._fleet.engines
+        if isinstance(error, WeightSyncError):
+            error.engines = {url: error.engines.get(url, "unchanged") for url in urls}
+            return error
+        if isinstance(error, (RuntimeError, OSError, ValueError)):
+            return SourceError(
+                f"the weights could not be read or packed: {error}", engines=dict.fromkeys(urls, "unchanged")
+            )
+        return error
 
     def _next_version(self) -> str:
-        versions = [engine.hello.version for engine in self._engines.values()]
+        versions = [engine.version for engine in self._fleet.engines.values()]
         return str(max((int(v) for v in versions if v.isdecimal()), default=0) + 1)
-
-    def _commit(self, push: str, version: str, deadline: Deadline) -> dict[str, EngineResult]:
-        request = wire.CommitRequest(push=push, version=version, pause=self._pause, timeout_s=deadline.left())
-        outcome = self._try_all(lambda client: client.commit(request, deadline))
-        results: dict[str, EngineResult] = {}
-        failed: dict[str, WeightSyncError] = {}
-        for client, reply in zip(self._clients, outcome, strict=True):
-            if isinstance(reply, WeightSyncError):
-                failed[client.url] = reply
-                continue
-            results[client.url] = EngineResult(reply.pause_s, reply.seconds)
-            engine = self._engines[client.url]
-            engine.hello = msgspec.structs.replace(engine.hello, version=version)
-        if failed:
-            self._abort(push)
-            raise _joined(failed, dict.fromkeys(results, "committed"))
-        return results
-
-    def _abort(self, push: str) -> None:
-        # Best effort: an engine that cannot be reached drops the push by its own deadline.
-        self._try_all(lambda client: client.abort(push, Deadline(_ABORT_S)))
-
-    def _all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
-        """Call every engine at once; raises the failures of all as one error."""
-        outcome = self._try_all(call)
-        failed = {
-            client.url: reply
-            for client, reply in zip(self._clients, outcome, strict=True)
-            if isinstance(reply, WeightSyncError)
-        }
-        if failed:
-            raise _joined(failed, {client.url: "unchanged" for client in self._clients})
-        return [reply for reply in outcome if not isinstance(reply, WeightSyncError)]
-
-    def _try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
-        def run(client: EngineClient) -> _T | WeightSyncError:
-            try:
-                return call(client)
-            except WeightSyncError as error:
-                return error
-
-        return list(self._threads.map(run, self._clients))
 
 
 @contextmanager
@@ -273,25 +347,36 @@ def _bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
         yield lambda sent: bar.update(sent - bar.n) and None
 
 
-def choose_bucket_bytes(stream_bytes: int, free_bytes: int, asked: int | None) -> int:
-    """Size of each of the two buckets, a multiple of `ALIGN_BYTES`.
+@dataclass(frozen=True)
+class _Choice:
+    """How the bytes travel: ``bucket_bytes`` is the size of each of the two buckets, a multiple of `ALIGN_BYTES`."""
 
-    ``asked`` if given, else half the stream where ``free_bytes``, the minimum over the trainer and the ranks beside
-    its arena, has room for all of it, else a small part of what is free.
+    bucket_bytes: int
+    staging: Staging
+    reason: str
+
+
+def choose(
+    stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool
+) -> _Choice:
+    """Buckets and stage for a stream.
+
+    ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for
+    a stage of its own. A bucket is ``asked`` bytes if given, else half the stream where there is room for all of it
+    (twice with ``keep``), else a small part of what is free.
     """
-    if asked is not None:
-        return align(asked)
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
-    if 2 * half <= free_bytes * _HOLD_SHARE:
-        return half
-    return min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
-
-
-def _joined(failed: dict[str, WeightSyncError], others: dict[str, Weights]) -> WeightSyncError:
-    """One error for what went wrong at several engines, with the state of each."""
-    states = dict(others)
-    states.update({url: error.weights for url, error in failed.items()})
-    first = next(iter(failed.values()))
-    joined = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
-    joined.__cause__ = first
-    return joined
+    times = 2 if keep else 1
+    if asked is not None:
+        bucket_bytes = align(asked)
+    elif 2 * half * times <= free_bytes * _HOLD_SHARE and staged != "none":
+        bucket_bytes = half
+    else:
+        bucket_bytes = min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
+    if staged != "auto":
+        return _Choice(bucket_bytes, staged, "asked for")
+    if 2 * bucket_bytes >= stream_bytes:
+        return _Choice(bucket_bytes, "full", f"the trainer's arena has room for all {stream_bytes} bytes")
+    if stream_bytes * times <= rank_bytes * _HOLD_SHARE:
+        return _Choice(bucket_bytes, "full", f"every rank has room for {stream_bytes} bytes ({rank_bytes} free)")
+    return _Choice(bucket_bytes, "none", f"a stage takes {stream_bytes * times} bytes and a rank has {rank_bytes} free")

@@ -18,7 +18,7 @@ class Expected(NamedTuple):
 
 
 class Sink(Protocol):
-    """One rank of an engine. Only `Receiver` calls it; `load` and `digest` run in the engine's own loop."""
+    """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's own loop."""
 
     rank: int
     """Unique among all ranks of the engine, from 0."""
@@ -31,8 +31,12 @@ class Sink(Protocol):
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a complete checkpoint through the engine's own path, post-load steps included.
 
-        The tensors are views of the stage: read them, keep none. Raises whatever the engine raises.
+        The tensors are views of the stage, or come one by one as they arrive: read them, keep none longer than the load
+        takes. Raises whatever the engine or the iterator raises.
         """
 
     def digest(self) -> str:
         """BLAKE2b of the weights this rank computes with, in hex; equal weights, equal digest."""
+
+    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """What `digest` of a fresh engine that loads this complete checkpoint would be."""

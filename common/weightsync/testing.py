@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import socket
 import subprocess
 import sys
@@ -25,10 +26,12 @@ import requests
 import torch
 
 from weightsync import security, wire
-from weightsync.errors import EngineUnreachable
+from weightsync.calls import COMMIT_CALL_S, Calls
+from weightsync.errors import ApplyFailed, EngineUnreachable
 from weightsync.expected import expected_of
 from weightsync.layout import digest_of
-from weightsync.receiver import Receiver, collect, handle
+from weightsync.receiver import Receiver, handle, settle
+from weightsync.replica import Replica, restored
 from weightsync.sink import Expected
 
 _START_S: Final = 120.0
@@ -62,6 +65,13 @@ class ModelSink:
         """Of the model's state."""
         return digest_of(self.model.state_dict().items())
 
+    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """Of a copy of the model that loads them."""
+        fresh = copy.deepcopy(self.model.state_dict())
+        for name, tensor in weights:
+            fresh[name].copy_(tensor)
+        return digest_of(fresh.items())
+
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Greedy continuation and the logprob of each of its tokens."""
@@ -80,8 +90,9 @@ class ReferenceFrontEnd:
     engine = "reference"
     engine_version = "1"
 
-    def __init__(self, sink: ModelSink, folder: Path):
+    def __init__(self, sink: ModelSink, folder: Path, waits: bool):
         self.model = str(folder)
+        self.waits = waits
         self.pause_refused: dict[str, str] = {}
         self._sink = sink
         self._receiver = Receiver(sink)
@@ -92,20 +103,19 @@ class ReferenceFrontEnd:
         """Label of the served weights."""
         return self._version
 
-    @property
-    def dirty(self) -> bool:
-        """Whether a push failed while it was applied."""
-        return self._receiver.status().state == "dirty"
-
     async def call(self, method: str, payload: bytes) -> Sequence[bytes]:
         """On the one rank there is."""
         loop = asyncio.get_running_loop()
         return [await loop.run_in_executor(self._loop, handle, lambda: self._receiver, method, payload)]
 
-    async def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+    async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Apply between two generations."""
         begin = time.perf_counter()
-        collect(await self.call("weightsync_commit", wire.to_json(request)), wire.Done)
+        payload = wire.to_json(request)
+        try:
+            settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
+        except ApplyFailed as error:
+            raise await restored(error, call, payload) from error
         self._version = request.version
         applied_s = time.perf_counter() - begin
         return wire.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
@@ -116,7 +126,7 @@ class ReferenceFrontEnd:
         return await loop.run_in_executor(self._loop, self._sink.generate, prompt, tokens)
 
 
-def serve(folder: Path, port: int, device: torch.device) -> None:
+def serve(folder: Path, port: int, device: torch.device, waits: bool = False) -> None:
     """Serve the model in ``folder`` on loopback until told to stop."""
     import uvicorn
     from starlette.applications import Starlette
@@ -124,16 +134,15 @@ def serve(folder: Path, port: int, device: torch.device) -> None:
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from weightsync.routes import admin_routes
+    from weightsync.routes import admin_routes, guard_health
 
-    front = ReferenceFrontEnd(ModelSink(folder, device), folder)
+    front = ReferenceFrontEnd(ModelSink(folder, device), folder, waits)
+    replica = Replica(front)
 
     async def generate(request: Request) -> JSONResponse:
         asked = await request.json()
-        if front.dirty:
-            return JSONResponse(
-                {"error": "a push failed half-way; only a full push makes this engine serve again"}, 503
-            )
+        if reason := replica.stopped:
+            return JSONResponse({"error": reason}, 503)
         tokens, logprobs = await front.generate(asked["prompt"], int(asked["tokens"]))
         return JSONResponse({"tokens": tokens, "logprobs": logprobs, "version": await front.version()})
 
@@ -143,15 +152,16 @@ def serve(folder: Path, port: int, device: torch.device) -> None:
     routes = [
         Route("/health", health),
         Route("/generate", generate, methods=["POST"]),
-        admin_routes(lambda: front, security.engine_token()),
+        admin_routes(lambda: replica, security.engine_token()),
     ]
+    guard_health(routes, lambda: replica)
     uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning")
 
 
 class ReferenceEngine:
     """The server above as a child process, for a ``with`` block; ``url`` once entered, ``process`` its `Popen`.
 
-    ``launcher`` is the command that runs this module, for engines that need something around them.
+    ``launcher`` is the command that runs this module, for engines that need something around them; ``args`` follow it.
     """
 
     def __init__(
@@ -159,6 +169,7 @@ class ReferenceEngine:
         folder: str | Path,
         *,
         device: str = "cpu",
+        args: Sequence[str] = (),
         launcher: Sequence[str] = (sys.executable, "-m", "weightsync.testing"),
         env: dict[str, str] | None = None,
     ):
@@ -166,15 +177,15 @@ class ReferenceEngine:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [*launcher, str(folder), "--port", str(port), "--device", device]
+        command = [*launcher, str(folder), "--port", str(port), "--device", device, *args]
         self.process = subprocess.Popen(command, env=env)
 
     def __enter__(self) -> ReferenceEngine:
         end = time.monotonic() + _START_S
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                if requests.get(f"{self.url}/health", timeout=1).ok:
-                    return self
+                requests.get(f"{self.url}/health", timeout=1)  # 503 where it waits for its first weights
+                return self
             except requests.RequestException:
                 time.sleep(0.1)
         self.close()
@@ -207,8 +218,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--wait-for-initial-weights", action="store_true", help="serve nothing before the first push")
     args = parser.parse_args()
-    serve(args.model, args.port, torch.device(args.device))
+    serve(args.model, args.port, torch.device(args.device), args.wait_for_initial_weights)
 
 
 if __name__ == "__main__":

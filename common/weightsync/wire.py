@@ -6,7 +6,7 @@ Rules of evolution: a field added later has a default, a tag is never reused, bu
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -23,10 +23,20 @@ PREFIX: Final = "/weightsync"
 
 #: What happens to requests in flight when a version commits; see the README.
 PauseMode = Literal["retract", "wait", "abort", "keep"]
-State = Literal["serving", "receiving", "prepared", "applying", "dirty"]
+#: What is compared: each tensor in every rank's stage, also what the engine then computes with, nothing.
+Verify = Literal["digest", "deep", "off"]
+#: What one rank, or the whole of an engine, is doing; `session.REPLICA` says what leads where. ``unsynced`` is an
+#: engine that was started so that it must not serve before its first push.
+State = Literal[
+    "serving", "receiving", "prepared", "applying", "dirty", "dirty_receiving", "dirty_prepared", "dirty_applying",
+    "unsynced",
+]  # fmt: skip
 
 #: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
 MAX_BODY_BYTES: Final = 64 << 20
+#: Longest that anything may be asked to take, in seconds.
+MAX_TIMEOUT_S: Final = 86400.0
+Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -80,30 +90,53 @@ class OpenReply(Message, frozen=True):
     version: str
     ranks: tuple[RankInfo, ...]
     pause_refused: dict[str, str] = {}
+    instance: str = ""
 
 
 class IpcPrepare(Message, frozen=True):
     """Ask every rank to check the manifest and to fetch the bytes from the sender at ``address``.
 
     ``secret`` proves to the sender, over ZMQ, that a rank was asked by it. The checkpoint crosses as one stream of
-    bytes (see `layout.Layout`), ``bucket_bytes`` at a time.
+    bytes (see `layout.Layout`), ``bucket_bytes`` at a time. ``owner`` takes the engine's lease, ``holder`` names it to
+    others. ``instance`` is the engine that the sender opened. Tensors are checked by the digest of that name
+    (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version before to be kept, ``stream`` for the
+    bytes to be fetched by the commit, where memory has no room for a stage.
     """
 
     push: str
     address: str
     secret: str
-    bucket_bytes: int
-    timeout_s: float
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=512, le=1 << 50, multiple_of=512)]
+    timeout_s: Timeout
     manifest: tuple[TensorSpec, ...]
+    owner: str = ""
+    holder: str = ""
+    instance: str = ""
+    verify: Verify = "off"
+    digest: str = ""
+    keep: bool = False
+    stream: bool = False
+
+
+class PrepareReply(Message, frozen=True):
+    """What the engine serves now."""
+
+    version: str = ""
+    instance: str = ""
 
 
 class CommitRequest(Message, frozen=True):
-    """Make the prepared push ``push`` the served version; ``timeout_s`` bounds the wait for requests in flight."""
+    """Make the prepared push ``push`` the served version; ``timeout_s`` bounds the wait for requests in flight.
+
+    With ``rollback`` it is the kept version before that is served again, and ``push`` a new name for that.
+    """
 
     push: str
     version: str
     pause: PauseMode
-    timeout_s: float
+    timeout_s: Timeout
+    owner: str = ""
+    rollback: bool = False
 
 
 class CommitReply(Message, frozen=True):
@@ -114,14 +147,22 @@ class CommitReply(Message, frozen=True):
     seconds: dict[str, float]
 
 
+class LeaseRequest(Message, frozen=True):
+    """The owner of the lease is alive, and in the middle of a push."""
+
+    owner: str
+
+
 class AbortRequest(Message, frozen=True):
     """Forget the push ``push``, or whichever is under way where it is empty.
 
-    ``release`` is the address of a sender that closes: ranks give back what they hold of it.
+    ``release`` is the address of a sender that closes: ranks give back what they hold of it. An ``owner`` can abort
+    nothing but its own; an empty one, as the command line sends it, ends the lease of whoever holds it.
     """
 
     push: str = ""
     release: str = ""
+    owner: str = ""
 
 
 class StatusRequest(Message, frozen=True):
@@ -131,22 +172,31 @@ class StatusRequest(Message, frozen=True):
 
 
 class RankStatus(Message, frozen=True):
-    """``digest`` is a BLAKE2b hash in hex, empty where none was asked for."""
+    """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before."""
 
     rank: int
     state: State
     push: str = ""
     detail: str = ""
     digest: str = ""
+    previous: str = ""
 
 
 class StatusReply(Message, frozen=True):
-    """What an engine serves and what its ranks are doing."""
+    """What an engine serves and what its ranks are doing.
+
+    ``committed`` is the push that the served weights came with, ``holder`` who holds the lease, ``detail`` why the
+    engine does not generate, or which ranks do not answer.
+    """
 
     engine: str
     version: str
     state: State
     ranks: tuple[RankStatus, ...]
+    instance: str = ""
+    committed: str = ""
+    holder: str = ""
+    detail: str = ""
 
 
 class Done(Message, frozen=True):
@@ -195,30 +245,33 @@ class CudaHandle(Message, frozen=True, tag="cuda"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arena I have mapped."""
+    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped."""
 
     push: str
     secret: str
     rank: int
-    mapped: str = ""
+    mapped: tuple[str, ...] = ()
 
 
 class Offer(Message, frozen=True, tag="offer"):
     """sender -> rank: bucket k lies in slot k modulo two of this arena.
 
-    ``handle`` says how to map it, and is absent where this rank has it mapped.
+    ``handle`` says how to map it, and is absent where this rank has it mapped. ``alive`` names all arenas that the
+    sender still has, so that others can be unmapped.
     """
 
     push: str
     arena: str
     handle: ShmHandle | CudaHandle | None = None
+    alive: tuple[str, ...] = ()
 
 
 class Filled(Message, frozen=True, tag="filled"):
-    """sender -> rank: bucket ``index`` can be read."""
+    """sender -> rank: bucket ``index`` can be read; ``digests`` are those of the tensors that end in it."""
 
     push: str
     index: int
+    digests: tuple[int, ...] = ()
 
 
 class Taken(Message, frozen=True, tag="taken"):
@@ -229,9 +282,10 @@ class Taken(Message, frozen=True, tag="taken"):
 
 
 class Prepared(Message, frozen=True, tag="prepared"):
-    """rank -> sender: the whole stream is here."""
+    """rank -> sender: the whole stream is here; verifying it took ``verify_s`` seconds."""
 
     push: str
+    verify_s: float = 0.0
 
 
 class Failed(Message, frozen=True, tag="failed"):

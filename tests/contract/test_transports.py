@@ -10,9 +10,11 @@ import psutil
 import pytest
 import torch
 
+from tests.helpers import plan_of
 from weightsync import wire
 from weightsync.errors import PushTimeout, SourceError, TransferFailed
 from weightsync.layout import Layout, spec_of
+from weightsync.stage import Stages
 from weightsync.transports.base import Deadline, Peer
 from weightsync.transports.ipc_zmq import EngineIpcZmq, TrainerIpcZmq
 
@@ -37,6 +39,7 @@ class Rig:
         self.peers = {Peer("http://a", 0): engine(), Peer("http://a", 1): engine(), Peer("http://b", 0): engine()}
         self.cancelled = threading.Event()
         self.threads = ThreadPoolExecutor(len(self.peers))
+        self.stages = {}
         self.pushes = 0
 
     def push(self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None):
@@ -44,23 +47,34 @@ class Rig:
         self.pushes += 1
         layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
         push = f"push-{self.pushes}"
-        requests = {p.engine: self.trainer.request(push, p.engine, layout, bucket_bytes, timeout_s) for p in self.peers}
+        plan = plan_of(push, layout, bucket_bytes, timeout_s)
+        requests = {p.engine: self.trainer.request(plan, p.engine) for p in self.peers}
         jobs = {
             peer: self.threads.submit(self._receive, end, requests[peer.engine], layout, peer.rank)
             for peer, end in self.peers.items()
             if peer not in absent
         }
         try:
-            self.trainer.transfer(push, layout, iter(tensors), set(self.peers), Deadline(timeout_s), None)
+            self.trainer.meet(plan, layout, set(self.peers), Deadline(timeout_s))
+            self.trainer.send(iter(tensors), None)
+        except BaseException as error:
+            self.trainer.call_off(error)
+            raise
         finally:
             outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
             self.outcomes = outcomes
         return {peer: [entry.view(job.result()) for entry in layout.entries] for peer, job in jobs.items()}
 
     def _receive(self, end, request, layout, rank):
-        stream = end.receive(request, layout, rank, self.cancelled)
-        end.confirm(request.push)
-        return stream
+        stages = self.stages.setdefault(end, Stages(rank, CPU))
+        try:
+            incoming = end.meet(request, layout, rank, self.cancelled)
+            staged, verify_s = stages.fill(incoming, request, layout, None)
+        except Exception as error:
+            end.fail(request.push, error)
+            raise
+        end.confirm(request.push, verify_s)
+        return staged.data
 
     def close(self):
         self.cancelled.set()
@@ -178,12 +192,14 @@ RANK = """
 import sys, threading, torch
 from weightsync import wire
 from weightsync.layout import Layout
+from weightsync.stage import Stages
 from weightsync.transports.ipc_zmq import EngineIpcZmq
 request = wire.from_json(sys.stdin.buffer.readline(), wire.IpcPrepare)
-end, layout = EngineIpcZmq(torch.device("cpu")), Layout(request.manifest)
-stream = end.receive(request, layout, 0, threading.Event())
-print(sum(int(entry.view(stream)[0]) for entry in layout.entries), flush=True)
-end.confirm(request.push)
+cpu = torch.device("cpu")
+end, layout = EngineIpcZmq(cpu), Layout(request.manifest)
+staged, verify_s = Stages(0, cpu).fill(end.meet(request, layout, 0, threading.Event()), request, layout, None)
+print(sum(int(entry.view(staged.data)[0]) for entry in layout.entries), flush=True)
+end.confirm(request.push, verify_s)
 sys.stdin.readline()
 """
 
@@ -197,11 +213,13 @@ def test_the_trainer_holds_two_buckets_beyond_its_weights():
     )
     trainer = TrainerIpcZmq(CPU)
     before = psutil.Process().memory_info().rss
-    request = trainer.request("push", peer.engine, layout, bucket_bytes, 30.0)
+    plan = plan_of("push", layout, bucket_bytes, 30.0)
+    request = trainer.request(plan, peer.engine)
     with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         rank.stdin.write(wire.to_json(request) + b"\n")
         rank.stdin.flush()
-        trainer.transfer("push", layout, iter(tensors), {peer}, Deadline(30.0), None)
+        trainer.meet(plan, layout, {peer}, Deadline(30.0))
+        trainer.send(iter(tensors), None)
         grown = psutil.Process().memory_info().rss - before
         assert int(rank.stdout.readline()) == sum(range(64))
         rank.communicate(b"\n", timeout=30)

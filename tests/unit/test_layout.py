@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ManifestMismatch
 from weightsync.layout import ALIGN_BYTES, DTYPES, Layout, check_manifest, digest_of, spec_of
-from weightsync.sender import choose_bucket_bytes
+from weightsync.sender import choose
 from weightsync.wire import TensorSpec
 
 SPECS = st.lists(
@@ -96,7 +96,7 @@ def test_digest_sees_names_values_and_dtypes_but_not_order():
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 40))
 def test_the_arena_holds_the_model_where_memory_allows_and_leaves_room_for_a_stage_elsewhere(stream_bytes, free):
-    chosen = choose_bucket_bytes(stream_bytes, free, None)
+    chosen = choose(stream_bytes, free, free, None, "full", False).bucket_bytes
     assert chosen % ALIGN_BYTES == 0
     assert chosen >= ALIGN_BYTES
     if 2 * chosen >= stream_bytes:
@@ -107,4 +107,37 @@ def test_the_arena_holds_the_model_where_memory_allows_and_leaves_room_for_a_sta
 
 
 def test_an_asked_bucket_size_is_rounded_up_to_alignment():
-    assert choose_bucket_bytes(1 << 30, 1 << 30, 1000) == 1024
+    assert choose(1 << 30, 1 << 30, 1 << 30, 1000, "full", False).bucket_bytes == 1024
+
+
+@pytest.mark.parametrize(
+    ("free", "rank", "keep", "staging", "said"),
+    [
+        (10 << 30, 10 << 30, False, "full", "arena has room for all 1073741824 bytes"),
+        (1 << 30, 10 << 30, False, "full", "every rank has room for 1073741824 bytes (10737418240 free)"),
+        (1 << 30, 2 << 30, True, "none", "a stage takes 2147483648 bytes and a rank has 2147483648 free"),
+        (1 << 30, 1 << 30, False, "none", "a stage takes 1073741824 bytes and a rank has 1073741824 free"),
+    ],
+)
+def test_where_bytes_wait_follows_from_memory_and_says_why(free, rank, keep, staging, said):
+    chosen = choose(1 << 30, free, rank, None, "auto", keep)
+    assert chosen.staging == staging
+    assert said in chosen.reason
+
+
+@given(SPECS, st.integers(1, 20))
+def test_the_pieces_of_all_buckets_are_every_tensor_once_in_order(manifest, units):
+    layout, bucket_bytes = Layout(manifest), units * ALIGN_BYTES
+    done, ended = {}, []
+    for index in range(layout.buckets(bucket_bytes)):
+        for piece in layout.pieces(index, bucket_bytes):
+            name = piece.entry.spec.name
+            assert piece.start == done.get(name, 0)
+            assert piece.at + piece.nbytes <= bucket_bytes
+            if piece.nbytes:
+                assert index * bucket_bytes + piece.at == piece.entry.offset + piece.start
+            done[name] = piece.start + piece.nbytes
+            if piece.last:
+                ended.append(name)
+    assert ended == [entry.spec.name for entry in layout.entries]
+    assert done == {entry.spec.name: entry.nbytes for entry in layout.entries}

@@ -12,6 +12,7 @@ import requests
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import plan_of
 from tools import models, servers
 from weightsync import Sender, security, staging, wire
 from weightsync.errors import (
@@ -64,7 +65,7 @@ def test_a_push_is_served(engine, trained):
     assert sum(abs(x - y) for x, y in zip(logprobs, own, strict=True)) / 8 < 0.1  # bf16 rounds by batch shape
     assert (result.version, result.transport) == ("trained", "ipc_zmq")
     assert result.nbytes == sum(p.numel() * p.element_size() for p in trained.parameters())
-    assert set(result.seconds) == {"prepare", "transfer", "gather", "commit", "total"}
+    assert set(result.seconds) == {"prepare", "transfer", "gather", "digest", "verify", "commit", "total"}
 
 
 def test_versions_count_up_by_themselves(engine, trained):
@@ -280,7 +281,7 @@ def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
 def prepare_by_hand(engine, trainer, model, push):
     """Make an engine come for a push that is never sent."""
     layout = Layout(open_source(model).specs)
-    request = trainer.request(push, engine.url, layout, 1 << 20, 60.0)
+    request = trainer.request(plan_of(push, layout, 1 << 20, 60.0, owner="by hand"), engine.url)
     assert post(engine, "update_weights_via_ipc_zmq", wire.to_json(request)).status_code == 200
 
 
@@ -295,15 +296,14 @@ def test_a_sender_that_died_after_prepare_is_superseded_by_the_next(engine, trai
 
 
 def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, trained):
+    gone = TrainerIpcZmq(torch.device("cpu"))
+    layout = Layout(open_source(trained).specs)
+    request = gone.request(plan_of("gone", layout, 1 << 20, 60.0), engine.url)
+    gone.close()
+    reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
+    assert reply.status_code == 409
+    assert "it cannot be read" in reply.json()["message"]
     with Sender([engine.url]) as sender:
-        sender.push(trained)
-        gone = TrainerIpcZmq(torch.device("cpu"))
-        layout = Layout(open_source(trained).specs)
-        request = gone.request("gone", engine.url, layout, 1 << 20, 60.0)
-        gone.close()
-        reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
-        assert reply.status_code == 409
-        assert "it cannot be read" in reply.json()["message"]
         sender.push(trained)
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 

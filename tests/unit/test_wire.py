@@ -12,22 +12,26 @@ GOLDEN_JSON = {
         push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
         manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
     ): b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
-       b'"manifest":[["w","bfloat16",[2,3]]]}',
+       b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
+       b'"keep":false,"stream":false}',
     wire.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0):
-        b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0}',
+        b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false}',
+    wire.LeaseRequest(owner="o"): b'{"owner":"o"}',
     wire.ErrorReply(error="ManifestMismatch", message="m"):
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',
 }  # fmt: skip
 
 GOLDEN_MSGPACK = {
     wire.Hello(push="p", secret="s", rank=1):
-        "85a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d6170706564a0",
+        "85a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490",
     wire.Offer(push="p", arena="a", handle=wire.ShmHandle(path="/d", nbytes=3)):
-        "84a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
-        "83a474797065a373686da470617468a22f64a66e627974657303",
-    wire.Filled(push="p", index=2): "83a474797065a666696c6c6564a470757368a170a5696e64657802",
+        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
+        "83a474797065a373686da470617468a22f64a66e627974657303a5616c69766590",
+    wire.Filled(push="p", index=2, digests=(1,)):
+        "84a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101",
     wire.Taken(push="p", index=2): "83a474797065a574616b656ea470757368a170a5696e64657802",
-    wire.Prepared(push="p"): "82a474797065a87072657061726564a470757368a170",
+    wire.Prepared(push="p"):
+        "83a474797065a87072657061726564a470757368a170a87665726966795f73cb0000000000000000",
     wire.Failed(push="p", error="E", message="m"):
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
 }  # fmt: skip

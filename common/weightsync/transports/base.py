@@ -8,30 +8,37 @@ else: it knows neither models nor engines. The trainer end is driven by `sender.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from threading import Event
 from typing import NamedTuple, Protocol
 
 import torch
 
-from weightsync.errors import PushTimeout
+from weightsync.errors import PushTimeout, WeightSyncError
 from weightsync.layout import Layout
 from weightsync.wire import IpcPrepare
 
 
 class Deadline:
-    """One budget of seconds, handed down to every wait."""
+    """One budget of seconds, handed down to every wait. Another thread may end it early, with the reason."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self._end = time.monotonic() + seconds
+        self._reason: WeightSyncError | None = None
 
     def left(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
+        return 0.0 if self._reason else max(0.0, self._end - time.monotonic())
+
+    def end(self, reason: WeightSyncError) -> None:
+        """Spend the budget at once: what is waited for will not come."""
+        self._reason = self._reason or reason
 
     def check(self, waiting_for: str) -> None:
-        """Raise `PushTimeout` naming what was waited for, once the budget is spent."""
+        """Raise, once the budget is spent, the reason it was ended for, else `PushTimeout` naming what was awaited."""
+        if self._reason is not None:
+            raise self._reason
         if self.left() == 0.0:
             raise PushTimeout(f"no answer within {self.seconds:g} s, waiting for {waiting_for}")
 
@@ -50,6 +57,24 @@ Progress = Callable[[int], None]
 """Called with the bytes announced so far after every bucket."""
 
 
+class Sent(NamedTuple):
+    """Seconds of a transfer: ``gather_s`` copying the trainer's tensors, ``digest_s`` hashing them, ``verify_s`` the
+    slowest rank's checking."""
+
+    gather_s: float
+    digest_s: float
+    verify_s: float
+
+
+class Bucket(NamedTuple):
+    """Part of the stream. ``data``, 1-D uint8, must not be read once the next bucket was asked for; ``digests`` are
+    those of the tensors that end in it."""
+
+    number: int
+    data: torch.Tensor
+    digests: tuple[int, ...]
+
+
 class TrainerEnd(Protocol):
     """Sends; lives as long as the sender."""
 
@@ -61,38 +86,48 @@ class TrainerEnd(Protocol):
     def free_bytes(self) -> int:
         """Memory that an arena could take, in bytes."""
 
-    def request(self, push: str, engine: str, layout: Layout, bucket_bytes: int, timeout_s: float) -> IpcPrepare:
-        """The message that makes an engine's ranks come for the bytes."""
+    def request(self, plan: IpcPrepare, engine: str) -> IpcPrepare:
+        """The message that makes an engine's ranks come for the bytes: ``plan`` with this end's address and secret."""
 
-    def transfer(
-        self,
-        push: str,
-        layout: Layout,
-        tensors: Iterable[torch.Tensor],
-        peers: set[Peer],
-        deadline: Deadline,
-        progress: Progress | None,
-    ) -> float:
-        """Send the stream and return once every peer has prepared; the result is the seconds spent gathering.
+    def meet(self, plan: IpcPrepare, layout: Layout, peers: set[Peer], deadline: Deadline) -> None:
+        """Return once every peer has come for the bytes. Raises `TransferFailed` or `PushTimeout`, naming the peers."""
 
-        Raises `TransferFailed` or `PushTimeout`, naming the peers.
-        """
+    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None) -> Sent:
+        """Send the stream to whom `meet` has met; returns once every peer has it, and verified. Raises as `meet`."""
+
+    def call_off(self, error: BaseException) -> None:
+        """Tell the peers that no more will come."""
+
+    def served(self) -> None:
+        """What was sent last is served: where engines keep the version before, the next push must leave it intact."""
 
     def close(self) -> None:
         """Release everything; idempotent."""
 
 
+class Incoming(Protocol):
+    """One push as an engine end receives it."""
+
+    arena: str
+    """Names the sender's memory."""
+    whole: torch.Tensor | None
+    """All buckets one after the other, where the sender's memory holds the whole stream: it then is the stage."""
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket in order. Raises `TransferFailed` or `PushTimeout`."""
+
+
 class EngineEnd(Protocol):
     """Receives, in one rank; lives as long as the rank and serves one push after another."""
 
-    def receive(self, request: IpcPrepare, layout: Layout, rank: int, cancelled: Event) -> torch.Tensor:
-        """The whole stream as a 1-D uint8 tensor, valid until the push is committed or aborted.
+    def meet(self, request: IpcPrepare, layout: Layout, rank: int, over: Event) -> Incoming:
+        """Come for the bytes. ``over`` is set when the push is called off. Raises `TransferFailed` or `PushTimeout`."""
 
-        Raises `TransferFailed` or `PushTimeout`, and has then told the sender.
-        """
+    def confirm(self, push: str, verify_s: float) -> None:
+        """Tell the sender that the push is ready to be committed."""
 
-    def confirm(self, push: str) -> None:
-        """Tell the sender that the stream is staged and can be committed."""
+    def fail(self, push: str, error: BaseException) -> None:
+        """Tell the sender that the push is over here."""
 
     def release(self, address: str) -> None:
         """Give back what is held of the sender at ``address``, which has closed; of any other nothing."""

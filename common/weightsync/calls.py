@@ -1,0 +1,74 @@
+"""Calls from an engine's front end to its ranks: one at a time, each with a deadline, none ever given up half-way.
+
+An engine that is told to forget a call may find the late reply in the place of the next one. So a call that takes too
+long is left to end by itself; who waited for it is told, and the next call waits for its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import psutil
+
+from weightsync.errors import PushTimeout
+from weightsync.wire import RankInfo
+
+Replies = Sequence[bytes | str]
+
+#: For calls of a commit: giving up on one that may still load leaves nobody knowing what is served.
+COMMIT_CALL_S: Final = 600.0
+
+
+class Calls:
+    """``raw(method, payload)`` reaches every rank, over the engine's own means and without a deadline."""
+
+    def __init__(self, raw: Callable[[str, bytes], Awaitable[Replies]]):
+        self._raw = raw
+        self._turn = asyncio.Lock()
+        self._running = ""
+        self._since = 0.0
+        #: The ranks as they last introduced themselves.
+        self.ranks: tuple[RankInfo, ...] = ()
+
+    async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
+        """Every rank's `wire.RankReply`. Raises `PushTimeout` and whatever the engine raises."""
+        start = time.monotonic()
+        try:
+            await asyncio.wait_for(self._turn.acquire(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise PushTimeout(
+                f"the ranks do not come to {method}: they are in {self._running} for "
+                f"{time.monotonic() - self._since:.0f} s{self.trouble()}"
+            ) from error
+        self._running, self._since = method, time.monotonic()
+        call = asyncio.ensure_future(self._raw(method, payload))
+        call.add_done_callback(self._ended)
+        await asyncio.wait({call}, timeout=max(0.0, timeout_s - (time.monotonic() - start)))
+        if not call.done():
+            raise PushTimeout(
+                f"the ranks did not answer {method} within {timeout_s:g} s{self.trouble()}", weights="unknown"
+            )
+        return call.result()
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._turn.release()
+        if not call.cancelled():
+            call.exception()  # told to whoever still waits; asyncio need not complain that nobody did
+
+    def trouble(self) -> str:
+        """What can be seen of ranks that cannot answer, to be appended to an error."""
+        seen = [f"rank {rank.rank} (process {rank.pid}) {fault}" for rank in self.ranks if (fault := _fault(rank.pid))]
+        return f": {', '.join(seen)}" if seen else ""
+
+
+def _fault(pid: int) -> str:
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "has ended"
+    if status == psutil.STATUS_ZOMBIE:
+        return "has ended"
+    return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""

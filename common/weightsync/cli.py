@@ -1,0 +1,54 @@
+"""``weightsync status URL ...`` and ``weightsync abort URL ...``, for whoever looks after engines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from weightsync import security
+from weightsync.client import EngineClient
+from weightsync.errors import WeightSyncError
+from weightsync.transports.base import Deadline
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0 if every engine did as it was asked."""
+    parser = argparse.ArgumentParser(prog="weightsync", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (
+        ("status", "print what engines serve and what they are doing"),
+        ("abort", "forget a push that is stuck, and end the lease of whoever began it"),
+    ):
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine")
+        command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS")
+    asked = parser.parse_args(arguments)
+    failed = 0
+    for url in asked.urls:
+        try:
+            client = EngineClient(url, security.sender_token())
+            print(_RUN[asked.command](client, Deadline(asked.timeout)))
+        except WeightSyncError as error:
+            failed += 1
+            print(f"{url}: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _status(client: EngineClient, deadline: Deadline) -> str:
+    status = client.status(deadline)
+    ranks = [
+        f"  rank {rank.rank}: {rank.state}" + "".join(f", {word}" for word in (rank.push, rank.detail) if word)
+        for rank in status.ranks
+    ]
+    held = f", lease of {status.holder}" if status.holder else ""
+    why = f" ({status.detail})" if status.detail else ""
+    return "\n".join([f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *ranks])
+
+
+def _abort(client: EngineClient, deadline: Deadline) -> str:
+    client.abort("", deadline)
+    return f"{client.url}: aborted; " + _status(client, deadline).split(": ", 1)[1]
+
+
+_RUN = {"status": _status, "abort": _abort}

@@ -1,0 +1,93 @@
+"""Digests of tensors: what the trainer held and what a rank's stage holds are compared by 64 bits a tensor.
+
+They find faults, not attackers: whoever could forge one holds the key and could push anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+import xxhash
+
+#: How much is looked at in one go: on a CPU what was just copied is then still in the cache.
+CHUNK_BYTES: Final = 1 << 20
+#: On an accelerator a chunk's temporaries take eight times its size.
+_DEVICE_CHUNK_BYTES: Final = 64 << 20
+_WORD: Final = 8
+
+
+class Hasher(Protocol):
+    """Takes the bytes of a tensor in pieces, all but the last a multiple of 512 bytes long."""
+
+    def update(self, raw: torch.Tensor) -> None:
+        """The next bytes, a contiguous 1-D uint8 tensor."""
+
+    def value(self) -> int:
+        """The digest, an unsigned 64-bit number; waits for an accelerator to find it."""
+
+
+class _Xxh3:
+    """XXH3, on the CPU: about half the time of a memcpy."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def update(self, raw: torch.Tensor) -> None:
+        self._hash.update(raw.numpy().data)
+
+    def value(self) -> int:
+        return self._hash.intdigest()
+
+
+class _Mix64:
+    """A reduction that runs where the tensor is: each 64-bit word is mixed with its position, and all are summed.
+
+    Bits are spread with the constants of SplitMix64; arithmetic is modulo 2^64, so that every device finds the same.
+    """
+
+    def __init__(self) -> None:
+        self._words = 0
+        self._bytes = 0
+        self._sum: torch.Tensor | None = None
+
+    def update(self, raw: torch.Tensor) -> None:
+        for piece in torch.split(raw, _DEVICE_CHUNK_BYTES):
+            self._bytes += piece.numel()
+            if piece.numel() % _WORD:
+                piece = torch.nn.functional.pad(piece, (0, -piece.numel() % _WORD))  # noqa: PLW2901
+            elif piece.storage_offset() % _WORD:
+                piece = piece.clone()  # noqa: PLW2901 - words must start at a multiple of their size
+            words = piece.view(torch.int64)
+            at = torch.arange(self._words, self._words + words.numel(), dtype=torch.int64, device=words.device)
+            mixed = words + (at + 1) * _signed(0x9E3779B97F4A7C15)
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
+            part = (mixed ^ (mixed >> 31)).sum()
+            self._sum = part if self._sum is None else self._sum + part
+            self._words += words.numel()
+
+    def value(self) -> int:
+        total = int(self._sum.item()) if self._sum is not None else 0
+        return (total ^ self._bytes * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+#: By the names that the wire knows.
+ALGORITHMS: Final[dict[str, Callable[[], Hasher]]] = {"xxh3_64": _Xxh3, "mix64": _Mix64}
+
+
+def algorithm_for(*devices: torch.device) -> str:
+    """The digest that suits every device where tensors are hashed."""
+    return "xxh3_64" if all(device.type == "cpu" for device in devices) else "mix64"
+
+
+def digest_bytes(algorithm: str, raw: torch.Tensor) -> int:
+    """Digest of a contiguous 1-D uint8 tensor."""
+    hasher = ALGORITHMS[algorithm]()
+    hasher.update(raw)
+    return hasher.value()

@@ -1,0 +1,213 @@
+"""Trainer side: all engines of one sender, asked at once, their failures told as one error."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from weightsync import lease, staging, wire
+from weightsync.client import EngineClient
+from weightsync.errors import (
+    EngineRestarted,
+    EngineUnreachable,
+    LeaseHeld,
+    PushTimeout,
+    UnsupportedOption,
+    Weights,
+    WeightSyncError,
+)
+from weightsync.transports.base import Deadline, Peer
+
+#: How long the engines are given to forget a failed push, or a sender that closes.
+_ABORT_S: Final = 1.5
+#: A renewal that is not answered by then is not missed: the next one follows.
+_RENEW_S: Final = 2.0
+#: The client waits for a commit by the deadline and asks what became of it; this is more than that takes.
+_OUTCOME_S: Final = 10.0
+
+Commit = Future[wire.CommitReply | WeightSyncError]
+_T = TypeVar("_T")
+
+
+@dataclass
+class Engine:
+    """One engine: what it said when it was opened, and the version it served when it was last heard of."""
+
+    client: EngineClient
+    hello: wire.OpenReply
+    version: str
+
+    @property
+    def peers(self) -> set[Peer]:
+        """Its ranks."""
+        return {Peer(self.client.url, rank.rank) for rank in self.hello.ranks}
+
+
+class Fleet:
+    """The engines at ``urls``. ``owner`` is what they know this sender by. Raises as `Sender` when built."""
+
+    def __init__(self, urls: Sequence[str], token: str, pause: wire.PauseMode, deadline: Deadline):
+        self.owner = secrets.token_hex(8)
+        self.holder = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()} ({_program()})"
+        self._pause = pause
+        self._clients = [EngineClient(url, token) for url in urls]
+        self._renewing = [EngineClient(url, token) for url in urls]
+        self._threads = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="weightsync-engine")
+        self.engines: dict[str, Engine] = {}
+        try:
+            self._open(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, deadline: Deadline) -> None:
+        for client, hello in zip(self._clients, self.all(lambda client: client.open(deadline)), strict=True):
+            self._admit(client, hello)
+
+    def _admit(self, client: EngineClient, hello: wire.OpenReply) -> None:
+        if reason := hello.pause_refused.get(self._pause):
+            raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
+        if hello.host != staging.host_id():
+            raise UnsupportedOption(
+                f"{client.url} runs on another host (or in a container with its own /dev/shm): transport ipc_zmq "
+                "needs engine and trainer to share one; run them on one host, containers with --ipc=host"
+            )
+        self.engines[client.url] = Engine(client, hello, hello.version)
+
+    @property
+    def ranks(self) -> list[wire.RankInfo]:
+        """Every rank of every engine."""
+        return [rank for engine in self.engines.values() for rank in engine.hello.ranks]
+
+    @property
+    def peers(self) -> set[Peer]:
+        """The same, as transports know them."""
+        return set[Peer]().union(*(engine.peers for engine in self.engines.values()))
+
+    def prepare(self, make: Callable[[Engine], wire.IpcPrepare], deadline: Deadline) -> dict[str, list[str]]:
+        """Have every engine check the manifest; an engine that was restarted is opened again first.
+
+        Returns by URL what is worth knowing about an engine.
+        """
+        noticed: dict[str, list[str]] = {client.url: [] for client in self._clients}
+
+        def run(client: EngineClient) -> None:
+            try:
+                reply = client.prepare(make(self.engines[client.url]), deadline)
+            except EngineRestarted:
+                self._admit(client, client.open(deadline))
+                noticed[client.url].append("restarted since this sender last met it")
+                reply = client.prepare(make(self.engines[client.url]), deadline)
+            engine = self.engines[client.url]
+            if reply.version != engine.version:
+                noticed[client.url].append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
+
+        self.all(run)
+        return noticed
+
+    def commit(self, request: wire.CommitRequest, deadline: Deadline) -> list[Commit]:
+        """Ask every engine to commit, each in a thread."""
+        return [self._threads.submit(_caught, lambda c=client: c.commit(request, deadline)) for client in self._clients]
+
+    def outcome(self, futures: Sequence[Commit], version: str, deadline: Deadline) -> dict[str, wire.CommitReply]:
+        """What became of it, by URL. Raises one error for the engines that failed, with the state of each."""
+        replies: dict[str, wire.CommitReply] = {}
+        failed: dict[str, WeightSyncError] = {}
+        for client, future in zip(self._clients, futures, strict=True):
+            try:
+                reply = future.result(deadline.left() + _OUTCOME_S)
+            except FutureTimeout:
+                reply = PushTimeout(f"{client.url} trickles its reply to commit", weights="unknown")
+            if isinstance(reply, WeightSyncError):
+                failed[client.url] = reply
+            else:
+                replies[client.url] = reply
+                self.engines[client.url].version = version
+        if failed:
+            raise joined(failed, dict.fromkeys(replies, "committed"))
+        return replies
+
+    @contextmanager
+    def renewed(self, deadline: Deadline) -> Iterator[None]:
+        """Inside, a thread tells the engines that this sender lives, and ends ``deadline`` when one cannot be kept."""
+        over = threading.Event()
+
+        def run() -> None:
+            while not over.wait(lease.RENEW_S):
+                for client in self._renewing:
+                    try:
+                        client.renew(self.owner, Deadline(_RENEW_S))
+                    except (EngineUnreachable, LeaseHeld) as error:
+                        error.engines.setdefault(client.url, error.weights)
+                        deadline.end(error)
+                    except WeightSyncError:
+                        continue  # slow, or busy: its absence shows elsewhere
+
+        thread = threading.Thread(target=run, name="weightsync-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(len(self._renewing) * 2 * _RENEW_S)
+
+    def abort(self, push: str) -> None:
+        """Have all forget a push. Best effort: an engine that cannot be reached drops it by its own deadline."""
+        self.try_all(lambda client: client.abort(push, Deadline(_ABORT_S), self.owner))
+
+    def release(self, address: str) -> None:
+        """Have all forget this sender."""
+        self.try_all(lambda client: client.release(address, self.owner, Deadline(_ABORT_S)))
+
+    def all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
+        """Call every engine at once; raises the failures of all as one error."""
+        outcome = self.try_all(call)
+        failed = {
+            client.url: reply
+            for client, reply in zip(self._clients, outcome, strict=True)
+            if isinstance(reply, WeightSyncError)
+        }
+        if failed:
+            raise joined(failed, {client.url: "unchanged" for client in self._clients})
+        return [reply for reply in outcome if not isinstance(reply, WeightSyncError)]
+
+    def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
+        """Call every engine at once; a failure takes the place of the result."""
+        return list(self._threads.map(lambda client: _caught(lambda: call(client)), self._clients))
+
+    def close(self) -> None:
+        """End threads and connections; idempotent."""
+        self._threads.shutdown()
+        for client in (*self._clients, *self._renewing):
+            client.close()
+
+
+def _caught(call: Callable[[], _T]) -> _T | WeightSyncError:
+    try:
+        return call()
+    except WeightSyncError as error:
+        return error
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0]) or "python"
+
+
+def joined(failed: dict[str, WeightSyncError], others: dict[str, Weights]) -> WeightSyncError:
+    """One error for what went wrong at several engines, with the state of each."""
+    states = dict(others)
+    states.update({url: error.weights for url, error in failed.items()})
+    first = next(iter(failed.values()))
+    one = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
+    one.__cause__ = first
+    return one

@@ -1,0 +1,71 @@
+"""Who may push into an engine: one trainer at a time, until it is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from weightsync import security
+from weightsync.errors import LeaseHeld, TransferFailed
+
+#: How often a sender in the middle of a push says that it is alive, and how long an engine believes that.
+RENEW_S: Final = 1.0
+PUSH_TTL_S: Final = 10.0
+#: How long a sender that does not push keeps its engines: longer than a training step takes.
+IDLE_TTL_S: Final = 600.0
+
+
+class Lease:
+    """One engine's lease, in the memory of its front end.
+
+    It belongs to ``owner`` until released, until the owner's socket is gone, or until it has not been heard of for
+    `PUSH_TTL_S` in the middle of a push, else for `IDLE_TTL_S`. Another then takes it without asking.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, lives: Callable[[str], bool] = security.owner_lives
+    ):
+        self._clock, self._lives = clock, lives
+        self.owner = self.holder = self._address = ""
+        self._until = 0.0
+
+    def lapsed(self) -> bool:
+        """Whether there is no owner, or none that is alive."""
+        if not self.owner or self._clock() >= self._until:
+            return True
+        try:
+            return not self._lives(self._address)
+        except TransferFailed:
+            return True  # its directory is gone
+
+    def take(self, owner: str, holder: str, address: str) -> None:
+        """Begin a push of ``owner``, at ``address``; ``holder`` is what others are told. Raises `LeaseHeld`."""
+        if self.owner != owner and not self.lapsed():
+            raise LeaseHeld(self._held())
+        self.owner, self.holder, self._address = owner, holder, address
+        self._until = self._clock() + PUSH_TTL_S
+
+    def renew(self, owner: str) -> None:
+        """The owner is alive, and pushing. Raises `LeaseHeld` if it is not the owner any more."""
+        self.check(owner)
+        self._until = self._clock() + PUSH_TTL_S
+
+    def check(self, owner: str) -> None:
+        """Raise `LeaseHeld` unless ``owner`` holds the lease."""
+        if self.owner != owner:
+            raise LeaseHeld(self._held() if self.owner else "the lease was taken from this sender; push again")
+
+    def idle(self) -> None:
+        """The push has ended; its owner keeps the lease for the next."""
+        self._until = self._clock() + IDLE_TTL_S
+
+    def drop(self) -> None:
+        """Nobody holds it."""
+        self.owner = self.holder = self._address = ""
+
+    def _held(self) -> str:
+        return (
+            f"another trainer pushes here: {self.holder or 'it did not say who'}; close its Sender, wait until it is "
+            "gone, or end its lease with: weightsync abort URL"
+        )

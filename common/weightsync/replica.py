@@ -1,0 +1,291 @@
+"""Engine-side driver of a whole engine, in the process that serves HTTP: lease, order, deadlines, state.
+
+Each engine package provides a `FrontEnd`. What is legal when is `session.REPLICA`'s to say; every call to the ranks has
+a deadline (`calls.Calls`); a commit that has begun runs to its end, whoever still waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+from weightsync import staging, wire
+from weightsync.calls import COMMIT_CALL_S, Calls, Replies
+from weightsync.errors import (
+    ApplyFailed,
+    EngineRestarted,
+    ProtocolMismatch,
+    PushTimeout,
+    TransferFailed,
+    UnsupportedOption,
+    WeightSyncError,
+)
+from weightsync.lease import Lease
+from weightsync.receiver import collect
+from weightsync.session import REPLICA, Machine
+
+logger = logging.getLogger(__name__)
+
+#: For calls that only look or forget.
+_LOOK_S: Final = 5.0
+#: Hashing reads every weight, through the kernels where layers are packed.
+_DIGEST_S: Final = 300.0
+#: How often the owner of a push is looked after.
+_WATCH_S: Final = 0.5
+#: The engine's answer comes before its trainer stops waiting for it.
+_ANSWER_S: Final = 1.0
+
+#: From harmless to worst: an engine is in the worst state of its ranks.
+_STATES: Final[tuple[wire.State, ...]] = (
+    "serving", "receiving", "prepared", "applying", "unsynced", "dirty_receiving", "dirty_prepared", "dirty_applying",
+    "dirty",
+)  # fmt: skip
+STOPPED: Final = frozenset(state for state in _STATES if state.startswith("dirty") or state == "unsynced")
+
+
+class FrontEnd(Protocol):
+    """What the process that serves HTTP must offer; errors are `WeightSyncError` or count as a failure half-way."""
+
+    engine: str
+    engine_version: str
+    model: str
+    pause_refused: dict[str, str]
+    """Why the engine lacks a pause mode, by mode."""
+    waits: bool
+    """Whether the engine was started so that it must not serve before its first push; it is then paused."""
+
+    async def version(self) -> str:
+        """Label of the weights that are served."""
+
+    async def call(self, method: str, payload: bytes) -> Replies:
+        """Run `receiver.handle` on every rank; the `wire.RankReply` of each. Has no deadline."""
+
+    async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
+        """Stop, apply, drop caches, set the version, go on; every rank is ready. ``stopped``: it does not generate.
+
+        If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
+        """
+
+
+class Replica:
+    """One engine as its routes see it."""
+
+    def __init__(self, front: FrontEnd):
+        self.front = front
+        self.instance = secrets.token_hex(8)
+        self._machine: Machine[wire.State] = Machine(
+            REPLICA, "unsynced" if front.waits else "serving", f"this {front.engine}"
+        )
+        self._call = Calls(front.call)
+        self._lease = Lease()
+        self._turn = asyncio.Lock()
+        self._push = self._committed = ""
+        self._detail = "it waits for its first push" if front.waits else ""
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def stopped(self) -> str:
+        """Why the engine does not generate; empty if it does."""
+        return (self._detail or self._machine.state) if self._machine.state in STOPPED else ""
+
+    async def open(self, asked: wire.OpenRequest) -> wire.OpenReply:
+        """Who the engine and its ranks are. Raises `ProtocolMismatch`."""
+        theirs = asked.protocol
+        if theirs[0] != wire.PROTOCOL[0]:
+            raise ProtocolMismatch(
+                f"the sender speaks protocol {theirs[0]}.{theirs[1]}, this engine "
+                f"{wire.PROTOCOL[0]}.{wire.PROTOCOL[1]} (weightsync {wire.PACKAGE_VERSION}); install the same "
+                "weightsync on both sides"
+            )
+        self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", _LOOK_S), wire.RankInfo))
+        return wire.OpenReply(
+            protocol=wire.PROTOCOL,
+            engine=self.front.engine,
+            engine_version=self.front.engine_version,
+            package_version=wire.PACKAGE_VERSION,
+            host=staging.host_id(),
+            model=self.front.model,
+            version=await self.front.version(),
+            ranks=self._call.ranks,
+            pause_refused=self.front.pause_refused,
+            instance=self.instance,
+        )
+
+    async def status(self, asked: wire.StatusRequest) -> wire.StatusReply:
+        """What is served, also while ranks do not answer."""
+        state, detail = self._machine.state, self._detail
+        ranks: list[wire.RankStatus] = []
+        timeout_s = _DIGEST_S if asked.digest else _LOOK_S
+        try:
+            if asked.digest or not self._machine.state.endswith("applying"):  # the ranks answer when they have loaded
+                ranks = collect(await self._call("weightsync_status", wire.to_json(asked), timeout_s), wire.RankStatus)
+        except PushTimeout as error:
+            if asked.digest:
+                raise
+            detail = "; ".join(filter(None, (detail, str(error))))
+        return wire.StatusReply(
+            engine=self.front.engine,
+            version=await self.front.version(),
+            state=max((state, *(rank.state for rank in ranks)), key=_STATES.index),
+            ranks=tuple(ranks),
+            instance=self.instance,
+            committed=self._committed,
+            holder="" if self._lease.lapsed() else self._lease.holder,
+            detail=detail,
+        )
+
+    async def prepare(self, asked: wire.IpcPrepare) -> wire.PrepareReply:
+        """Take the lease, then have every rank check the manifest and come for the bytes."""
+        if asked.instance not in ("", self.instance):
+            raise EngineRestarted("the engine was restarted since it was opened")
+        async with self._alone("prepare", asked.timeout_s):
+            self._lease.take(asked.owner, asked.holder, asked.address)
+            try:
+                if self._machine.allows("abort"):
+                    await self._forget(f"push {self._push} is superseded by {asked.push}")
+                self._machine.check("prepare")
+                payload = wire.to_json(asked)
+                collect(await self._call("update_weights_via_ipc_zmq", payload, asked.timeout_s), wire.Done)
+            except BaseException:
+                self._lease.idle()
+                raise
+            self._machine.move("prepare")
+            self._push = asked.push
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.ensure_future(self._look_after())
+        return wire.PrepareReply(version=await self.front.version(), instance=self.instance)
+
+    async def lease(self, asked: wire.LeaseRequest) -> wire.Done:
+        """The owner is alive."""
+        self._lease.renew(asked.owner)
+        return wire.Done()
+
+    async def commit(self, asked: wire.CommitRequest) -> wire.CommitReply:
+        """Make a prepared push, or the version before, the served one. Raises what it leaves the engine with."""
+        if reason := self.front.pause_refused.get(asked.pause):
+            raise UnsupportedOption(f"{self.front.engine} cannot pause with {asked.pause!r}: {reason}")
+        # Once begun it runs to its end, also when the trainer hangs up or dies.
+        run = asyncio.ensure_future(self._commit(asked))
+        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # perhaps nobody waits for it any more
+        await asyncio.wait({run}, timeout=asked.timeout_s + _ANSWER_S)
+        if not run.done():
+            raise PushTimeout(
+                f"the commit is still under way after {asked.timeout_s:g} s{self._call.trouble()}", weights="unknown"
+            )
+        return run.result()
+
+    async def _commit(self, asked: wire.CommitRequest) -> wire.CommitReply:
+        async with self._alone("commit", asked.timeout_s):
+            self._lease.check(asked.owner)
+            event = "rollback" if asked.rollback else "commit"
+            if asked.rollback:
+                self._machine.check("rollback")
+            elif asked.push != self._push:
+                raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
+            try:
+                ready = await self._call("weightsync_ready", wire.to_json(asked), asked.timeout_s)
+                collect(ready, wire.Done)
+                if not asked.rollback:
+                    self._machine.move("staged")
+                stopped = bool(self.stopped)
+                self._machine.move(event)
+            except WeightSyncError:
+                await self._forget_after_failure()
+                raise
+            try:
+                reply = await self.front.commit(asked, self._call, stopped)
+            except BaseException as error:
+                unchanged = isinstance(error, WeightSyncError) and error.weights == "unchanged"
+                self._machine.move("untouched" if unchanged else "broken")
+                if not unchanged:
+                    self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
+                    logger.error("%s", self._detail)
+                await self._forget_after_failure()
+                raise
+            self._machine.move("applied")
+            self._committed, self._push, self._detail = asked.push, "", ""
+            self._lease.idle()
+            return reply
+
+    async def abort(self, asked: wire.AbortRequest) -> wire.Done:
+        """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
+        if asked.owner and asked.push and asked.push != self._push:
+            return wire.Done()  # it has ended, or never began
+        if asked.owner and not asked.release:
+            self._lease.check(asked.owner)
+        async with self._alone("abort", _LOOK_S):
+            if not asked.release and self._machine.allows("abort"):
+                await self._forget(f"push {self._push} was aborted")
+            if asked.release:
+                collect(await self._call("weightsync_abort", wire.to_json(asked), _LOOK_S), wire.Done)
+            if not asked.owner or (asked.release and asked.owner == self._lease.owner):
+                self._lease.drop()
+            else:
+                self._lease.idle()
+        return wire.Done()
+
+    async def _forget(self, detail: str) -> None:
+        """Have the ranks forget a push that was not applied. Raises if they cannot be reached."""
+        push = self._push
+        payload = wire.to_json(wire.AbortRequest(push=push))
+        collect(await self._call("weightsync_abort", payload, _LOOK_S), wire.Done)
+        logger.warning("%s", detail)
+        self._machine.move("abort")
+        self._push = ""
+
+    async def _forget_after_failure(self) -> None:
+        """As `_forget`, for a push that has failed already: its error is the one to tell."""
+        push, self._push = self._push, ""
+        if self._machine.allows("abort"):
+            self._machine.move("abort")
+        self._lease.idle()
+        try:
+            await self._call("weightsync_abort", wire.to_json(wire.AbortRequest(push=push)), _LOOK_S)
+        except Exception as error:  # the ranks drop it by their own deadline
+            logger.warning("the ranks could not be told that push %s is over: %s", push, error)
+
+    async def _look_after(self) -> None:
+        """While a push is under way: if its trainer is gone, forget it."""
+        while self._push:
+            await asyncio.sleep(_WATCH_S)
+            if not self._lease.lapsed() or not self._machine.allows("abort"):
+                continue
+            try:
+                async with self._alone("abort", _LOOK_S):
+                    if self._lease.lapsed() and self._machine.allows("abort"):
+                        holder = self._lease.holder or "its trainer"
+                        await self._forget(f"push {self._push} is forgotten: {holder} is gone")
+            except Exception as error:
+                logger.warning("push %s could not be forgotten yet: %s", self._push, error)
+
+    @asynccontextmanager
+    async def _alone(self, what: str, timeout_s: float) -> AsyncIterator[None]:
+        """One request at a time changes anything; raises `PushTimeout` if the turn does not come."""
+        try:
+            await asyncio.wait_for(self._turn.acquire(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise PushTimeout(
+                f"{what}: another request has kept this engine busy for {timeout_s:g} s{self._call.trouble()}"
+            ) from error
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+async def restored(error: ApplyFailed, call: Calls, payload: bytes) -> ApplyFailed:
+    """For a commit that failed on some rank: ``error``, or where every rank could be brought back one that says so.
+
+    Engines call it while generation is stopped; ``payload`` is the `wire.CommitRequest` that failed.
+    """
+    if error.weights == "unchanged":
+        return error
+    try:
+        collect(await call("weightsync_restore", payload, COMMIT_CALL_S), wire.Done)
+    except WeightSyncError as second:
+        return ApplyFailed(f"{error}; {second}", weights="dirty")
+    return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")

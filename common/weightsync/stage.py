@@ -1,0 +1,132 @@
+"""Engine side: memory for staged versions, filled from the buckets of a transport and verified on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from weightsync import digest, staging
+from weightsync.errors import DigestMismatch, TransferFailed
+from weightsync.layout import Entry, Layout
+from weightsync.transports.base import Bucket, Incoming
+from weightsync.wire import IpcPrepare
+
+
+@dataclass
+class Staged:
+    """A whole version in memory. ``arena`` names the sender's memory, empty where the memory is this rank's own."""
+
+    push: str
+    layout: Layout
+    data: torch.Tensor
+    arena: str = ""
+    version: str = ""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name, as a view of the stage."""
+        return ((entry.spec.name, entry.view(self.data)) for entry in self.layout.entries)
+
+
+@dataclass
+class Stages:
+    """One rank's memory for stages; it is taken once and used by one push after another."""
+
+    rank: int
+    device: torch.device
+    _own: list[torch.Tensor] = field(default_factory=list)
+
+    def fill(
+        self, incoming: Incoming, request: IpcPrepare, layout: Layout, kept: Staged | None
+    ) -> tuple[Staged, float]:
+        """Take every bucket; the stage, and the seconds that verifying it took.
+
+        ``kept`` is a stage that must stay as it is. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
+        """
+        whole = incoming.whole
+        if whole is None:
+            stage, arena = self._provide(layout.nbytes, kept), ""
+        else:
+            stage, arena = whole, incoming.arena
+        check = _Check(self.rank, request)
+        for bucket in incoming.buckets():
+            if whole is None:
+                start = bucket.number * request.bucket_bytes
+                staging.copy(stage[start : start + bucket.data.numel()], bucket.data)
+                staging.synchronize(stage.device)
+            pieces = layout.pieces(bucket.number, request.bucket_bytes)
+            ended = (piece.entry for piece in pieces if piece.last)
+            check.compare(bucket, ((entry, stage[entry.offset : entry.offset + entry.nbytes]) for entry in ended))
+        return Staged(request.push, layout, stage, arena), check.seconds
+
+    def stream(self, incoming: Incoming, request: IpcPrepare, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
+        check = _Check(self.rank, request)
+        memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for bucket in incoming.buckets():
+            done: list[tuple[Entry, torch.Tensor]] = []
+            for piece in layout.pieces(bucket.number, request.bucket_bytes):
+                if piece.start == 0:
+                    memory = torch.empty(piece.entry.nbytes, dtype=torch.uint8, device=self.device)
+                staging.copy(
+                    memory[piece.start : piece.start + piece.nbytes], bucket.data[piece.at : piece.at + piece.nbytes]
+                )
+                if piece.last:
+                    done.append((piece.entry, memory))
+            staging.synchronize(self.device)
+            check.compare(bucket, done)
+            done.reverse()
+            while done:  # the loader may keep a tensor, but we do not
+                entry, memory = done.pop()
+                yield entry.spec.name, memory.view(entry.dtype).view(entry.spec.shape)
+
+    def _provide(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
+        busy = [memory for memory in self._own if kept is not None and memory.data_ptr() == kept.data.data_ptr()]
+        for memory in self._own:
+            if memory.numel() >= nbytes and all(memory is not other for other in busy):
+                return memory[:nbytes]
+        self._own = busy  # what is too small is given back first
+        available = staging.free_bytes(self.device)
+        if nbytes > available:
+            raise TransferFailed(
+                f"rank {self.rank}: the stage takes {nbytes} bytes and {available} are free on {self.device}; "
+                'pass staging="none", a bucket_bytes of at least half the model, or free memory'
+            )
+        self._own.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        return self._own[-1]
+
+    def release(self) -> None:
+        """Give back memory of this rank's own."""
+        self._own.clear()
+
+
+class _Check:
+    """Compares tensors with what the trainer held, unless the push is not to be verified."""
+
+    def __init__(self, rank: int, request: IpcPrepare):
+        self._rank = rank
+        self._algorithm = "" if request.verify == "off" else request.digest
+        if self._algorithm and self._algorithm not in digest.ALGORITHMS:
+            raise TransferFailed(f"rank {rank} knows no digest {self._algorithm!r}; install the same weightsync")
+        self.seconds = 0.0
+
+    def compare(self, bucket: Bucket, ended: Iterable[tuple[Entry, torch.Tensor]]) -> None:
+        """Compare the tensors that end in a bucket. Raises `DigestMismatch` by name."""
+        if not self._algorithm:
+            return
+        start = time.perf_counter()
+        announced = iter(bucket.digests)
+        for entry, raw in ended:
+            if entry.nbytes == 0:
+                continue
+            expected = next(announced, None)
+            if expected != digest.digest_bytes(self._algorithm, raw):
+                raise DigestMismatch(
+                    f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
+                    f"({'its digest differs' if expected is not None else 'no digest came with it'})"
+                )
+        if next(announced, None) is not None:
+            raise DigestMismatch(f"rank {self._rank}: bucket {bucket.number} came with digests of unknown tensors")
+        self.seconds += time.perf_counter() - start

@@ -1,0 +1,108 @@
+"""Packing tensors into the buckets of an arena, and hashing them on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from weightsync import digest, staging
+from weightsync.digest import Hasher
+from weightsync.errors import SourceError
+from weightsync.layout import Entry, Layout
+
+
+class Packed(NamedTuple):
+    """A bucket that is full: its number, the digests of the tensors that end in it, the bytes packed so far."""
+
+    number: int
+    digests: tuple[int, ...]
+    nbytes: int
+
+
+class Packer:
+    """Packs one stream into ``arena``, a 1-D uint8 tensor of ``slots`` buckets that are filled in turn.
+
+    What is hashed is the trainer's own tensor where its bytes lie in one piece, so that a fault in packing shows too.
+    Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
+    """
+
+    def __init__(self, layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str):
+        self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
+        self._hash = digest.ALGORITHMS[algorithm] if algorithm else None
+        self.gather_s = self.digest_s = 0.0
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[Packed]:
+        """Every bucket as soon as it is full; ``acquire(index)`` waits until its slot may be written.
+
+        Raises `SourceError` by name for a tensor that is not what the layout says.
+        """
+        bucket, size, ended = -1, self._bucket_bytes, list[Hasher]()
+        for entry, tensor in zip(self._layout.entries, tensors, strict=True):
+            if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != entry.dtype:
+                raise SourceError(
+                    f"{entry.spec.name} changed while it was sent: {entry.spec.dtype} {entry.spec.shape} became "
+                    f"{tensor.dtype} {tuple(tensor.shape)}"
+                )
+            raw = self._raw(entry, tensor)
+            hasher = self._hash() if self._hash and entry.nbytes else None
+            done = 0
+            while done < entry.nbytes:
+                wanted = (entry.offset + done) // size
+                if wanted != bucket:
+                    if bucket >= 0:
+                        yield self._full(bucket, ended)
+                    bucket = wanted
+                    acquire(bucket)
+                done += self._copy(entry, tensor, raw, done, hasher)
+            if hasher is not None:
+                ended.append(hasher)
+        if bucket < 0:
+            acquire(0)
+        yield self._full(max(bucket, 0), ended)
+
+    def _raw(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor's own bytes, where they lie in one piece or must be cut."""
+        whole = tensor.is_contiguous() and not tensor.is_neg()
+        if not whole and entry.offset // self._bucket_bytes == (entry.offset + entry.nbytes) // self._bucket_bytes:
+            return None
+        return (tensor if whole else tensor.resolve_neg().contiguous()).view(-1).view(torch.uint8)
+
+    def _copy(
+        self, entry: Entry, tensor: torch.Tensor, raw: torch.Tensor | None, done: int, hasher: Hasher | None
+    ) -> int:
+        """Copy as much of the tensor as the bucket still holds; returns how many bytes that was."""
+        start, hashing_s = time.perf_counter(), 0.0
+        position = entry.offset + done
+        nbytes = min(entry.nbytes - done, self._bucket_bytes - position % self._bucket_bytes)
+        at = position % (self._slots * self._bucket_bytes)
+        target = self._arena[at : at + nbytes]
+        if raw is None:
+            target.view(entry.dtype).view(entry.spec.shape).copy_(tensor)
+            pieces = [(target, target)]
+        else:
+            source = raw[done : done + nbytes]
+            # In pieces, so that what is hashed is still in the cache; on an accelerator that would only cost launches.
+            step = digest.CHUNK_BYTES if hasher is not None and source.device.type == "cpu" else max(1, nbytes)
+            pieces = list(zip(torch.split(target, step), torch.split(source, step), strict=True))
+        for into, out_of in pieces:
+            if into is not out_of:
+                staging.copy(into, out_of)
+            if hasher is not None:
+                mark = time.perf_counter()
+                hasher.update(out_of)
+                hashing_s += time.perf_counter() - mark
+        self.digest_s += hashing_s
+        self.gather_s += time.perf_counter() - start - hashing_s
+        return nbytes
+
+    def _full(self, bucket: int, ended: list[Hasher]) -> Packed:
+        mark = time.perf_counter()
+        digests = tuple(hasher.value() for hasher in ended)
+        ended.clear()
+        self.digest_s += time.perf_counter() - mark
+        staging.synchronize(self._arena.device)
+        return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))
