@@ -13,7 +13,7 @@ from sglang_weightsync import compat
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from weightsync import wire
 from weightsync.calls import COMMIT_CALL_S, Calls
-from weightsync.errors import ApplyFailed, PushTimeout, UnsupportedOption
+from weightsync.errors import ApplyFailed, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.receiver import settle
 
 _KEEP_REASON = (
@@ -57,7 +57,7 @@ class SglangFrontEnd:
             held_s = time.perf_counter() - begin
             try:
                 settle(await call("weightsync_commit", wire.to_json(request), COMMIT_CALL_S))
-            except ApplyFailed as error:
+            except WeightSyncError as error:
                 if error.weights == "unchanged":
                     raise
                 if self._last.restored:

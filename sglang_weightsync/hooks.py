@@ -27,11 +27,11 @@ def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from sglang_weightsync.front_end import SglangFrontEnd
     from weightsync import security
     from weightsync.replica import Replica
-    from weightsync.routes import admin_routes, guard_health
+    from weightsync.routes import HealthGuard, admin_routes
 
     replica = Replica(SglangFrontEnd(server_args, tokenizer_manager))
     compat.app_routes().append(admin_routes(lambda: replica, security.engine_token()))
-    guard_health(compat.app_routes(), lambda: replica)
+    compat.app_routes().insert(0, HealthGuard(lambda: replica))
 
 
 def _add_handler(scheduler: Any) -> None:

@@ -17,10 +17,10 @@ from vllm_weightsync.extension import WorkerExtension
 from weightsync import security, wire
 from weightsync.calls import COMMIT_CALL_S, Calls
 from weightsync.client import START_LINES
-from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption
+from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.receiver import settle
 from weightsync.replica import Replica, restored
-from weightsync.routes import admin_routes, guard_health
+from weightsync.routes import HealthGuard, admin_routes
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class EndpointPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Add the admin routes; without a key there are none."""
         app.router.routes.append(admin_routes(self._replica, security.engine_token()))
-        guard_health(app.router.routes, lambda: self._found)
+        app.router.routes.insert(0, HealthGuard(lambda: self._found))
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Remember the engine; a render-only server has none."""
@@ -109,11 +109,11 @@ class VllmFrontEnd:
         payload = wire.to_json(request)
         # Requests that a failed commit left frozen may hold KV of either version.
         drop_running = stopped or request.pause == "retract"
-        failed: ApplyFailed | None = None
+        failed: WeightSyncError | None = None
         mark = time.perf_counter()
         try:
             settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
-        except ApplyFailed as error:
+        except WeightSyncError as error:
             failed = await restored(error, call, payload)
             if failed.weights != "unchanged":
                 raise failed from error

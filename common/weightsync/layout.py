@@ -29,8 +29,9 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }  # fmt: skip
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
-#: How many names an error lists before it says "and N more".
+#: How many names an error lists before it says "and N more", and how much of each.
 _LISTED: Final = 5
+_LISTED_CHARS: Final = 300
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -115,7 +116,9 @@ class Layout:
 def _listed(items: Iterable[str]) -> str:
     names = sorted(items)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return (
+        ", ".join(name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "…" for name in names[:_LISTED]) + more
+    )
 
 
 def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec], optional: Iterable[str] = ()) -> None:

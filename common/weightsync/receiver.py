@@ -23,7 +23,6 @@ from weightsync.errors import (
     ApplyFailed,
     DigestMismatch,
     TransferFailed,
-    Weights,
     WeightSyncError,
     WrongState,
 )
@@ -365,11 +364,11 @@ def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
 
 
 def settle(replies: Sequence[bytes | str]) -> None:
-    """Return if every rank applied. Else raise `ApplyFailed`; ``weights`` are unchanged if no rank wrote anything."""
+    """Return if every rank applied. Else raise; ``weights`` are dirty unless no rank wrote anything."""
     try:
         collect(replies, Done)
     except WeightSyncError as error:
         decoded = [from_json(reply, RankReply) for reply in replies]
-        untouched = all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded)
-        weights: Weights = "unchanged" if untouched else "dirty"
-        raise ApplyFailed(str(error), weights=weights) from error
+        if all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded):
+            raise
+        raise ApplyFailed(str(error), weights="dirty") from error

@@ -277,7 +277,7 @@ class Replica:
             self._turn.release()
 
 
-async def restored(error: ApplyFailed, call: Calls, payload: bytes) -> ApplyFailed:
+async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:
     """For a commit that failed on some rank: ``error``, or where every rank could be brought back one that says so.
 
     Engines call it while generation is stopped; ``payload`` is the `wire.CommitRequest` that failed.

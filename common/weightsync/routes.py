@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
+from starlette.datastructures import URLPath
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Mount, Route
+from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
 from weightsync import security, wire
@@ -65,32 +66,31 @@ def admin_routes(replica: Callable[[], Replica], token: str) -> Mount:
     )
 
 
-def guard_health(routes: list[Any], replica: Callable[[], Replica | None], path: str = "/health") -> None:
-    """Make the engine's own health route say 503 while it holds weights that it must not serve."""
+class HealthGuard(BaseRoute):
+    """Answers the engine's own ``/health`` with 503 while it holds weights that it must not serve.
 
-    async def health(scope: Scope, receive: Receive, send: Send) -> None:
-        found = replica()
-        if found is not None and (reason := found.stopped):
-            await JSONResponse({"error": reason}, 503)(scope, receive, send)
-            return
-        for route in routes:
-            if route is not guard and route.matches(scope)[0] is Match.FULL:
-                await route.handle(scope, receive, send)
-                return
-        await Response(status_code=404)(scope, receive, send)
+    To be put before the engine's route, which answers at any other time.
+    """
 
-    guard = Route(path, _Health(health))
-    routes.insert(0, guard)
+    def __init__(self, replica: Callable[[], Replica | None]):
+        self._replica = replica
 
+    def _reason(self) -> str:
+        replica = self._replica()
+        return replica.stopped if replica is not None else ""
 
-class _Health:
-    """An ASGI application, which a function would not be to Starlette's `Route`."""
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Only while there is a reason."""
+        asked = scope["type"] == "http" and scope["path"] == scope.get("root_path", "") + "/health"
+        return (Match.FULL if asked and self._reason() else Match.NONE), {}
 
-    def __init__(self, run: Callable[[Scope, Receive, Send], Awaitable[None]]):
-        self._run = run
+    def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
+        """It has no name."""
+        raise NoMatchFound(name, path_params)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._run(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say why."""
+        await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
 
 
 def _endpoint(name: str, replica: Callable[[], Replica], token: str) -> Callable[[Request], Awaitable[Response]]:

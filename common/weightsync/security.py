@@ -21,7 +21,8 @@ SOCKET_NAME: Final = "control"
 _PREFIX: Final = "weightsync-"
 #: A directory younger than this may be one whose owner has not bound its socket yet.
 _SWEEP_AFTER_S: Final = 10.0
-#: Longest path of a Unix socket that Linux takes, less the socket's own name.
+#: Longest path of a Unix socket that Linux takes, in bytes, and that less the socket's own name.
+_MAX_SOCKET_PATH: Final = 107
 _MAX_SOCKET_DIRECTORY: Final = 90
 
 
@@ -68,16 +69,24 @@ def _read_token(path: Path) -> str:
         return ""
     except OSError as error:
         raise AuthenticationFailed(f"the key file {path} cannot be read: {error.strerror}; remove it") from error
-    with os.fdopen(descriptor) as file:
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
         info = os.fstat(descriptor)
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise AuthenticationFailed(f"the key file {path} is not this user's alone (0600); remove it")
-        return file.read().strip()
+        return usable(file.read())
+
+
+def usable(token: str) -> str:
+    """The key without white space around it. Raises `AuthenticationFailed`, not naming it, if HTTP cannot carry it."""
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise AuthenticationFailed("the key holds characters that HTTP cannot carry; use printable ASCII")
+    return token
 
 
 def engine_token() -> str:
     """The key an engine asks for: ``$WEIGHTSYNC_TOKEN``, else this user's key file, written if absent (0600)."""
-    if token := os.environ.get(TOKEN_VARIABLE):
+    if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
         return token
     path = _token_file()
     # Several engines may start at once: the link is atomic, the losers read the winner's key.
@@ -95,7 +104,7 @@ def engine_token() -> str:
 
 def sender_token() -> str:
     """The key a sender shows; empty where neither the variable nor the key file exists."""
-    if token := os.environ.get(TOKEN_VARIABLE):
+    if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
         return token
     return _read_token(_token_file())
 
@@ -143,9 +152,15 @@ def owner_lives(address: str) -> bool:
 
 def check_ipc_address(address: str) -> str:
     """The address, if it is a socket in a private directory of this user. Raises `TransferFailed`."""
-    path = Path(address.removeprefix("ipc://"))
-    if not address.startswith("ipc:///") or path.name != SOCKET_NAME or not path.parent.name.startswith(_PREFIX):
+    text = address.removeprefix("ipc://")
+    path = Path(text)
+    plain = text.isprintable() and text == str(path) and ".." not in path.parts
+    fits = plain and len(os.fsencode(path)) <= _MAX_SOCKET_PATH
+    ours = path.name == SOCKET_NAME and path.parent.name.startswith(_PREFIX)
+    if not (address.startswith("ipc:///") and fits and ours):
         raise TransferFailed(f"refused to dial {address!r}: not a sender's ipc address")
     if fault := _not_private(path.parent):
         raise TransferFailed(f"refused to dial {address!r}: {fault}")
+    if path.is_symlink():
+        raise TransferFailed(f"refused to dial {address!r}: it is a link")
     return address

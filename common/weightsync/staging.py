@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 import time
 import weakref
 from pathlib import Path
@@ -153,7 +154,8 @@ def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:
 
 def _attach_shm(handle: ShmHandle) -> torch.Tensor:
     path = Path(handle.path)
-    if path.parent != SHM_DIRECTORY or not path.name.startswith(_SHM_PREFIX):
+    ours = path.parent == SHM_DIRECTORY and path.name.startswith(_SHM_PREFIX) and handle.path.isprintable()
+    if not ours or handle.nbytes <= 0:
         raise TransferFailed(f"refused to map {handle.path!r}: not a sender's arena")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -161,7 +163,8 @@ def _attach_shm(handle: ShmHandle) -> torch.Tensor:
         raise TransferFailed(f"the sender's arena {path} cannot be opened: {error.strerror}") from error
     try:
         info = os.fstat(descriptor)
-        if info.st_uid != os.geteuid() or info.st_mode & 0o077 or info.st_size != handle.nbytes:
+        private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
+        if not private or info.st_size != handle.nbytes:
             raise TransferFailed(f"refused to map {path}: not this user's alone, or not of {handle.nbytes} bytes")
         return _map(descriptor, handle.nbytes)
     finally:

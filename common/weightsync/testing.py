@@ -27,7 +27,7 @@ import torch
 
 from weightsync import security, wire
 from weightsync.calls import COMMIT_CALL_S, Calls
-from weightsync.errors import ApplyFailed, EngineUnreachable
+from weightsync.errors import EngineUnreachable, WeightSyncError
 from weightsync.expected import expected_of
 from weightsync.layout import digest_of
 from weightsync.receiver import Receiver, handle, settle
@@ -114,7 +114,7 @@ class ReferenceFrontEnd:
         payload = wire.to_json(request)
         try:
             settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
-        except ApplyFailed as error:
+        except WeightSyncError as error:
             raise await restored(error, call, payload) from error
         self._version = request.version
         applied_s = time.perf_counter() - begin
@@ -134,7 +134,7 @@ def serve(folder: Path, port: int, device: torch.device, waits: bool = False) ->
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from weightsync.routes import admin_routes, guard_health
+    from weightsync.routes import HealthGuard, admin_routes
 
     front = ReferenceFrontEnd(ModelSink(folder, device), folder, waits)
     replica = Replica(front)
@@ -150,11 +150,11 @@ def serve(folder: Path, port: int, device: torch.device, waits: bool = False) ->
         return JSONResponse({})
 
     routes = [
+        HealthGuard(lambda: replica),
         Route("/health", health),
         Route("/generate", generate, methods=["POST"]),
         admin_routes(lambda: replica, security.engine_token()),
     ]
-    guard_health(routes, lambda: replica)
     uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning")
 
 

@@ -5,6 +5,7 @@ Rules of evolution: a field added later has a default, a tag is never reused, bu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -37,6 +38,10 @@ MAX_BODY_BYTES: Final = 64 << 20
 #: Longest that anything may be asked to take, in seconds.
 MAX_TIMEOUT_S: Final = 86400.0
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
+#: Names, labels and addresses that are kept, logged, or told to others.
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+#: torch has no tensor of more dimensions.
+Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -49,9 +54,9 @@ class Message(msgspec.Struct, frozen=True):
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a checkpoint: ``dtype`` as torch spells it without the prefix (``"bfloat16"``)."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: Text
+    dtype: Text
+    shape: Shape
 
 
 class RankInfo(Message, frozen=True):
@@ -103,17 +108,17 @@ class IpcPrepare(Message, frozen=True):
     bytes to be fetched by the commit, where memory has no room for a stage.
     """
 
-    push: str
-    address: str
-    secret: str
+    push: Text
+    address: Text
+    secret: Text
     bucket_bytes: Annotated[int, msgspec.Meta(ge=512, le=1 << 50, multiple_of=512)]
     timeout_s: Timeout
     manifest: tuple[TensorSpec, ...]
-    owner: str = ""
-    holder: str = ""
-    instance: str = ""
+    owner: Text = ""
+    holder: Text = ""
+    instance: Text = ""
     verify: Verify = "off"
-    digest: str = ""
+    digest: Text = ""
     keep: bool = False
     stream: bool = False
 
@@ -131,11 +136,11 @@ class CommitRequest(Message, frozen=True):
     With ``rollback`` it is the kept version before that is served again, and ``push`` a new name for that.
     """
 
-    push: str
-    version: str
+    push: Text
+    version: Text
     pause: PauseMode
     timeout_s: Timeout
-    owner: str = ""
+    owner: Text = ""
     rollback: bool = False
 
 
@@ -150,7 +155,7 @@ class CommitReply(Message, frozen=True):
 class LeaseRequest(Message, frozen=True):
     """The owner of the lease is alive, and in the middle of a push."""
 
-    owner: str
+    owner: Text
 
 
 class AbortRequest(Message, frozen=True):
@@ -160,9 +165,9 @@ class AbortRequest(Message, frozen=True):
     nothing but its own; an empty one, as the command line sends it, ends the lease of whoever holds it.
     """
 
-    push: str = ""
-    release: str = ""
-    owner: str = ""
+    push: Text = ""
+    release: Text = ""
+    owner: Text = ""
 
 
 class StatusRequest(Message, frozen=True):
@@ -313,8 +318,8 @@ def to_json(message: msgspec.Struct) -> bytes:
 
 
 def from_json(body: bytes | str, kind: type[M]) -> M:
-    """Message of type ``kind``. Raises `msgspec.ValidationError` or `msgspec.DecodeError`."""
-    return msgspec.json.decode(body, type=kind)
+    """Message of type ``kind``. Raises `msgspec.MsgspecError`, whatever the body is."""
+    return _readable(lambda: msgspec.json.decode(body, type=kind))
 
 
 def pack(message: FromRank | FromSender) -> bytes:
@@ -324,9 +329,16 @@ def pack(message: FromRank | FromSender) -> bytes:
 
 def unpack_from_rank(frame: bytes) -> FromRank:
     """Message of an engine rank. Raises as `from_json`."""
-    return _from_rank.decode(frame)
+    return _readable(lambda: _from_rank.decode(frame))
 
 
 def unpack_from_sender(frame: bytes) -> FromSender:
     """Message of a sender. Raises as `from_json`."""
-    return _from_sender.decode(frame)
+    return _readable(lambda: _from_sender.decode(frame))
+
+
+def _readable(decode: Callable[[], M]) -> M:
+    try:
+        return decode()
+    except (UnicodeError, RecursionError) as error:  # text that is none, and nesting without end
+        raise msgspec.DecodeError(f"not a message: {error}") from error

@@ -1,0 +1,300 @@
+"""Messages that nobody should send, derived from the schema: a field that `weightsync.wire` gains is fuzzed as well.
+
+`Schema.bodies` and `Schema.frames` are hypothesis strategies of bytes: rubbish, another shape, the right shape with
+faults, and what is well-typed and makes no sense. `Traps` listens wherever an engine must not dial.
+"""
+
+import json
+import os
+import socket
+import struct
+from base64 import b64encode
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import inf, nan
+from typing import get_args
+
+import msgspec
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from weightsync import routes, security, wire
+
+#: Route -> the message that it takes.
+ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
+#: The same of a rank's methods, as `receiver.handle` knows them.
+METHODS = {
+    "weightsync_open": wire.Done,
+    "weightsync_status": wire.StatusRequest,
+    "update_weights_via_ipc_zmq": wire.IpcPrepare,
+    "weightsync_ready": wire.CommitRequest,
+    "weightsync_commit": wire.CommitRequest,
+    "weightsync_restore": wire.CommitRequest,
+    "weightsync_abort": wire.AbortRequest,
+}
+FROM_RANK, FROM_SENDER = get_args(wire.FromRank), get_args(wire.FromSender)
+
+#: Shorter timeouts would be legitimate, and answered by a legitimate 504.
+SHORTEST_TIMEOUT_S = 5.0
+BATCH = 25
+
+TEXTS = [
+    "", " ", "\0", "a\0b", "\n\r\x1b[31m", "\u202e\ufeff", "\U0001f600" * 50, "x" * 2000, "..", "../../etc/passwd", "/", "~",
+    "%s%n{0}${HOME}", "$(reboot)", "__class__", "WeightSyncError", "Exception", "-1", "null", "Bearer",
+    "tcp://127.0.0.1:1", "tcp://*:*", "inproc://x", "udp://127.0.0.1:1", "ipc://", "ipc://*", "ipc:///", "ipc://@control",
+    "ipc://weightsync-relative/control", "ipc:///tmp/weightsync-\0/control", "ipc:///tmp/weightsync-/../../control",
+    "ipc:///etc/passwd", "ipc:///tmp/weightsync-" + "x" * 500 + "/control", "IPC:///tmp/weightsync-x/control",
+    "ipc:///dev/shm/weightsync-none/control", "/dev/shm/weightsync-\0", "/dev/shm/weightsync-none", "/dev/shm/../etc/passwd",
+    "float32", "bfloat16", "complex128", "xxh3_64", "model.norm.weight", "lm_head.weight",
+]  # fmt: skip
+INTEGERS = [-(1 << 63), -(1 << 31), -1, 0, 1 << 31, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+#: JSON alone can say them.
+HUGE = [10**30, -(10**400), 10**5000]
+FLOATS = [nan, inf, -inf, -0.0, -1.5, 1e308, 5e-324]
+BLOBS = [
+    b"", b"\0", b"{", b"[", b"null", b"[]", b'""', b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"', b"{}{}", b"{" * 3000, b'{"a":' * 3000,
+    b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x8c\x05posix\x94.", b"cposix\nsystem\n(S'true'\ntR.", b"\xdf\xff\xff\xff\xff",
+    b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffx", b"\xc1" * 9, b"\x91" * 3000, b"\xc6\xff\xff\xff\xff", b"PK\x03\x04",
+]  # fmt: skip
+
+#: For ``settings(FUZZ, max_examples=...)``: the same messages every time, none kept between runs.
+FUZZ = settings(
+    database=None,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@dataclass(frozen=True)
+class Nest:
+    """Arrays in arrays, deeper than any message."""
+
+    depth: int
+
+
+class Pairs(list):
+    """An object as pairs, so that a key can come twice."""
+
+
+def as_json(value: object) -> bytes:
+    """JSON, or what a careless or hostile encoder makes of a value that JSON cannot hold."""
+    if isinstance(value, Nest):
+        return b"[" * value.depth + b"]" * value.depth
+    if isinstance(value, Pairs | dict):
+        pairs = value.items() if isinstance(value, dict) else value
+        return b"{" + b",".join(as_json(key) + b":" + as_json(item) for key, item in pairs) + b"}"
+    if isinstance(value, list | tuple):
+        return b"[" + b",".join(map(as_json, value)) + b"]"
+    if isinstance(value, bytes):
+        return b'"' + b64encode(value) + b'"'
+    if isinstance(value, int) and abs(value) >= 10**4000:
+        return b"1" + b"0" * 5000  # Python refuses to spell it
+    return json.dumps(value).encode()
+
+
+def as_msgpack(value: object) -> bytes:
+    """The same in msgpack."""
+    if isinstance(value, Nest):
+        return b"\x91" * value.depth + b"\xc0"
+    if isinstance(value, Pairs | dict):
+        pairs = list(value.items() if isinstance(value, dict) else value)
+        return b"\xdf" + struct.pack(">I", len(pairs)) + b"".join(map(as_msgpack, sum(map(list, pairs), [])))
+    if isinstance(value, list | tuple):
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(as_msgpack, value))
+    if isinstance(value, str):
+        raw = value.encode("utf-8", "surrogatepass")
+        return b"\xdb" + struct.pack(">I", len(raw)) + raw
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        value = msgspec.msgpack.Ext(7, b"a number")
+    return msgspec.msgpack.encode(value)
+
+
+class Schema:
+    """Strategies for every message; ``texts`` are tried as strings, beside what is tried everywhere."""
+
+    def __init__(self, texts=()):
+        # A random text could be the label of a version, if it were short.
+        self.texts = st.sampled_from([*TEXTS, "\ud800", *texts]) | st.text(min_size=8, max_size=12)
+        self._scalars = st.sampled_from([None, True, False, *INTEGERS, *HUGE, *FLOATS, b"bytes", Nest(10), Nest(5000)])
+        self.anything = (
+            self._scalars
+            | self.texts
+            | st.recursive(
+                self._scalars | self.texts,
+                lambda inner: st.lists(inner, max_size=3) | st.dictionaries(self.texts, inner, max_size=3),
+                max_leaves=4,
+            )
+        )
+
+    def bodies(self, kind):
+        """HTTP bodies that are no ``kind``, or one that makes no sense."""
+        return self._encoded(inspect.type_info(kind), as_json)
+
+    def frames(self, kinds):
+        """The same for the ZMQ messages of one direction."""
+        return st.sampled_from(kinds).flatmap(lambda kind: self._encoded(inspect.type_info(kind), as_msgpack))
+
+    def senseless(self, kind):
+        """A well-typed ``kind``, as fields by name."""
+        return self._struct(inspect.type_info(kind)).map(dict)
+
+    def _encoded(self, info, encode):
+        return st.one_of(
+            st.sampled_from(BLOBS) | st.binary(max_size=40),
+            self._broken(info, encode),
+            self.anything.map(encode),
+            self._faulty(info).map(encode),
+            self._faulty(info).map(encode),
+            self._struct(info).map(encode),
+        )
+
+    def _fine_value(self, info):
+        """A value that the schema allows, sensible or not."""
+        return _FINE[type(info)](self, info)
+
+    def _string(self, info):
+        longest = info.max_length or 4000
+        return self.texts.map(lambda text: text.encode("utf-8", "replace").decode()[:longest])
+
+    def _integer(self, info):
+        low = info.ge if info.ge is not None else -(1 << 63)
+        high = info.le if info.le is not None else (1 << 63) - 1
+        step = info.multiple_of or 1
+        among = [n for n in (*INTEGERS, low, high, 512, 1 << 20) if low <= n <= high and n % step == 0]
+        return st.sampled_from(among)
+
+    def _number(self, info):
+        if info.le is None:
+            return st.sampled_from(FLOATS)
+        return st.sampled_from([max(info.ge, SHORTEST_TIMEOUT_S), 60.0, info.le])
+
+    def _array(self, info):
+        return st.lists(self._fine_value(info.item_type), max_size=min(3, info.max_length or 3))
+
+    def _struct(self, info):
+        fields = [self._fine_value(field.type) for field in info.fields]
+        if info.array_like:
+            return st.tuples(*fields).map(list)
+        names = [field.encode_name for field in info.fields]
+        tag = [(info.tag_field, info.tag)] if info.tag_field else []
+        return st.tuples(*fields).map(lambda values: Pairs([*tag, *zip(names, values, strict=True)]))
+
+    @staticmethod
+    def _faults():
+        return st.lists(st.tuples(st.sampled_from(["odd", "odd", "odd", "drop", "twice", "rename", "more"]),
+                                  st.integers(0, 30)), min_size=1, max_size=3)  # fmt: skip
+
+    def _faulty(self, info):
+        """The right shape, with one to three faults."""
+        return st.builds(_with_faults, self._struct(info), self._faults(), self.anything, self.texts)
+
+    def _broken(self, info, encode):
+        """The bytes of a message, cut or scratched."""
+        return st.builds(_scratched, self._struct(info).map(encode), st.integers(0, 1000), st.sampled_from(_SCRATCHES))
+
+
+#: No digits: a shorter timeout may not come of it.
+_SCRATCHES = [b"", b"\0", b"\xff", b"{", b"}", b'"', b"\\", b",", b"\xc1", b"]]]]", b"\xdf\xff\xff\xff\xff"]
+
+
+def _scratched(raw, at, scratch):
+    at %= max(1, len(raw))
+    return raw[:at] + (scratch + raw[at + 1 :] if scratch else b"")
+
+
+def _with_faults(pairs, faults, odd, text):
+    for fault, number in faults:
+        at = number % max(1, len(pairs))
+        if fault == "more" or not pairs:
+            pairs.append((text, odd))
+        elif fault == "odd":
+            pairs[at] = (pairs[at][0], odd)
+        elif fault == "drop":
+            del pairs[at]
+        elif fault == "twice":
+            pairs.append((pairs[at][0], odd))
+        else:
+            pairs[at] = (text, pairs[at][1])
+    return pairs
+
+
+_FINE = {
+    inspect.StrType: Schema._string,
+    inspect.IntType: Schema._integer,
+    inspect.FloatType: Schema._number,
+    inspect.BoolType: lambda schema, info: st.booleans(),
+    inspect.NoneType: lambda schema, info: st.none(),
+    inspect.BytesType: lambda schema, info: st.sampled_from([b"", b"\0" * 64, b"x" * 4096]),
+    inspect.LiteralType: lambda schema, info: st.sampled_from(info.values),
+    inspect.VarTupleType: Schema._array,
+    inspect.TupleType: lambda schema, info: st.tuples(*map(schema._fine_value, info.item_types)),
+    inspect.UnionType: lambda schema, info: st.one_of(*map(schema._fine_value, info.types)),
+    inspect.StructType: Schema._struct,
+}
+
+
+class Traps:
+    """Listens at addresses that must not be dialled, in and beside ``folder``; ``sprung()`` says who was dialled."""
+
+    def __init__(self, folder):
+        self._open, self.addresses = ExitStack(), {}
+        self._listen("a network address", socket.AF_INET, ("127.0.0.1", 0))
+        self._listen("an abstract socket", socket.AF_UNIX, f"\0weightsync-{os.getpid()}/control")
+        for name, mode in (("open", 0o755), ("group", 0o750), ("private", 0o700), ("others", 0o700)):
+            directory = folder / f"weightsync-{name}"
+            directory.mkdir()
+            directory.chmod(mode)
+            if name == "others" and os.geteuid() == 0:
+                os.chown(directory, 65534, 65534)
+            if name != "private" and (name != "others" or os.geteuid() == 0):
+                self._listen(f"a directory that is {name}", socket.AF_UNIX, directory / security.SOCKET_NAME)
+        private = folder / "weightsync-private"
+        self._listen("another name", socket.AF_UNIX, private / "other")
+        (folder / "elsewhere").mkdir(mode=0o700)
+        self._listen("a directory of another name", socket.AF_UNIX, folder / "elsewhere" / security.SOCKET_NAME)
+        (folder / "weightsync-link").symlink_to(folder / "elsewhere")
+        (folder / "weightsync-private" / security.SOCKET_NAME).symlink_to(folder / "elsewhere" / security.SOCKET_NAME)
+        #: All of them and some ways to write them, also one where nobody listens: that one may be dialled.
+        dead = folder / "weightsync-dead"
+        dead.mkdir(mode=0o700)
+        self.texts = [
+            *self.addresses,
+            *(
+                f"ipc://{folder}/weightsync-{name}/{security.SOCKET_NAME}"
+                for name in ("link", "private", "absent", "dead")
+            ),
+            f"ipc://{folder}/weightsync-dead/../elsewhere/{security.SOCKET_NAME}",
+            f"ipc://{folder}/weightsync-dead/../../{folder.name}/elsewhere/{security.SOCKET_NAME}",
+            f"ipc://{folder}/./weightsync-open/{security.SOCKET_NAME}",
+            f"ipc:{folder}/elsewhere/{security.SOCKET_NAME}",
+            str(private / "other"),
+        ]
+
+    def _listen(self, what, family, address):
+        trap = self._open.enter_context(socket.socket(family))
+        trap.bind(address if isinstance(address, tuple) else str(address))
+        trap.listen(64)
+        trap.setblocking(False)
+        if family == socket.AF_INET:
+            text = f"tcp://127.0.0.1:{trap.getsockname()[1]}"
+        else:
+            text = f"ipc://{str(address).replace(chr(0), '@')}"
+        self.addresses[text] = (what, trap)
+
+    def sprung(self):
+        """What was dialled."""
+        found = []
+        for text, (what, trap) in self.addresses.items():
+            try:
+                trap.accept()[0].close()
+                found.append(f"{what}: {text}")
+            except BlockingIOError:
+                continue
+        return found
+
+    def close(self):
+        """Listen no more."""
+        self._open.close()
