@@ -1,8 +1,9 @@
 """Measure pushes into real engines next to a memcpy and to the engines' own ways: `make bench`.
 
 For each engine one server runs on this machine's CPU, and rounds are repeated in which everything is measured once, one
-after the other: a memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), and the
-engine's own ways. Each brings the other of two sets of weights. In the first round it is checked what the engine serves
+after the other: a memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), the
+engine's own ways, and pushes that verify nothing. Each brings the other of two sets of weights; of the warm pushes and
+of the engine's own ways the second of two in a row counts. In the first round it is checked what the engine serves
 after each; at the end, that its weights are, bit by bit, those that it loaded itself when it started.
 
 Times are wall-clock seconds in the process that waits for the weights to be served; only vLLM's in-worker reload is
@@ -15,9 +16,7 @@ import argparse
 import contextlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from benchmarks import report
 from benchmarks.peers import RELOAD, Peer, peers
 from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
+from tools.progress import alive
 from weightsync import PushResult, Sender
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
@@ -90,9 +90,17 @@ class Bench:
                 # Each starts from weights pushed whole: one that leaves some behind would else seem to bring them.
                 self._push(sender)
                 self._turn()
+                # The second one, as with pushes, of the same weights: what the first leaves behind can still be seen.
+                way(self._served)
                 found[name] = way(self._served)
                 if check:
                     self._check(name)
+        with Sender([self._server.url], verify="off") as sender:
+            for _ in range(2):
+                self._push(sender)
+            found[report.UNVERIFIED] = self._push(sender)
+            if check:
+                self._check(report.UNVERIFIED)
         return found
 
     def _digest(self, sender: Sender) -> str:
@@ -154,26 +162,6 @@ def measure(engine: servers.Engine, kind: str, folders: list[Path], trainer: Tra
         "rounds": bench.rounds,
         "checks": bench.checks,
     }
-
-
-@contextlib.contextmanager
-def alive(what: str) -> Iterator[None]:
-    """Show that something slow goes on."""
-    done = threading.Event()
-    start = time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(5.0):
-            print(f"  ... {what}: {time.monotonic() - start:.0f} s", flush=True)
-
-    print(what, flush=True)
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(10.0)
 
 
 def main() -> int:

@@ -19,6 +19,8 @@ from benchmarks.trainer import CACHE, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 PUSHES = ("cold push", "warm push")
+UNVERIFIED = 'warm push, verify="off"'
+PARTS_OF_TRANSFER = ("gather", "digest", "verify")
 MEMCPY = "memcpy of the same bytes"
 
 #: Aim by engine: what a warm push may cost at most, in memcpys or in reloads inside of vLLM's worker.
@@ -73,11 +75,11 @@ def _cpu() -> str:
     return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
 
 
-def save(record: Record, *, kept: bool) -> Path:
-    """Write the record; one to be ``kept`` goes to the results, any other beside the models."""
+def save(record: Record, *, kept: bool, name: str = "") -> Path:
+    """Write the record; one to be ``kept`` goes to the results, any other beside the models. By default one a day."""
     folder = RESULTS if kept else CACHE
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['engine']}-{record['date'][:10]}.json"
+    path = folder / ((name or f"{record['engine']}-{record['date'][:10]}") + ".json")
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
@@ -109,13 +111,18 @@ def table(record: Record, floor: str) -> str:
     return "\n".join([*lines, _verdict(record, memcpy, floors), *_served(record)])
 
 
+def machine(record: Record) -> str:
+    """On what and when the run took place, in a line."""
+    hardware = record["hardware"]
+    memory = f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
+    return f"{hardware['cpu']}, {hardware['cores']} cores, {memory}, {record['date']}"
+
+
 def _title(record: Record) -> str:
-    hardware, versions = record["hardware"], record["versions"]
     engine = record["engine"]
     return (
-        f"{engine} {versions[engine]}, {record['model']}, {record['nbytes'] / 1e9:.2f} GB, one server, "
-        f"{len(record['rounds'])} rounds; seconds, ratios are medians of each round's\n"
-        f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB, {record['date']}"
+        f"{engine} {record['versions'][engine]}, {record['model']}, {record['nbytes'] / 1e9:.2f} GB, one server, "
+        f"{len(record['rounds'])} rounds; seconds, ratios are medians of each round's\n{machine(record)}"
     )
 
 
@@ -124,12 +131,14 @@ def _rows(rounds: list[Record], memcpy: list[float]) -> list[Row]:
     for push in PUSHES:
         samples = [found[push] for found in rounds]
         rows.append(Row(f"{push} (new Sender)" if push == "cold push" else push, _column(samples, "seconds")))
-        for name in ("open", "prepare", "transfer", "gather", "commit"):
+        for name in ("open", "prepare", "transfer", *PARTS_OF_TRANSFER, "commit"):
             if name in samples[0]:
-                rows.append(Row(name, _column(samples, name), 2 if name == "gather" else 1))
+                rows.append(Row(name, _column(samples, name), 2 if name in PARTS_OF_TRANSFER else 1))
         steps = [name for name in samples[0] if name.startswith("commit: ")]
         rows += [Row(name.removeprefix("commit: "), _column(samples, name), 2) for name in steps]
         rows.append(Row("not generating (pause)", _column(samples, "pause"), 1))
+    if UNVERIFIED in rounds[0]:
+        rows.append(Row(UNVERIFIED, _column([found[UNVERIFIED] for found in rounds], "seconds")))
     for name, value in rounds[0].items():
         if isinstance(value, dict) and "push" not in name:
             samples = [found[name] for found in rounds]

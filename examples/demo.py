@@ -10,15 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
 from tools import models, servers
+from tools.progress import alive
 from weightsync import PushResult, Sender
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
@@ -85,26 +82,6 @@ def line(result: PushResult, loss: float, before: float, after: float, held: boo
         f"version {result.version}  loss {loss:.2f}  {result.nbytes / 1e6:.2f} MB  {phases}  "
         f"pause {1000 * pause:.0f} ms  {verdict} (off by {before:.3f} before, {after:.3f} after)"
     )
-
-
-@contextmanager
-def alive(what: str) -> Iterator[None]:
-    """Show that something slow goes on."""
-    done = threading.Event()
-    start = time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(5.0):
-            print(f"  ... {what}: {time.monotonic() - start:.0f} s", flush=True)
-
-    print(what, flush=True)
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(10.0)
 
 
 if __name__ == "__main__":

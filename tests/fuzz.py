@@ -11,7 +11,11 @@ import struct
 from base64 import b64encode
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from itertools import chain
 from math import inf, nan
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 import msgspec
@@ -37,25 +41,25 @@ FROM_RANK, FROM_SENDER = get_args(wire.FromRank), get_args(wire.FromSender)
 
 #: Shorter timeouts would be legitimate, and answered by a legitimate 504.
 SHORTEST_TIMEOUT_S = 5.0
-BATCH = 25
+#: An answer says what is wrong, and does not send the message back.
+LONGEST_ANSWER = 20_000
 
 TEXTS = [
-    "", " ", "\0", "a\0b", "\n\r\x1b[31m", "\u202e\ufeff", "\U0001f600" * 50, "x" * 2000, "..", "../../etc/passwd", "/", "~",
-    "%s%n{0}${HOME}", "$(reboot)", "__class__", "WeightSyncError", "Exception", "-1", "null", "Bearer",
+    "", " ", "\0", "a\0b", "\n\r\x1b[31m", "\u202e\ufeff", "\U0001f600" * 50, "x" * 2000, "..", "../../etc/passwd", "/",
+    "~", "%s%n{0}${HOME}", "$(reboot)", "__class__", "WeightSyncError", "Exception", "-1", "null", "Bearer",
     "tcp://127.0.0.1:1", "tcp://*:*", "inproc://x", "udp://127.0.0.1:1", "ipc://", "ipc://*", "ipc:///", "ipc://@control",
     "ipc://weightsync-relative/control", "ipc:///tmp/weightsync-\0/control", "ipc:///tmp/weightsync-/../../control",
     "ipc:///etc/passwd", "ipc:///tmp/weightsync-" + "x" * 500 + "/control", "IPC:///tmp/weightsync-x/control",
-    "ipc:///dev/shm/weightsync-none/control", "/dev/shm/weightsync-\0", "/dev/shm/weightsync-none", "/dev/shm/../etc/passwd",
-    "float32", "bfloat16", "complex128", "xxh3_64", "model.norm.weight", "lm_head.weight",
+    "ipc:///dev/shm/weightsync-none/control", "/dev/shm/weightsync-\0", "/dev/shm/weightsync-none",
+    "/dev/shm/../etc/passwd", "float32", "bfloat16", "complex128", "xxh3_64", "model.norm.weight", "lm_head.weight",
 ]  # fmt: skip
 INTEGERS = [-(1 << 63), -(1 << 31), -1, 0, 1 << 31, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-#: JSON alone can say them.
-HUGE = [10**30, -(10**400), 10**5000]
 FLOATS = [nan, inf, -inf, -0.0, -1.5, 1e308, 5e-324]
 BLOBS = [
-    b"", b"\0", b"{", b"[", b"null", b"[]", b'""', b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"', b"{}{}", b"{" * 3000, b'{"a":' * 3000,
-    b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x8c\x05posix\x94.", b"cposix\nsystem\n(S'true'\ntR.", b"\xdf\xff\xff\xff\xff",
-    b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffx", b"\xc1" * 9, b"\x91" * 3000, b"\xc6\xff\xff\xff\xff", b"PK\x03\x04",
+    b"", b"\0", b"{", b"[", b"null", b"[]", b'""', b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"', b"{}{}", b"{" * 3000,
+    b'{"a":' * 3000, b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x8c\x05posix\x94.", b"cposix\nsystem\n(S'true'\ntR.",
+    b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffx", b"\xc1" * 9, b"\x91" * 3000, b"\xc6\xff\xff\xff\xff",
+    b"PK\x03\x04",
 ]  # fmt: skip
 
 #: For ``settings(FUZZ, max_examples=...)``: the same messages every time, none kept between runs.
@@ -63,16 +67,26 @@ FUZZ = settings(
     database=None,
     derandomize=True,
     deadline=None,
-    phases=[Phase.generate],
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
 
 
 @dataclass(frozen=True)
-class Nest:
-    """Arrays in arrays, deeper than any message."""
+class Spelled:
+    """What no value of Python's stands for."""
 
-    depth: int
+    json: bytes
+    msgpack: bytes
+
+
+#: Arrays in arrays, numbers that no message has room for, nanoseconds, half a surrogate.
+ODDITIES = [
+    *(Spelled(b"[" * depth + b"]" * depth, b"\x91" * depth + b"\xc0") for depth in (10, 100, 5000)),
+    *(Spelled(b"1" + b"0" * digits, b"\xc7\x01\x07x") for digits in (30, 400, 5000)),
+    Spelled(b"1e400", b"\xd6\xff\0\0\0\0"),
+    Spelled(b'"\\ud800"', b"\xa3\xed\xa0\x80"),
+]
 
 
 class Pairs(list):
@@ -81,8 +95,8 @@ class Pairs(list):
 
 def as_json(value: object) -> bytes:
     """JSON, or what a careless or hostile encoder makes of a value that JSON cannot hold."""
-    if isinstance(value, Nest):
-        return b"[" * value.depth + b"]" * value.depth
+    if isinstance(value, Spelled):
+        return value.json
     if isinstance(value, Pairs | dict):
         pairs = value.items() if isinstance(value, dict) else value
         return b"{" + b",".join(as_json(key) + b":" + as_json(item) for key, item in pairs) + b"}"
@@ -90,25 +104,21 @@ def as_json(value: object) -> bytes:
         return b"[" + b",".join(map(as_json, value)) + b"]"
     if isinstance(value, bytes):
         return b'"' + b64encode(value) + b'"'
-    if isinstance(value, int) and abs(value) >= 10**4000:
-        return b"1" + b"0" * 5000  # Python refuses to spell it
     return json.dumps(value).encode()
 
 
 def as_msgpack(value: object) -> bytes:
     """The same in msgpack."""
-    if isinstance(value, Nest):
-        return b"\x91" * value.depth + b"\xc0"
+    if isinstance(value, Spelled):
+        return value.msgpack
     if isinstance(value, Pairs | dict):
         pairs = list(value.items() if isinstance(value, dict) else value)
-        return b"\xdf" + struct.pack(">I", len(pairs)) + b"".join(map(as_msgpack, sum(map(list, pairs), [])))
+        return b"\xdf" + struct.pack(">I", len(pairs)) + b"".join(map(as_msgpack, chain.from_iterable(pairs)))
     if isinstance(value, list | tuple):
         return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(as_msgpack, value))
     if isinstance(value, str):
-        raw = value.encode("utf-8", "surrogatepass")
+        raw = value.encode()
         return b"\xdb" + struct.pack(">I", len(raw)) + raw
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        value = msgspec.msgpack.Ext(7, b"a number")
     return msgspec.msgpack.encode(value)
 
 
@@ -117,8 +127,8 @@ class Schema:
 
     def __init__(self, texts=()):
         # A random text could be the label of a version, if it were short.
-        self.texts = st.sampled_from([*TEXTS, "\ud800", *texts]) | st.text(min_size=8, max_size=12)
-        self._scalars = st.sampled_from([None, True, False, *INTEGERS, *HUGE, *FLOATS, b"bytes", Nest(10), Nest(5000)])
+        self.texts = st.sampled_from([*TEXTS, *texts]) | st.text(min_size=8, max_size=12)
+        self._scalars = st.sampled_from([None, True, False, b"bytes", *INTEGERS, *FLOATS, *ODDITIES])
         self.anything = (
             self._scalars
             | self.texts
@@ -135,7 +145,7 @@ class Schema:
 
     def frames(self, kinds):
         """The same for the ZMQ messages of one direction."""
-        return st.sampled_from(kinds).flatmap(lambda kind: self._encoded(inspect.type_info(kind), as_msgpack))
+        return st.one_of([self._encoded(inspect.type_info(kind), as_msgpack) for kind in kinds])
 
     def senseless(self, kind):
         """A well-typed ``kind``, as fields by name."""
@@ -237,64 +247,98 @@ _FINE = {
 
 
 class Traps:
-    """Listens at addresses that must not be dialled, in and beside ``folder``; ``sprung()`` says who was dialled."""
+    """Listens at addresses that must not be dialled; ``sprung()`` says which were. For a ``with`` block."""
 
-    def __init__(self, folder):
-        self._open, self.addresses = ExitStack(), {}
-        self._listen("a network address", socket.AF_INET, ("127.0.0.1", 0))
-        self._listen("an abstract socket", socket.AF_UNIX, f"\0weightsync-{os.getpid()}/control")
-        for name, mode in (("open", 0o755), ("group", 0o750), ("private", 0o700), ("others", 0o700)):
+    def __init__(self):
+        self._open, self._traps = ExitStack(), {}
+        folder = Path(self._open.enter_context(TemporaryDirectory(prefix="wst-")))
+        self._listen(("127.0.0.1", 0))
+        self._listen(f"\0weightsync-{os.getpid()}/{security.SOCKET_NAME}")
+        for name, mode in (("open", 0o755), ("group", 0o750), ("others", 0o700), ("private", 0o700), ("dead", 0o700)):
             directory = folder / f"weightsync-{name}"
             directory.mkdir()
             directory.chmod(mode)
-            if name == "others" and os.geteuid() == 0:
-                os.chown(directory, 65534, 65534)
-            if name != "private" and (name != "others" or os.geteuid() == 0):
-                self._listen(f"a directory that is {name}", socket.AF_UNIX, directory / security.SOCKET_NAME)
-        private = folder / "weightsync-private"
-        self._listen("another name", socket.AF_UNIX, private / "other")
+        self._listen(folder / "weightsync-open" / security.SOCKET_NAME)
+        self._listen(folder / "weightsync-group" / security.SOCKET_NAME)
+        if os.geteuid() == 0:
+            self._listen(folder / "weightsync-others" / security.SOCKET_NAME)
+            os.chown(folder / "weightsync-others", 65534, 65534)
+        self._listen(folder / "weightsync-private" / "other")
         (folder / "elsewhere").mkdir(mode=0o700)
-        self._listen("a directory of another name", socket.AF_UNIX, folder / "elsewhere" / security.SOCKET_NAME)
+        self._listen(folder / "elsewhere" / security.SOCKET_NAME)
         (folder / "weightsync-link").symlink_to(folder / "elsewhere")
         (folder / "weightsync-private" / security.SOCKET_NAME).symlink_to(folder / "elsewhere" / security.SOCKET_NAME)
-        #: All of them and some ways to write them, also one where nobody listens: that one may be dialled.
-        dead = folder / "weightsync-dead"
-        dead.mkdir(mode=0o700)
+        inside = ("link", "private", "absent", "dead/../elsewhere", f"dead/../../{folder.name}/elsewhere")
+        #: Their addresses, also in other words. "dead" alone may be dialled: a sender's, where nobody listens now.
         self.texts = [
-            *self.addresses,
-            *(
-                f"ipc://{folder}/weightsync-{name}/{security.SOCKET_NAME}"
-                for name in ("link", "private", "absent", "dead")
-            ),
-            f"ipc://{folder}/weightsync-dead/../elsewhere/{security.SOCKET_NAME}",
-            f"ipc://{folder}/weightsync-dead/../../{folder.name}/elsewhere/{security.SOCKET_NAME}",
+            *self._traps,
+            *(f"ipc://{folder}/weightsync-{name}/{security.SOCKET_NAME}" for name in (*inside, "dead")),
             f"ipc://{folder}/./weightsync-open/{security.SOCKET_NAME}",
             f"ipc:{folder}/elsewhere/{security.SOCKET_NAME}",
-            str(private / "other"),
+            f"{folder}/elsewhere/{security.SOCKET_NAME}",
+            f"ipc://{os.path.relpath(folder)}/weightsync-open/{security.SOCKET_NAME}",
         ]
 
-    def _listen(self, what, family, address):
-        trap = self._open.enter_context(socket.socket(family))
-        trap.bind(address if isinstance(address, tuple) else str(address))
+    def _listen(self, address):
+        trap = self._open.enter_context(socket.socket(socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX))
+        trap.bind(str(address) if isinstance(address, Path) else address)
         trap.listen(64)
         trap.setblocking(False)
-        if family == socket.AF_INET:
-            text = f"tcp://127.0.0.1:{trap.getsockname()[1]}"
-        else:
-            text = f"ipc://{str(address).replace(chr(0), '@')}"
-        self.addresses[text] = (what, trap)
+        named = f"ipc://{address}".replace("\0", "@")
+        self._traps[named if trap.family == socket.AF_UNIX else f"tcp://127.0.0.1:{trap.getsockname()[1]}"] = trap
 
     def sprung(self):
-        """What was dialled."""
-        found = []
-        for text, (what, trap) in self.addresses.items():
-            try:
-                trap.accept()[0].close()
-                found.append(f"{what}: {text}")
-            except BlockingIOError:
-                continue
-        return found
+        """The addresses that were dialled."""
+        return [address for address, trap in self._traps.items() if _was_dialled(trap)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._open.close()
+
+
+def _was_dialled(trap):
+    try:
+        trap.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Line:
+    """A kept-alive HTTP connection to an engine's admin routes. Every answer is looked at."""
+
+    def __init__(self, url, token):
+        self._host, self._token = url.removeprefix("http://"), token
+        self._connection = HTTPConnection(self._host, timeout=60)
+        self.sent = 0
+
+    def send(self, route, body):
+        """Post; the status and the answer."""
+        self.sent += 1
+        head = {"Authorization": f"Bearer {self._token}"}
+        try:
+            self._connection.request("POST", f"{wire.PREFIX}/{route}", body, head)
+            reply = self._connection.getresponse()
+        except (ConnectionError, HTTPException):  # it had been closed in the meantime, which is the server's right
+            self._connection.close()
+            self._connection.request("POST", f"{wire.PREFIX}/{route}", body, head)
+            reply = self._connection.getresponse()
+        return reply.status, reply.read()
+
+    def check(self, route, body):
+        """Send what nobody should; the answer must be short, and blame the message."""
+        status, reply = self.send(route, body)
+        said = f"{route} {body[:300]!r} was answered with {status} {reply[:300]!r}"
+        assert status == 200 or 400 <= status < 500, said
+        assert len(reply) < LONGEST_ANSWER, said
+        assert self._token.encode() not in reply, said
+        if status != 200:
+            wire.from_json(reply, wire.ErrorReply)
+        else:
+            wire.from_json(body, ROUTES[route])  # nothing but a message is answered with 200
 
     def close(self):
-        """Listen no more."""
-        self._open.close()
+        """Hang up."""
+        self._connection.close()

@@ -241,8 +241,7 @@ class Receiver:
     ) -> None:
         rank = self._sink.rank
         try:
-            # A step that was launched before generation stopped may still be reading the weights.
-            staging.synchronize(self._sink.device)
+            self._quiesce()
         except Exception as error:
             self._machine.move("untouched")
             raise ApplyFailed(f"rank {rank} failed before anything was loaded: {_text(error)}") from error
@@ -259,6 +258,10 @@ class Receiver:
                 f"rank {rank} failed while loading: {self._detail}; it does not generate until a full push commits",
                 weights="dirty",
             ) from error
+
+    def _quiesce(self) -> None:
+        # A step that was launched before generation stopped may still be reading the weights.
+        staging.synchronize(self._sink.device)
 
     def restore(self, request: CommitRequest) -> None:
         """Load the version that was served before ``request`` again, which another rank could not be brought to.

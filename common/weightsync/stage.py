@@ -64,17 +64,17 @@ class Stages:
     def stream(self, incoming: Incoming, request: IpcPrepare, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
         check = _Check(self.rank, request)
-        memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        part = torch.empty(0, dtype=torch.uint8, device=self.device)
         for bucket in incoming.buckets():
             done: list[tuple[Entry, torch.Tensor]] = []
             for piece in layout.pieces(bucket.number, request.bucket_bytes):
                 if piece.start == 0:
-                    memory = torch.empty(piece.entry.nbytes, dtype=torch.uint8, device=self.device)
+                    part = torch.empty(piece.entry.nbytes, dtype=torch.uint8, device=self.device)
                 staging.copy(
-                    memory[piece.start : piece.start + piece.nbytes], bucket.data[piece.at : piece.at + piece.nbytes]
+                    part[piece.start : piece.start + piece.nbytes], bucket.data[piece.at : piece.at + piece.nbytes]
                 )
                 if piece.last:
-                    done.append((piece.entry, memory))
+                    done.append((piece.entry, part))
             staging.synchronize(self.device)
             check.compare(bucket, done)
             done.reverse()

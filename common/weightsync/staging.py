@@ -203,6 +203,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     slowest, which takes several times as long where something else uses a core, an engine's idle loop for one.
     """
     plain = source.is_contiguous() and not source.is_neg() and target.dtype == source.dtype
+    assert target.nbytes == source.nbytes, "a copy must not write past its target"
     if plain and target.device.type == source.device.type == "cpu":
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:

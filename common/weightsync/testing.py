@@ -172,10 +172,9 @@ class ReferenceEngine:
         args: Sequence[str] = (),
         launcher: Sequence[str] = (sys.executable, "-m", "weightsync.testing"),
         env: dict[str, str] | None = None,
+        port: int | None = None,
     ):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         command = [*launcher, str(folder), "--port", str(port), "--device", device, *args]
         self.process = subprocess.Popen(command, env=env)
@@ -210,6 +209,13 @@ class ReferenceEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def main() -> None:

@@ -1,0 +1,124 @@
+"""``python -m tests.faults``: every fault at every place, on real engines, as one table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from tests.faults.plan import Fault, at_random, catalogue
+from tests.faults.rig import BUCKET_BYTES, Outcome, Rig
+from tests.faults.run import suffer
+from tools import servers
+from weightsync.layout import Layout
+from weightsync.sources import open_source
+
+ROW = "{:<44} {:<10} {:<26} {:<11} {:>8} {:>6} {:>9} {:>7}  {}"
+#: Large enough for both engines' own needs, small enough to be filled.
+SHM_BYTES = 2 << 30
+
+
+def main() -> int:
+    """Run the faults; returns 1 if one of them had an outcome that must not be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference"])
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="only faults whose name or phase contains this")
+    parser.add_argument("--results", type=Path, help="folder for the outcomes as JSON")
+    asked = parser.parse_args()
+    if "OWN_SHM" not in os.environ and _own_shm():
+        command = f'mount -t tmpfs -o size={SHM_BYTES} none /dev/shm && exec "$0" "$@"'
+        again = ["unshare", "-m", "sh", "-c", command, sys.executable, "-m", "tests.faults", *sys.argv[1:]]
+        return subprocess.call(again, env={**os.environ, "OWN_SHM": "1"})
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="ws-") as scratch:
+        os.environ["XDG_RUNTIME_DIR"] = scratch
+        os.environ.pop("WEIGHTSYNC_TOKEN", None)
+        print(ROW.format("fault", "engine", "phase", "outcome", "detected", "mixed", "restarted", "mended", ""))
+        for engine in asked.engine or ["vllm", "sglang"]:
+            found = _one(engine, asked, Path(scratch) / engine)
+            outcomes += found
+            if asked.results:
+                _keep(asked.results / f"faults-{engine}.json", found, asked)
+    return _summary(outcomes)
+
+
+def _own_shm() -> bool:
+    return subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+
+
+def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]:
+    scratch.mkdir()
+    tp = 1 if engine == "reference" else asked.tp
+    rig = Rig(engine, tp, scratch)
+    try:
+        specs = open_source(rig.folders["A"]).specs
+        buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
+        faults = [fault for fault in catalogue(tp, tensors - 1) if asked.only in f"{fault.what}, {fault.phase}"]
+        if "OWN_SHM" not in os.environ:
+            print("skipped: shared-memory mount full (needs a mount namespace of its own: run as root)")
+            faults = [fault for fault in faults if fault.special != "full disk"]
+        if asked.rounds:
+            begin = time.monotonic()
+            rig.push_clean("A")
+            push_s = time.monotonic() - begin
+            rig.push_clean("B")
+            faults += at_random(asked.seed, asked.rounds, tp, push_s, tensors, buckets)
+        return [_shown(suffer(rig, fault)) for fault in faults]
+    finally:
+        rig.close()
+
+
+def _shown(outcome: Outcome) -> Outcome:
+    fault: Fault = outcome.fault
+    options = "".join(f", {name}={value}" for name, value in fault.options.items() if f"{value}" not in ("none",))
+    print(
+        ROW.format(
+            fault.what, outcome.engine, fault.phase + ("" if "kept" in fault.what else options), outcome.left,
+            f"{outcome.detect_s:.1f} s", outcome.mixed, outcome.restarted, "yes" if outcome.mended else "NO",
+            f"WRONG: {outcome.wrong}" if outcome.wrong else outcome.error,
+        ),
+        flush=True,
+    )  # fmt: skip
+    return outcome
+
+
+def _keep(path: Path, outcomes: list[Outcome], asked: argparse.Namespace) -> None:
+    rows = [
+        {
+            "fault": o.fault.what, "phase": o.fault.phase, "options": o.fault.options, "outcome": o.left,
+            "trainer_was_told": o.claimed, "error": o.error, "detected_s": round(o.detect_s, 2), "answers": o.answers,
+            "mixed": o.mixed, "survivors_restarted": o.restarted, "mended": o.mended, "wrong": o.wrong,
+        }
+        for o in outcomes
+    ]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"tp": asked.tp, "seed": asked.seed, "rounds": asked.rounds, "torch": torch.__version__}
+    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+def _summary(outcomes: list[Outcome]) -> int:
+    left = Counter(outcome.left for outcome in outcomes)
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    print(
+        f"{len(outcomes)} faults: {', '.join(f'{count} {name}' for name, count in left.most_common())}; "
+        f"{sum(o.answers for o in outcomes)} answers looked at, {sum(o.mixed for o in outcomes)} mixed; "
+        f"{sum(o.restarted for o in outcomes)} survivors restarted; {sum(o.mended for o in outcomes)} mended; "
+        f"{len(wrong)} wrong"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(servers.ROOT))
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""A real engine, a reference engine beside it, a trainer, and somebody who asks for tokens all the time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import requests
+
+from tests.faults.plan import Fault
+from tools import models, servers
+from weightsync import staging, wire
+from weightsync.client import EngineClient
+from weightsync.errors import WeightSyncError
+from weightsync.security import engine_token
+from weightsync.testing import ReferenceEngine
+from weightsync.transports.base import Deadline
+
+SITE = Path(__file__).parent / "site"
+PROMPT = list(b"Once upon a time there was a policy that ")
+#: The trainers' limit for a push: what is frozen is noticed by then at the latest.
+PUSH_S = 8.0
+#: Small, so that a push is a dozen buckets.
+BUCKET_BYTES = 96 * 1024
+SETTLE_S = 40.0
+TOLERANCE = 2e-3
+
+
+@dataclass
+class Outcome:
+    """What came of one fault."""
+
+    engine: str
+    fault: Fault
+    left: str = ""
+    claimed: str = ""
+    error: str = ""
+    detect_s: float = 0.0
+    mixed: int = 0
+    answers: int = 0
+    restarted: int = 0
+    mended: bool = False
+    wrong: str = ""
+
+
+class Trainer:
+    """`tests.faults.trainer` as a child."""
+
+    def __init__(self, fault_file: Path):
+        path = os.pathsep.join([str(SITE), str(servers.ROOT)])
+        env = {**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(fault_file)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.trainer"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
+        )  # fmt: skip
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def order(self, **order):
+        """Begin a push."""
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def outcome(self, timeout_s):
+        """What the trainer says of it; None if it does not say anything."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        return json.loads(line) if line else None
+
+    def close(self):
+        """End it, also if it is frozen."""
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(10)
+
+
+class Asker:
+    """Asks for one token again and again, and notes of which version each answer is."""
+
+    def __init__(self, rig):
+        self._rig, self._over = rig, threading.Event()
+        self.seen: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        while not self._over.is_set():
+            name = self._rig.which(timeout_s=5.0)
+            self.seen[name] = self.seen.get(name, 0) + 1
+            self._over.wait(0.02)
+
+    def stop(self):
+        """Counts by version, once the last answer is there."""
+        self._over.set()
+        self._thread.join(15)
+        return self.seen
+
+
+class Rig:
+    """One engine under test. ``engine`` is vllm, sglang or reference."""
+
+    def __init__(self, engine: str, tp: int, scratch: Path):
+        self.engine, self.tp, self._scratch = engine, tp, scratch
+        self.fault_file = scratch / "fault.json"
+        self.folders = {name: models.make_model(scratch / name, "qwen3", seed=seed) for seed, name in enumerate("AB")}
+        self.port = servers.free_port()
+        self.bystander = ReferenceEngine(self.folders["A"]).__enter__()
+        self.restarts = 0
+        self._prints: dict[str, float] = {}
+        self.start()
+        self.trainer = Trainer(self.fault_file)
+        self._pushes = 0
+        for name in "AB":
+            self.push_clean(name)
+            self._prints[name] = self._ask(30.0)
+        assert abs(self._prints["A"] - self._prints["B"]) > 10 * TOLERANCE
+        self.serving = "B"
+
+    # --- the engine
+
+    def start(self):
+        """Start the engine, at the port where it was before."""
+        env = {"PYTHONPATH": str(SITE), "FAULT_FILE": str(self.fault_file)}
+        if self.engine == "reference":
+            env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
+            self._server = ReferenceEngine(self.folders["A"], env={**os.environ, **env}, port=self.port).__enter__()
+            self.url = self._server.url
+        else:
+            self._server = servers.start(self.engine, self.folders["A"], tp=self.tp, port=self.port, env=env)
+            self.url = self._server.url
+        self.client = EngineClient(self.url, engine_token())
+        opened = self.client.open(Deadline(30))
+        self.workers = [rank.pid for rank in opened.ranks]
+        self.instance = opened.instance
+
+    @property
+    def front_end(self) -> int:
+        """Process that serves HTTP."""
+        return self._server.process.pid
+
+    def alive(self) -> bool:
+        """Whether the engine answers, or could if it were thawed."""
+        return self._server.process.poll() is None and all(_lives(pid) for pid in self.workers)
+
+    def restart(self):
+        """After its death: bring the engine back."""
+        if self.engine == "reference":
+            self._server.close()
+        else:
+            self._server.stop(deadline_s=3.0)
+        self.restarts += 1
+        self.start()
+
+    def thaw(self):
+        """Let every process go on."""
+        for pid in {self.front_end, *self.workers}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    # --- what it serves
+
+    def _ask(self, timeout_s: float) -> float:
+        if self.engine == "reference":
+            body = {"prompt": PROMPT, "tokens": 1}
+            reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
+            reply.raise_for_status()
+            return reply.json()["logprobs"][0]
+        if self.engine == "vllm":
+            body = servers._vllm_request(self._server, PROMPT, 1)
+            reply = requests.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
+            reply.raise_for_status()
+            return reply.json()["choices"][0]["logprobs"]["token_logprobs"][0]
+        body = servers._sglang_request(PROMPT, 1)
+        reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
+        reply.raise_for_status()
+        return reply.json()["meta_info"]["output_token_logprobs"][0][0]
+
+    def which(self, timeout_s: float = 5.0) -> str:
+        """A or B; ``"none"`` where nothing answers; ``"mixed"`` for weights of neither."""
+        try:
+            found = self._ask(timeout_s)
+        except (requests.RequestException, KeyError, ValueError):
+            return "none"
+        for name, printed in self._prints.items():
+            if abs(found - printed) <= TOLERANCE:
+                return name
+        return f"mixed ({found:.4f})"
+
+    def status(self) -> wire.StatusReply | None:
+        """As its front end tells it."""
+        try:
+            return self.client.status(Deadline(8.0))
+        except WeightSyncError:
+            return None
+
+    def settled(self, timeout_s: float = SETTLE_S) -> wire.StatusReply | None:
+        """Its status once no push is under way; None if it is dead."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end and self.alive():
+            status = self.status()
+            if status is not None and status.state in ("serving", "dirty") and status.ranks:
+                return status
+            time.sleep(0.1)
+        return None
+
+    # --- pushes
+
+    def order(self, name: str, fault: Fault | None = None, only: list[str] | None = None):
+        """Tell the trainer to push a version."""
+        self._pushes += 1
+        urls = only or [self.url, self.bystander.url]
+        options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **(fault.options if fault else {})}
+        self.trainer.order(
+            urls=urls, model=str(self.folders[name]), version=f"{name}-{self._pushes}",
+            options=options, spoil=fault.spoil if fault else "",
+        )  # fmt: skip
+        return f"{name}-{self._pushes}"
+
+    def push_clean(self, name: str, options: dict | None = None):
+        """A push that must succeed; returns what the trainer says."""
+        self.order(name, Fault("", "", (), options=options or {}))
+        said = self.trainer.outcome(60)
+        assert said is not None and not said["error"], said
+        self.serving = name
+        return said
+
+    def new_trainer(self):
+        """After the death of the old one."""
+        self.trainer.close()
+        self.trainer = Trainer(self.fault_file)
+
+    def full_disk(self):
+        """Fill the shared-memory mount; returns how to empty it again."""
+        path = staging.SHM_DIRECTORY / "filler-of-the-fault-tests"
+        free = staging.free_shared_bytes()
+        mount = os.statvfs(staging.SHM_DIRECTORY)
+        nbytes = mount.f_bavail * mount.f_frsize - 64 * 1024
+        if nbytes > free:
+            return None  # it would take the machine's memory with it
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        return path.unlink
+
+    def close(self):
+        """End everything."""
+        self.trainer.close()
+        self.thaw()
+        if self.engine == "reference":
+            self._server.close()
+        else:
+            self._server.stop()
+        self.bystander.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

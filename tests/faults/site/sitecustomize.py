@@ -1,0 +1,227 @@
+"""Puts faults into any process that has this folder on its PYTHONPATH, in the places where weightsync acts.
+
+The file named by FAULT_FILE orders one fault: ``{"point": ..., "where": {...}, "action": ...}``. The first process that
+comes by the point renames the file to ``.fired`` and suffers. The code under test is not replaced: each method runs as
+it is, with something happening before it, after it, or to what passes through it.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import time
+
+FILE = os.environ.get("FAULT_FILE", "")
+
+
+class Injected(RuntimeError):
+    """What an injected exception is."""
+
+
+def at(point, **facts):
+    """The action ordered for this point, if it is ordered for now; raises, kills or stops where that is the action."""
+    try:
+        with open(FILE) as file:
+            order = json.load(file)
+        if order["point"] != point or any(facts.get(key) != value for key, value in order["where"].items()):
+            return ""
+        os.rename(FILE, FILE + ".fired")
+        os.utime(FILE + ".fired")
+    except (OSError, ValueError):
+        return ""
+    action = order["action"]
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "raise":
+        raise Injected(f"injected at {point}")
+    elif action in ("clock forward", "clock back"):
+        real, shift = time.time, 86400.0 * (1 if action == "clock forward" else -1)
+        time.time = lambda: real() + shift
+    return action
+
+
+def around(owner, name):
+    """Replace a method by ``wrapper(original, self, ...)``."""
+
+    def put(wrapper):
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs)))
+
+    return put
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def receiver(module):
+    @around(module.Receiver, "__init__")
+    def made(original, self, sink):
+        original(self, sink)
+        load = sink.load
+
+        def faulty(weights):
+            def passing():
+                for number, pair in enumerate(weights):
+                    yield pair
+                    at("rank loads", tensor=number, rank=sink.rank)
+
+            arm_post_load(sink)
+            load(passing())
+            at("rank loaded", rank=sink.rank)
+
+        sink.load = faulty
+
+    @around(module.Receiver, "prepare")
+    def prepare(original, self, request):
+        at("rank prepares", rank=self._sink.rank)
+        return original(self, request)
+
+    @around(module.Receiver, "_quiesce")
+    def quiesce(original, self):
+        at("rank stops", rank=self._sink.rank)
+        return original(self)
+
+
+def arm_post_load(sink):
+    """Have the engine's own post-load step fail once."""
+    if type(sink).__name__ == "VllmSink":
+        for layer in sink._worker.model_runner.get_model().modules():
+            method = getattr(layer, "quant_method", None)
+            if hasattr(method, "process_weights_after_loading"):
+                break
+        kind, name = type(method), "process_weights_after_loading"
+    elif type(sink).__name__ == "SglangSink":
+        kind, name = type(sink._scheduler.tp_worker.model_runner.weight_updater), "end_weight_update"
+    else:
+        return
+    if not hasattr(getattr(kind, name), "__wrapped__"):
+        around(kind, name)(lambda original, *args, **kw: (at("post-load hook", rank=sink.rank), original(*args, **kw))[1])
+
+
+def ipc_zmq(module):
+    @around(module.EngineIpcZmq, "meet")
+    def meet(original, self, request, layout, rank, over):
+        self.fault_rank = rank
+        at("rank meets", rank=rank)
+        incoming = original(self, request, layout, rank, over)
+        incoming.fault_rank = rank
+        if at("rank met", rank=rank) == "cut":
+            self._sockets[0].disconnect(request.address)
+        return incoming
+
+    @around(module.EngineIpcZmq, "confirm")
+    def confirm(original, self, push, verify_s):
+        action = at("rank confirms", rank=self.fault_rank)
+        if action != "drop":
+            original(self, push, verify_s)
+
+    @around(module.IpcIncoming, "buckets")
+    def buckets(original, self):
+        for bucket in original(self):
+            action = at("rank takes", bucket=bucket.number, rank=self.fault_rank)
+            if action == "flip":
+                bucket.data[bucket.data.numel() // 2] ^= 1
+            if action == "cut":
+                self._socket.disconnect(self._request.address)
+            yield bucket
+
+    @around(module._Transfer, "_send")
+    def send(original, self, peer, message):
+        kind = type(message).__name__
+        action = at("trainer tells", kind=kind, number=getattr(message, "index", 0))
+        if action == "drop":
+            return
+        if action == "cut":
+            self._end._socket.unbind(self._end.address)
+        if action == "reorder":
+            message = type(message)(push=message.push, index=message.index + 1, digests=message.digests)
+        original(self, peer, message)
+        if action == "duplicate":
+            original(self, peer, message)
+
+    @around(module, "Packer")
+    def packer(original, *args):
+        made = original(*args)
+        fill = made.fill
+
+        def faulty(tensors, acquire):
+            for packed in fill(tensors, acquire):
+                action = at("trainer packs", number=packed.number)
+                if action == "flip":
+                    made._arena[1000] ^= 1
+                yield packed
+                if action == "truncate":
+                    return
+
+        made.fill = faulty
+        return made
+
+
+# --- in the trainer and in an engine's front end ----------------------------------------------------------------------
+
+
+def client(module):
+    @around(module.EngineClient, "__init__")
+    def made(original, self, url, token):
+        original(self, url, token)
+        post = self._session.post
+
+        def faulty(address, **kwargs):
+            route = address.rpartition("/")[2]
+            at("trainer asks", route=route)
+            if kwargs.get("data") and at("trainer is cut off", route=route) == "cut":
+                raise module.requests.ConnectionError("injected before the request")
+            reply = post(address, **kwargs)
+            if at("trainer was answered", route=route) == "cut":
+                raise module.requests.ConnectionError("injected before the reply")
+            return reply
+
+        self._session.post = faulty
+
+
+def replica(module):
+    @around(module.Replica, "prepare")
+    async def prepare(original, self, asked):
+        at("front end prepares")
+        return await original(self, asked)
+
+    @around(module.Replica, "_commit")
+    async def commit(original, self, asked):
+        at("front end commits")
+        reply = await original(self, asked)
+        at("front end committed")
+        return reply
+
+
+PATCHES = {
+    "weightsync.receiver": receiver,
+    "weightsync.transports.ipc_zmq": ipc_zmq,
+    "weightsync.client": client,
+    "weightsync.replica": replica,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Runs a patch after the module it is for."""
+
+    def find_spec(self, name, path, target=None):
+        if name not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            PATCHES[name](module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if FILE:
+    sys.meta_path.insert(0, Finder())

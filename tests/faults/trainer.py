@@ -1,0 +1,67 @@
+"""A trainer in a process of its own: one order a line on stdin, one outcome a line on stdout, as JSON."""
+
+import contextlib
+import json
+import sys
+import time
+
+import torch
+from safetensors.torch import load_file
+
+from tools import models
+from weightsync import Sender
+from weightsync.errors import WeightSyncError
+
+SPOILED = "model.layers.1.post_attention_layernorm.weight"
+
+
+def spoil(weights, how):
+    """A push that does not fit the engine's model."""
+    if how == "missing":
+        del weights[SPOILED]
+    elif how == "unknown":
+        weights["model.layers.9.extra.weight"] = torch.ones(3)
+    elif how == "misshapen":
+        weights[SPOILED] = weights[SPOILED][:-1]
+    elif how == "wrong dtype":
+        weights[SPOILED] = weights[SPOILED].float()
+    elif how == "empty":
+        weights.clear()
+    return weights
+
+
+def main():
+    """Serve orders until stdin ends."""
+    senders, loaded = {}, {}
+    # What libraries print is not an outcome.
+    outcomes = sys.stdout
+    sys.stdout = sys.stderr
+    for line in sys.stdin:
+        order = json.loads(line)
+        begin = time.monotonic()
+        said = {"error": "", "message": "", "engines": {}, "noticed": []}
+        try:
+            key = json.dumps([order["urls"], order["options"]])
+            if key not in senders:
+                for old in senders.values():
+                    with contextlib.suppress(WeightSyncError):
+                        old.close()
+                senders.clear()
+                senders[key] = Sender(order["urls"], **order["options"])
+            folder = order["model"]
+            if folder not in loaded:
+                loaded[folder] = models.load_reference(folder)
+            weights = loaded[folder]
+            if order.get("spoil"):
+                weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
+            result = senders[key].push(weights, version=order["version"])
+            said["engines"] = dict.fromkeys(result.engines, "committed")
+            said["noticed"] = [word for engine in result.engines.values() for word in engine.noticed]
+        except WeightSyncError as error:
+            said.update(error=type(error).__name__, message=str(error), engines=error.engines)
+        said["seconds"] = time.monotonic() - begin
+        print(json.dumps(said), file=outcomes, flush=True)
+
+
+if __name__ == "__main__":
+    main()
