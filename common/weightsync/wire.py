@@ -35,6 +35,8 @@ State = Literal[
 
 #: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
 MAX_BODY_BYTES: Final = 64 << 20
+#: Largest message over ZMQ, in bytes; the digests of 100,000 tensors take less than 1 MB.
+MAX_FRAME_BYTES: Final = 16 << 20
 #: Longest that anything may be asked to take, in seconds.
 MAX_TIMEOUT_S: Final = 86400.0
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]

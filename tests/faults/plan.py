@@ -28,94 +28,112 @@ class Fault:
     delay_s: float = 0.0
 
 
-def _order(point: str, action: str, **where: Any) -> dict[str, Any]:
+def do(point: str, action: str, **where: Any) -> dict[str, Any]:
+    """An order to the injector."""
     return {"point": point, "action": action, "where": where}
 
 
 STREAM = {"staging": "none"}
 KEEP = {"keep_previous": True}
-BOTH = (UNCHANGED, COMMITTED)
+U, C, D = (UNCHANGED,), (COMMITTED,), (DIRTY,)
+PREPARE = "update_weights_via_ipc_zmq"
 
 
-def catalogue(tp: int, last_tensor: int) -> list[Fault]:
-    """Every fault at every place, for an engine with ``tp`` ranks; its model is loaded in ``last_tensor`` + 1 steps."""
-    worst = tp - 1
-    faults: list[Fault] = []
-    # --- processes that die or freeze
+def catalogue(tp: int, last: int) -> list[Fault]:
+    """Every fault at every place, for an engine with ``tp`` ranks whose loader takes tensors 0 to ``last``."""
+    rank = tp - 1
+    return [*_signals(rank, last), *_exceptions(tp, rank, last), *_buckets(rank), *_connections(rank), *_world(rank)]
+
+
+def _signals(rank: int, last: int) -> list[Fault]:
+    """Processes that die or freeze."""
+    faults = []
     for action, verb in (("kill", "SIGKILL"), ("stop", "SIGSTOP")):
+        trainer, front, worker = f"{verb} trainer", f"{verb} front end", f"{verb} worker"
         faults += [
-            Fault(f"{verb} trainer", "prepare", (UNCHANGED,), _order("trainer was answered", action, route="update_weights_via_ipc_zmq")),
-            Fault(f"{verb} trainer", "transfer", (UNCHANGED,), _order("trainer packs", action, number=1)),
-            Fault(f"{verb} trainer", "commit", BOTH, _order("trainer asks", action, route="commit")),
-            Fault(f"{verb} trainer", "commit, after it", (COMMITTED,), _order("trainer was answered", action, route="commit")),
-            Fault(f"{verb} trainer", "stream", (DIRTY,), _order("trainer packs", action, number=1), STREAM),
-            Fault(f"{verb} front end", "prepare", (UNCHANGED,), _order("front end prepares", action)),
-            Fault(f"{verb} front end", "commit", (UNCHANGED, COMMITTED), _order("front end commits", action)),
-            Fault(f"{verb} front end", "commit, after it", (COMMITTED,), _order("front end committed", action)),
-            Fault(f"{verb} worker", "transfer", (UNCHANGED,), _order("rank takes", action, rank=worst, bucket=0)),
-            Fault(f"{verb} worker", "commit, before loading", (UNCHANGED, COMMITTED), _order("rank stops", action, rank=worst)),
-            Fault(f"{verb} worker", "commit, loading", (COMMITTED, DIRTY), _order("rank loads", action, rank=worst, tensor=last_tensor // 2)),
-        ]  # fmt: skip
-    # --- exceptions in a worker
-    before = (UNCHANGED,) if tp == 1 else (DIRTY,)
-    faults += [
-        Fault("exception in worker", "prepare", (UNCHANGED,), _order("rank prepares", "raise", rank=worst)),
-        Fault("exception in worker", "meet", (UNCHANGED,), _order("rank meets", "raise", rank=worst)),
-        Fault("exception in worker", "transfer", (UNCHANGED,), _order("rank takes", "raise", rank=worst, bucket=1)),
-        Fault("exception in worker", "commit, before first write", before, _order("rank stops", "raise", rank=worst)),
-        Fault("exception in worker", "commit, first write", (DIRTY,), _order("rank loads", "raise", rank=worst, tensor=0)),
-        Fault("exception in worker", "commit, after last write", (DIRTY,), _order("rank loads", "raise", rank=worst, tensor=last_tensor)),
-        Fault("exception in worker", "commit, loaded", (DIRTY,), _order("rank loaded", "raise", rank=worst)),
-        Fault("exception in worker", "post-load hook", (DIRTY,), _order("post-load hook", "raise", rank=worst)),
-        Fault("exception in worker, version kept", "commit, before first write", (UNCHANGED,), _order("rank stops", "raise", rank=worst), KEEP),
-        Fault("exception in worker, version kept", "commit, first write", (UNCHANGED,), _order("rank loads", "raise", rank=worst, tensor=0), KEEP),
-        Fault("exception in worker, version kept", "post-load hook", (UNCHANGED,), _order("post-load hook", "raise", rank=worst), KEEP),
-        Fault("exception in worker", "stream", (DIRTY,), _order("rank takes", "raise", rank=worst, bucket=1), STREAM),
-    ]  # fmt: skip
-    # --- buckets
-    for options, phase, left in (({}, "transfer", UNCHANGED), (STREAM, "stream", DIRTY)):
-        faults += [
-            Fault("bucket corrupted, one bit, by the trainer", phase, (left,), _order("trainer packs", "flip", number=0), options),
-            Fault("bucket corrupted, one bit, at a rank", phase, (left,), _order("rank takes", "flip", rank=worst, bucket=1), options),
-            Fault("stream truncated", phase, (left,), _order("trainer packs", "truncate", number=1), options),
-            Fault("bucket duplicated", phase, (left,), _order("trainer tells", "duplicate", kind="Filled", number=0), options),
-            Fault("buckets reordered", phase, (left,), _order("trainer tells", "reorder", kind="Filled", number=0), options),
-        ]  # fmt: skip
-    # --- pushes that do not fit
-    faults += [
-        Fault(f"push {how}", "prepare", (UNCHANGED,), spoil=how)
-        for how in ("missing", "unknown", "misshapen", "wrong dtype", "empty")
+            Fault(trainer, "prepare", U, do("trainer was answered", action, route=PREPARE)),
+            Fault(trainer, "transfer", U, do("trainer packs", action, number=1)),
+            Fault(trainer, "commit", U + C, do("trainer asks", action, route="commit")),
+            Fault(trainer, "commit, after it", C, do("trainer was answered", action, route="commit")),
+            Fault(trainer, "stream", D, do("trainer packs", action, number=1), STREAM),
+            Fault(front, "prepare", U, do("front end prepares", action)),
+            Fault(front, "commit", U + C, do("front end commits", action)),
+            Fault(front, "commit, after it", C, do("front end committed", action)),
+            Fault(worker, "transfer", U, do("rank takes", action, rank=rank, bucket=0)),
+            Fault(worker, "commit, before loading", U + C, do("rank stops", action, rank=rank)),
+            Fault(worker, "commit, loading", C + D, do("rank loads", action, rank=rank, tensor=last // 2)),
+        ]
+    return faults
+
+
+def _exceptions(tp: int, rank: int, last: int) -> list[Fault]:
+    """Exceptions in a worker; another rank may have loaded by then."""
+    worker, kept = "exception in worker", "exception in worker, version kept"
+    before = do("rank stops", "raise", rank=rank)
+    first = do("rank loads", "raise", rank=rank, tensor=0)
+    final = do("rank loads", "raise", rank=rank, tensor=last)
+    hook = do("post-load hook", "raise", rank=rank)
+    return [
+        Fault(worker, "prepare", U, do("rank prepares", "raise", rank=rank)),
+        Fault(worker, "meet", U, do("rank meets", "raise", rank=rank)),
+        Fault(worker, "transfer", U, do("rank takes", "raise", rank=rank, bucket=1)),
+        Fault(worker, "commit, before first write", U if tp == 1 else D, before),
+        Fault(worker, "commit, first write", D, first),
+        Fault(worker, "commit, after last write", D, final),
+        Fault(worker, "commit, loaded", D, do("rank loaded", "raise", rank=rank)),
+        Fault(worker, "post-load hook", D, hook),
+        Fault(kept, "commit, before first write", U, before, KEEP),
+        Fault(kept, "commit, first write", U, first, KEEP),
+        Fault(kept, "commit, after last write", U, final, KEEP),
+        Fault(kept, "post-load hook", U, hook, KEEP),
+        Fault(worker, "stream", D, do("rank takes", "raise", rank=rank, bucket=1), STREAM),
     ]
-    # --- connections
-    for route, phase, left in (
-        ("update_weights_via_ipc_zmq", "prepare", (UNCHANGED,)),
-        ("lease", "transfer", (UNCHANGED, COMMITTED)),
-        ("commit", "commit", BOTH),
-    ):
-        if route != "lease":
-            faults += [
-                Fault(f"connection cut before {route}", phase, (UNCHANGED,), _order("trainer is cut off", "cut", route=route)),
-                Fault(f"connection cut after {route}", phase, left, _order("trainer was answered", "cut", route=route)),
-            ]  # fmt: skip
-    faults += [
-        Fault("socket cut after hello", "transfer", (UNCHANGED,), _order("rank met", "cut", rank=worst)),
-        Fault("socket cut after offer", "transfer", (UNCHANGED, COMMITTED), _order("trainer tells", "cut", kind="Offer")),
-        Fault("socket cut after filled", "transfer", (UNCHANGED, COMMITTED), _order("trainer tells", "cut", kind="Filled", number=1)),
-        Fault("socket cut before taken", "transfer", (UNCHANGED,), _order("rank takes", "cut", rank=worst, bucket=0)),
-        Fault("prepared lost", "transfer", (UNCHANGED,), _order("rank confirms", "drop", rank=worst)),
-    ]  # fmt: skip
-    # --- the rest of the world
+
+
+def _buckets(rank: int) -> list[Fault]:
+    """Bytes that are not what was announced, and pushes that do not fit the model."""
+    faults = []
+    for options, phase, left in (({}, "transfer", U), (STREAM, "stream", D)):
+        faults += [
+            Fault("bit flipped by the trainer", phase, left, do("trainer packs", "flip", number=0), options),
+            Fault("bit flipped at a rank", phase, left, do("rank takes", "flip", rank=rank, bucket=1), options),
+            Fault("stream truncated", phase, left, do("trainer packs", "truncate", number=1), options),
+            Fault("bucket duplicated", phase, left, do("trainer tells", "duplicate", kind="Filled", number=0), options),
+            Fault("buckets reordered", phase, left, do("trainer tells", "reorder", kind="Filled", number=0), options),
+        ]
+    spoilt = ("missing", "unknown", "misshapen", "wrong dtype", "empty")
+    return [*faults, *(Fault(f"push {how}", "prepare", U, spoil=how) for how in spoilt)]
+
+
+def _connections(rank: int) -> list[Fault]:
+    """A connection that ends after each message."""
+    return [
+        Fault("request lost", "prepare", U, do("trainer is cut off", "cut", route=PREPARE)),
+        Fault("reply lost", "prepare", U, do("trainer was answered", "cut", route=PREPARE)),
+        Fault("request lost", "commit", U, do("trainer is cut off", "cut", route="commit")),
+        Fault("reply lost", "commit", U + C, do("trainer was answered", "cut", route="commit")),
+        Fault("socket cut after hello and offer", "transfer", U, do("rank met", "cut", rank=rank)),
+        Fault("socket gone at offer", "transfer", U + C, do("trainer tells", "cut", kind="Offer")),
+        Fault("socket gone at filled", "transfer", U + C, do("trainer tells", "cut", kind="Filled", number=1)),
+        Fault("socket cut before taken", "transfer", U, do("rank takes", "cut", rank=rank, bucket=0)),
+        Fault("prepared lost", "transfer", U, do("rank confirms", "drop", rank=rank)),
+    ]
+
+
+def _world(rank: int) -> list[Fault]:
+    """What happens around."""
+    faults = []
     for action in ("clock forward", "clock back"):
         faults += [
-            Fault(f"{action} one day, trainer", "transfer", (COMMITTED,), _order("trainer packs", action, number=0)),
-            Fault(f"{action} one day, worker", "transfer", (COMMITTED,), _order("rank takes", action, rank=worst, bucket=0)),
-            Fault(f"{action} one day, front end", "commit", (COMMITTED,), _order("front end commits", action)),
-        ]  # fmt: skip
-    faults += [
-        Fault("shared-memory mount full", "prepare", (UNCHANGED,), special="full disk"),
-        Fault("second trainer", "transfer", (COMMITTED,), special="second trainer"),
+            Fault(f"{action} a day, trainer", "transfer", C, do("trainer packs", action, number=0)),
+            Fault(f"{action} a day, worker", "transfer", C, do("rank takes", action, rank=rank, bucket=0)),
+            Fault(f"{action} a day, front end", "commit", C, do("front end commits", action)),
+        ]
+    return [
+        *faults,
+        Fault("shared-memory mount full", "prepare", U, special="full disk"),
+        Fault("second trainer", "after a push", C, special="second trainer"),
     ]
-    return faults
 
 
 def at_random(seed: int, rounds: int, tp: int, push_s: float, tensors: int, buckets: int) -> list[Fault]:
@@ -133,15 +151,22 @@ def at_random(seed: int, rounds: int, tp: int, push_s: float, tensors: int, buck
             signal = "SIGKILL" if chance.random() < deadly else "SIGSTOP"
             after_s = chance.uniform(0, 1.5 * push_s)
             faults.append(
-                Fault(f"{signal} {victim}", f"at {after_s * 1000:.0f} ms", anything, options=options, victim=victim,
-                      signal=signal, delay_s=after_s)
-            )  # fmt: skip
+                Fault(
+                    f"{signal} {victim}",
+                    f"at {after_s * 1000:.0f} ms",
+                    anything,
+                    options=options,
+                    victim=victim,
+                    signal=signal,
+                    delay_s=after_s,
+                )
+            )
         elif kind < 0.75:
             tensor = chance.randrange(tensors)
-            order = _order("rank loads", "raise", rank=rank, tensor=tensor)
+            order = do("rank loads", "raise", rank=rank, tensor=tensor)
             faults.append(Fault(f"exception in rank {rank}", f"tensor {tensor}", anything, order, options))
         else:
             bucket, action = chance.randrange(buckets), chance.choice(["flip", "raise", "cut"])
-            order = _order("rank takes", action, rank=rank, bucket=bucket)
+            order = do("rank takes", action, rank=rank, bucket=bucket)
             faults.append(Fault(f"{action} at rank {rank}", f"bucket {bucket}", anything, order, options))
     return faults

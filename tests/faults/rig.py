@@ -238,7 +238,8 @@ class Rig:
         """A push that must succeed; returns what the trainer says."""
         self.order(name, Fault("", "", (), options=options or {}))
         said = self.trainer.outcome(60)
-        assert said is not None and not said["error"], said
+        assert said is not None, "the trainer says nothing"
+        assert not said["error"], said
         self.serving = name
         return said
 

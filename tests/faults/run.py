@@ -168,5 +168,6 @@ def _mend(rig: Rig, fault: Fault, outcome: Outcome, before: str) -> None:
     outcome.mended = rig.which(30.0) == before
     if not outcome.mended:
         outcome.wrong = outcome.wrong or "a full push did not mend it"
-    if outcome.left == "dead" and not _kills_trainer(fault) and not any("restarted" in word for word in said["noticed"]):
+    noticed = any("restarted" in word for word in said["noticed"])
+    if outcome.left == "dead" and not _kills_trainer(fault) and not noticed:
         outcome.wrong = outcome.wrong or "the restarted engine was not noticed"

@@ -100,9 +100,11 @@ class Packer:
         return nbytes
 
     def _full(self, bucket: int, ended: list[Hasher]) -> Packed:
-        mark = time.perf_counter()
-        digests = tuple(hasher.value() for hasher in ended)
-        ended.clear()
-        self.digest_s += time.perf_counter() - mark
+        digests: tuple[int, ...] = ()
+        if ended:
+            mark = time.perf_counter()
+            digests = tuple(hasher.value() for hasher in ended)
+            ended.clear()
+            self.digest_s += time.perf_counter() - mark
         staging.synchronize(self._arena.device)
         return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))

@@ -100,7 +100,11 @@ def arm_post_load(sink):
     else:
         return
     if not hasattr(getattr(kind, name), "__wrapped__"):
-        around(kind, name)(lambda original, *args, **kw: (at("post-load hook", rank=sink.rank), original(*args, **kw))[1])
+
+        @around(kind, name)
+        def post_load(original, *args, **kwargs):
+            at("post-load hook", rank=sink.rank)
+            return original(*args, **kwargs)
 
 
 def ipc_zmq(module):

@@ -1,0 +1,331 @@
+"""Commit or nothing, on reference engines: what is verified, kept, streamed, leased, noticed and told."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import requests
+import torch
+
+from tests.helpers import plan_of
+from tools import models
+from weightsync import Sender, cli, wire
+from weightsync.errors import (
+    ApplyFailed,
+    DigestMismatch,
+    LeaseHeld,
+    TransferFailed,
+    UnsupportedOption,
+    WrongState,
+)
+from weightsync.layout import Layout, digest_of
+from weightsync.security import engine_token
+from weightsync.sources import open_source
+from weightsync.testing import ReferenceEngine
+from weightsync.transports.ipc_zmq import TrainerIpcZmq
+from weightsync.transports.packing import Packer
+
+PROMPT = list(b"guarantees")
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder):
+    with ReferenceEngine(model_folder("llama", 0)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def a(model_folder):
+    return models.load_reference(model_folder("llama", 1))
+
+
+@pytest.fixture
+def b(model_folder):
+    return models.load_reference(model_folder("llama", 2))
+
+
+def expected(model):
+    return digest_of(model.state_dict().items())
+
+
+def served(engine):
+    with Sender([engine.url]) as sender:
+        return sender.status(digest=True)[engine.url].ranks[0].digest
+
+
+def status(engine):
+    with Sender([engine.url]) as sender:
+        return sender.status()[engine.url]
+
+
+def wait_until(true, what):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def flip_in(monkeypatch, bucket):
+    """Have the trainer's memory hold something else than what was hashed."""
+    original = Packer.fill
+
+    def fill(self, tensors, acquire):
+        for packed in original(self, tensors, acquire):
+            if packed.number == bucket:
+                self._arena[700] ^= 4
+            yield packed
+
+    monkeypatch.setattr(Packer, "fill", fill)
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100_000}])
+def test_one_flipped_bit_is_named_and_changes_nothing(engine, a, b, monkeypatch, options):
+    with Sender([engine.url], **options) as sender:
+        sender.push(a)
+        with monkeypatch.context() as patch:
+            flip_in(patch, 0)
+            with pytest.raises(
+                DigestMismatch, match=r"rank 0: \S+ in bucket \d is not what the trainer held"
+            ) as raised:
+                sender.push(b)
+        assert raised.value.engines == {engine.url: "unchanged"}
+        assert served(engine) == expected(a)
+        assert sender.push(b).verify == "digest"
+    assert served(engine) == expected(b)
+
+
+def test_verify_off_is_said_and_deep_reads_back_what_the_engine_holds(engine, a, b):
+    with Sender([engine.url], verify="off") as sender:
+        result = sender.push(a)
+        assert (result.verify, result.seconds["digest"], result.seconds["verify"]) == ("off", 0.0, 0.0)
+    with Sender([engine.url], verify="deep") as sender:
+        assert sender.push(b).verify == "deep"
+    assert served(engine) == expected(b)
+
+
+FORGETFUL = """
+import torch
+from weightsync import testing
+load = testing.ModelSink.load
+def forget_one(self, weights):
+    load(self, (pair for pair in weights if pair[0] != "model.norm.weight" or not torch.all(pair[1] == 2)))
+testing.ModelSink.load = forget_one
+testing.main()
+"""
+
+
+def test_deep_finds_a_loader_that_forgets_a_tensor(model_folder, a):
+    with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", FORGETFUL)) as engine:
+        a.model.norm.weight.data.fill_(2)
+        with Sender([engine.url], verify="deep") as sender, pytest.raises(ApplyFailed, match="fresh engine would load"):
+            sender.push(a)
+        assert status(engine).state == "dirty"
+        a.model.norm.weight.data.fill_(3)
+        with Sender([engine.url], verify="deep") as sender:
+            sender.push(a)
+        assert served(engine) == expected(a)
+
+
+def test_the_version_before_can_be_gone_back_to(engine, a, b):
+    with Sender([engine.url], keep_previous=True) as sender:
+        with pytest.raises(TransferFailed, match="no version to go back to"):
+            sender.rollback()
+        sender.push(a, version="a")
+        with pytest.raises(TransferFailed, match="no version to go back to"):
+            sender.rollback()
+        sender.push(b, version="b")
+        assert sender.rollback().version == "a"
+        assert (served(engine), status(engine).version) == (expected(a), "a")
+        assert sender.rollback().version == "b"
+        assert (served(engine), status(engine).version) == (expected(b), "b")
+        sender.push(a, version="c")
+        assert sender.rollback().version == "b"
+        assert served(engine) == expected(b)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 100_000])
+def test_a_commit_that_fails_half_way_goes_back_where_the_version_is_kept(model_folder, a, b, bucket_bytes):
+    code = (
+        "from weightsync import testing\n"
+        "load, calls = testing.ModelSink.load, []\n"
+        "def fail_third(self, weights):\n"
+        "    calls.append(1)\n"
+        "    load(self, (pair for n, pair in enumerate(weights) if len(calls) != 3 or n < 7 or 1 / 0))\n"
+        "testing.ModelSink.load = fail_third\n"
+        "testing.main()\n"
+    )
+    with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
+        with Sender([engine.url], keep_previous=True, bucket_bytes=bucket_bytes) as sender:
+            sender.push(a, version="a")
+            sender.push(b, version="b")
+            with pytest.raises(ApplyFailed, match=r"division by zero.*loaded again on every rank") as raised:
+                sender.push(a, version="c")
+            assert raised.value.engines == {engine.url: "unchanged"}
+            assert (served(engine), status(engine).version, status(engine).state) == (expected(b), "b", "serving")
+            sender.push(a, version="d")
+        assert served(engine) == expected(a)
+
+
+@pytest.mark.parametrize("bucket_bytes", [512, 100_000, None])
+def test_streaming_needs_no_stage(engine, a, b, bucket_bytes):
+    with Sender([engine.url], staging="none", bucket_bytes=bucket_bytes) as sender:
+        result = sender.push(a)
+        assert (result.staging, result.staging_reason) == ("none", "asked for")
+        assert served(engine) == expected(a)
+        sender.push(b)
+        assert served(engine) == expected(b)
+
+
+def test_a_stream_that_breaks_leaves_a_dirty_engine_that_a_full_push_mends(engine, a, b, monkeypatch):
+    with Sender([engine.url], staging="none", bucket_bytes=100_000) as sender:
+        sender.push(a)
+        with monkeypatch.context() as patch:
+            flip_in(patch, 1)
+            with pytest.raises(ApplyFailed, match="not what the trainer held") as raised:
+                sender.push(b)
+        assert raised.value.engines == {engine.url: "dirty"}
+        assert requests.get(f"{engine.url}/health", timeout=10).status_code == 503
+        assert "failed half-way" in status(engine).detail
+        with pytest.raises(requests.HTTPError, match="503"):
+            engine.generate(PROMPT, 1)
+        with pytest.raises(TransferFailed, match="no version"):
+            sender.rollback()
+        sender.push(b)
+    assert requests.get(f"{engine.url}/health", timeout=10).status_code == 200
+    assert served(engine) == expected(b)
+
+
+def test_a_second_trainer_is_told_who_holds_the_lease(engine, a, b):
+    with Sender([engine.url]) as first, Sender([engine.url]) as second:
+        first.push(a)
+        with pytest.raises(LeaseHeld, match=r"another trainer pushes here: .* process \d+.*weightsync abort") as raised:
+            second.push(b)
+        assert raised.value.weights == "unchanged"
+        assert served(engine) == expected(a)
+        assert cli.main(["abort", engine.url]) == 0
+        second.push(b)
+        with pytest.raises(LeaseHeld):
+            first.push(a)
+    assert served(engine) == expected(b)
+    assert status(engine).holder == ""
+
+
+def test_a_trainer_that_vanished_is_succeeded_at_once(engine, model_folder, a):
+    code = (
+        "import os, sys; from weightsync import Sender; from tools import models\n"
+        f"sender = Sender([{engine.url!r}]); sender.push(models.load_reference({str(model_folder('llama', 2))!r}))\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    with Sender([engine.url], timeout_s=20) as sender:
+        sender.push(a)
+    assert served(engine) == expected(a)
+
+
+def prepared_by_hand(engine, model, timeout_s, trainer):
+    layout = Layout(open_source(model).specs)
+    request = trainer.request(plan_of("by-hand", layout, 1 << 20, timeout_s, owner="hand", holder="a hand"), engine.url)
+    headers = {"Authorization": f"Bearer {engine_token()}"}
+    url = f"{engine.url}/weightsync/update_weights_via_ipc_zmq"
+    assert requests.post(url, data=wire.to_json(request), headers=headers, timeout=30).ok
+
+
+def test_a_stuck_push_expires_and_can_be_aborted(engine, a, capsys):
+    trainer = TrainerIpcZmq(torch.device("cpu"))
+    prepared_by_hand(engine, a, 1.0, trainer)
+    assert cli.main(["status", engine.url]) == 0
+    assert "receiving" in capsys.readouterr().out
+    wait_until(lambda: status(engine).ranks[0].state == "serving", "the rank goes on waiting")
+    assert cli.main(["abort", engine.url]) == 0
+    prepared_by_hand(engine, a, 60.0, trainer)
+    assert status(engine).holder == "a hand"
+    assert cli.main(["abort", engine.url]) == 0
+    assert (status(engine).state, status(engine).holder) == ("serving", "")
+    prepared_by_hand(engine, a, 60.0, trainer)
+    trainer.close()
+    wait_until(lambda: status(engine).state == "serving", "a push whose trainer is gone is not forgotten")
+    assert cli.main(["status", "http://127.0.0.1:9"]) == 1
+
+
+def test_a_restarted_engine_is_noticed_and_caught_up(model_folder, a):
+    first = ReferenceEngine(model_folder("llama", 0)).__enter__()
+    port = int(first.url.rpartition(":")[2])
+    with Sender([first.url]) as sender:
+        assert sender.push(a).engines[first.url].noticed == ()
+        first.close()
+        with ReferenceEngine(model_folder("llama", 0), port=port) as again:
+            result = sender.push(a)
+            assert result.engines[first.url].noticed == ("restarted since this sender last met it",)
+            assert served(again) == expected(a)
+
+
+def test_a_push_onto_another_version_than_expected_is_noticed(engine, a, b):
+    with Sender([engine.url]) as first:
+        first.push(a, version="mine")
+        assert cli.main(["abort", engine.url]) == 0
+        with Sender([engine.url]) as second:
+            second.push(b, version="theirs")
+        noticed = first.push(a).engines[engine.url].noticed
+    assert noticed == ("served 'theirs', not 'mine' as this sender left it",)
+
+
+def test_an_engine_can_be_started_so_that_it_waits_for_its_first_push(model_folder, a):
+    with ReferenceEngine(model_folder("llama", 0), args=["--wait-for-initial-weights"]) as engine:
+        assert requests.get(f"{engine.url}/health", timeout=10).status_code == 503
+        assert (status(engine).state, status(engine).detail) == ("unsynced", "it waits for its first push")
+        with pytest.raises(requests.HTTPError, match="503"):
+            engine.generate(PROMPT, 1)
+        with Sender([engine.url]) as sender:
+            sender.push(a)
+        assert requests.get(f"{engine.url}/health", timeout=10).status_code == 200
+        assert len(engine.generate(PROMPT, 1)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"staging": "some"}, "there is full, none, auto"),
+        ({"verify": "maybe"}, "there is digest, deep, off"),
+        ({"staging": "none", "keep_previous": True}, "holds no version"),
+        ({"staging": "none", "verify": "deep"}, "holds no version"),
+        ({"timeout_s": 0.0}, "above 0"),
+    ],
+)
+def test_options_that_go_with_nothing(engine, options, said):
+    with pytest.raises(UnsupportedOption, match=said):
+        Sender([engine.url], **options)
+
+
+def test_a_closed_sender_says_so(engine, a):
+    sender = Sender([engine.url])
+    sender.close()
+    with pytest.raises(WrongState, match="this sender is closed: push is not possible"):
+        sender.push(a)
+
+
+SPAWN = """
+import gc, torch, weightsync.transports.ipc_zmq as ipc
+end = ipc.TrainerIpcZmq(torch.device("cpu"))
+end.itself = end
+del end
+gc.collect()
+end = ipc.EngineIpcZmq(torch.device("cpu"))
+end._sockets.append(end._context.socket(ipc.zmq.DEALER))
+end.itself = end
+"""
+
+
+def test_ends_that_are_forgotten_in_a_cycle_do_not_hang_the_interpreter():
+    subprocess.run([sys.executable, "-c", SPAWN], timeout=60, check=True)
+
+
+def test_a_push_leaves_no_thread_behind(engine, a):
+    with Sender([engine.url]) as sender:
+        sender.push(a)
+        sender.push(a)
+    wait_until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("weightsync")],
+        "threads of a closed sender live on",
+    )
