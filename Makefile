@@ -1,9 +1,13 @@
 # Everything runs in environments that `make env` builds here (.venv, .venv-vllm, .venv-sglang); nothing is installed elsewhere.
 PYTHON ?= python3
 ENGINE ?= vllm
+PUSHES ?= 500
+ROUNDS ?= 0
 ARGS ?=
+# Both engines, unless one was asked for.
+ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test lint demo bench clean
+.PHONY: env test lint demo bench faults soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -24,6 +28,15 @@ demo:  ## push new weights into a running engine: make demo ENGINE=vllm|sglang
 
 bench: env
 	.venv/bin/python benchmarks/bench.py $(ARGS)
+
+faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
+	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)
+
+soak: env  ## push 500 times and see that no process grows: make soak PUSHES=500 ENGINE=vllm|sglang (default: both)
+	.venv/bin/python benchmarks/soak.py --pushes $(PUSHES) $(ASKED) $(ARGS)
+
+streams: env  ## push while clients read streams: make streams ENGINE=vllm|sglang (default: both)
+	.venv/bin/python benchmarks/streams.py $(ASKED) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang .work dist build

@@ -2,9 +2,10 @@
 
 For each engine one server runs on this machine's CPU, and rounds are repeated in which everything is measured once, one
 after the other: a memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), the
-engine's own ways, and pushes that verify nothing. Each brings the other of two sets of weights; of the warm pushes and
-of the engine's own ways the second of two in a row counts. In the first round it is checked what the engine serves
-after each; at the end, that its weights are, bit by bit, those that it loaded itself when it started.
+engine's own ways, and pushes that verify nothing. Each brings the other of two sets of weights. Of warm pushes the
+second of two in a row counts, and so it does of the engine's own ways (there with the same set again). In the first
+round it is checked what the engine serves after each; at the end, that its weights are, bit by bit, those that it
+loaded itself when it started.
 
 Times are wall-clock seconds in the process that waits for the weights to be served; only vLLM's in-worker reload is
 timed inside of vLLM. Exit code 0 if everything that was pushed is served.

@@ -36,10 +36,10 @@ WINDOW = 50
 JITTER = 1.0
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 8 << 20
 RULE = (
-    f"flat after the first {WARM_UP} pushes: between the {WINDOW} pushes after them and the last {WINDOW}, means of "
-    f"open files, threads, processes, shared-memory files and private directories grow by at most {JITTER:g}, the median of "
-    f"a process's memory by at most {MEMORY_SHARE:.0%} or {MEMORY_BYTES >> 20} MiB, whichever is more; closing the "
-    "last sender leaves no such file and directory"
+    f"flat after the first {WARM_UP} pushes: from the {WINDOW} pushes after them to the last {WINDOW},\n"
+    "the means of open files, threads, processes, shared-memory files and private directories\n"
+    f"grow by at most {JITTER:g}, the median of a process's memory by at most {MEMORY_SHARE:.0%} or "
+    f"{MEMORY_BYTES >> 20} MiB, whichever\nis more; closing the last sender leaves no such file or directory"
 )
 TRAINER = "trainer"
 #: What is sampled of a process, and of the whole.

@@ -115,7 +115,8 @@ def app_routes() -> list[Any]:
 def lacking(scheduler: Any) -> str:
     """Empty, or what this scheduler lacks; these attributes exist on instances alone."""
     wanted = ("tp_group.rank_in_group", "tp_cpu_group", "tp_worker.model_runner.model", "model_config.model_path",
-              "weight_updater._session", "_request_dispatcher")  # fmt: skip
+              "tp_worker.model_runner.loader", "tp_worker.model_runner.load_config", "weight_updater._session",
+              "_request_dispatcher")  # fmt: skip
     gone = []
     for name in wanted:
         found = scheduler

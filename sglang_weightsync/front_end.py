@@ -13,7 +13,7 @@ from sglang_weightsync import compat
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from weightsync import wire
 from weightsync.calls import COMMIT_CALL_S, Calls
-from weightsync.errors import ApplyFailed, PushTimeout, UnsupportedOption, WeightSyncError
+from weightsync.errors import ApplyFailed, PushTimeout, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.receiver import settle
 
 _KEEP_REASON = (
@@ -47,8 +47,11 @@ class SglangFrontEnd:
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
         request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload)
-        self._last = await compat.ask(self._manager, request)
-        return self._last.replies
+        reply: WeightsyncReqOutput = await compat.ask(self._manager, request)
+        if reply.call != request.call:
+            raise TransferFailed("the schedulers answered another call; push again", weights="unknown")
+        self._last = reply
+        return reply.replies
 
     async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Drain if asked to, then everything in one step of the schedulers."""

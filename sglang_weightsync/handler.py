@@ -91,6 +91,9 @@ class Handler:
             self._dirty = dirty and finished is not replies
             if not self._dirty:
                 compat.resume(self._scheduler)
+        if self._dirty:
+            # Requests that were to keep their KV cannot: SGLang's watchdog takes a paused batch for a hung one.
+            compat.pause(self._scheduler, retract=True)
         return WeightsyncReqOutput(
             call=request.call,
             replies=replies,

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from base64 import b64encode
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from itertools import chain
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 import msgspec
+import zmq
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -58,8 +59,8 @@ FLOATS = [nan, inf, -inf, -0.0, -1.5, 1e308, 5e-324]
 BLOBS = [
     b"", b"\0", b"{", b"[", b"null", b"[]", b'""', b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"', b"{}{}", b"{" * 3000,
     b'{"a":' * 3000, b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x8c\x05posix\x94.", b"cposix\nsystem\n(S'true'\ntR.",
-    b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffx", b"\xc1" * 9, b"\x91" * 3000, b"\xc6\xff\xff\xff\xff",
-    b"PK\x03\x04",
+    b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffx", b"\xc1" * 9, b"\x91" * 3000,
+    b"\xc6\xff\xff\xff\xff", b"PK\x03\x04",
 ]  # fmt: skip
 
 #: For ``settings(FUZZ, max_examples=...)``: the same messages every time, none kept between runs.
@@ -244,6 +245,15 @@ _FINE = {
     inspect.UnionType: lambda schema, info: st.one_of(*map(schema._fine_value, info.types)),
     inspect.StructType: Schema._struct,
 }
+
+
+@contextmanager
+def stranger(context, address):
+    """A socket of this user's at a sender that never asked it to come."""
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        yield socket
 
 
 class Traps:

@@ -322,7 +322,9 @@ def _failure(server: Server, what: str) -> str:
 
 def _is_ready(server: Server) -> bool:
     try:
-        return requests.get(server.url + "/health", timeout=5.0).status_code == 200
+        reply = requests.get(server.url + "/health", timeout=5.0)
+        # An engine that was told to wait for its first push is up, and will not say so before that.
+        return reply.ok or "first push" in reply.text
     except requests.RequestException:
         return False
 

@@ -5,6 +5,7 @@ Written against vLLM 0.32. If a name is gone, `check` says so when the server st
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import gc
@@ -16,18 +17,21 @@ from typing import Any, Final
 
 import torch
 
+from weightsync.errors import EngineUnreachable
 from weightsync.layout import digest_of
 
 SUPPORTED: Final = "0.32"
 
 _WAIT: Final = "wait_for_initial_weights"
+#: How often a call that takes long is checked for a dead engine.
+_LOOK_UP_S: Final = 0.5
 
 #: Where the routes run: module -> attributes that this package leans on.
 SERVER: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.collective_rpc", "AsyncLLM.pause_generation", "AsyncLLM.resume_generation",
         "AsyncLLM.reset_prefix_cache", "AsyncLLM.reset_encoder_cache", "AsyncLLM.update_weight_version",
-        "AsyncLLM.get_weight_version"),
+        "AsyncLLM.get_weight_version", "AsyncLLM.errored"),
     "vllm.utils.import_utils": ("resolve_obj_by_qualname",),
 }  # fmt: skip
 
@@ -244,6 +248,16 @@ def extension_class(engine_client: Any) -> type | None:
 
 
 async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:
-    """Run a method of the worker extension on every worker."""
-    replies: Sequence[str] = await engine_client.collective_rpc(method, args=(payload,))
+    """Run a method of the worker extension on every worker. Raises `EngineUnreachable` once the engine core has died.
+
+    vLLM forgets a call that is pending when its core dies, and its server then waits for our route for ever. Nor must
+    the call be given a timeout: replies carry no number, and the next call would get the late one.
+    """
+    call = asyncio.ensure_future(engine_client.collective_rpc(method, args=(payload,)))
+    while not call.done():
+        await asyncio.wait({call}, timeout=_LOOK_UP_S)
+        if engine_client.errored and not call.done():
+            call.cancel()
+            raise EngineUnreachable(f"vLLM's engine core died during {method}", weights="unknown")
+    replies: Sequence[str] = call.result()
     return replies

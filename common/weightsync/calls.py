@@ -13,13 +13,16 @@ from typing import Any, Final
 
 import psutil
 
-from weightsync.errors import PushTimeout
+from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.wire import RankInfo
 
 Replies = Sequence[bytes | str]
 
 #: For calls of a commit: giving up on one that may still load leaves nobody knowing what is served.
 COMMIT_CALL_S: Final = 600.0
+#: How often the ranks' processes are looked at while a call takes long.
+_LOOK_UP_S: Final = 1.0
+_ENDED: Final = "has ended"
 
 
 class Calls:
@@ -46,7 +49,10 @@ class Calls:
         self._running, self._since = method, time.monotonic()
         call = asyncio.ensure_future(self._raw(method, payload))
         call.add_done_callback(self._ended)
-        await asyncio.wait({call}, timeout=max(0.0, timeout_s - (time.monotonic() - start)))
+        while not call.done() and (left_s := timeout_s - (time.monotonic() - start)) > 0:
+            await asyncio.wait({call}, timeout=min(left_s, _LOOK_UP_S))
+            if not call.done():
+                self.check_alive()
         if not call.done():
             raise PushTimeout(
                 f"the ranks did not answer {method} within {timeout_s:g} s{self.trouble()}", weights="unknown"
@@ -58,6 +64,11 @@ class Calls:
         if not call.cancelled():
             call.exception()  # told to whoever still waits; asyncio need not complain that nobody did
 
+    def check_alive(self) -> None:
+        """Raise `EngineUnreachable` if a rank's process has ended: engines notice that much later than it can be seen."""
+        if any(_fault(rank.pid) == _ENDED for rank in self.ranks):
+            raise EngineUnreachable(f"the engine cannot go on{self.trouble()}", weights="unknown")
+
     def trouble(self) -> str:
         """What can be seen of ranks that cannot answer, to be appended to an error."""
         seen = [f"rank {rank.rank} (process {rank.pid}) {fault}" for rank in self.ranks if (fault := _fault(rank.pid))]
@@ -68,7 +79,7 @@ def _fault(pid: int) -> str:
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return "has ended"
+        return _ENDED
     if status == psutil.STATUS_ZOMBIE:
-        return "has ended"
+        return _ENDED
     return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""

@@ -162,6 +162,7 @@ class Replica:
     async def lease(self, asked: wire.LeaseRequest) -> wire.Done:
         """The owner is alive."""
         self._lease.renew(asked.owner)
+        self._call.check_alive()
         return wire.Done()
 
     async def commit(self, asked: wire.CommitRequest) -> wire.CommitReply:

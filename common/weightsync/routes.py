@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _STATUS: Final = {
     "AuthenticationFailed": 401,
     "PluginNotLoaded": 501,
+    "EngineUnreachable": 503,
     "ProtocolMismatch": 426,
     "UnsupportedOption": 422,
     "ManifestMismatch": 422,

@@ -2,11 +2,12 @@
 
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 from transformers import PreTrainedModel
 
@@ -35,6 +36,7 @@ class Served:
     fresh_b: "Answers"
     refusal: Exception
     """What a sender says of a server of this engine that runs without the plugin, or with half of it."""
+    first: "First"
 
     def sender(self, **options):
         return Sender([self.server.url], **options)
@@ -60,6 +62,27 @@ class Answers:
 
     short: tuple[list[int], list[float]]
     long: tuple[list[int], list[float]]
+
+
+@dataclass
+class First:
+    """What an engine did before its first push, and what a request that came before it was answered afterwards."""
+
+    health: int
+    state: str
+    answered_early: bool
+    answer: tuple[list[int], list[float]]
+
+
+def first_push(server, folder):
+    """Ask, push, and get the answer."""
+    with Sender([server.url]) as sender, ThreadPoolExecutor(1) as thread:
+        health = requests.get(f"{server.url}/health", timeout=10).status_code
+        state = sender.status()[server.url].state
+        answer = thread.submit(servers.greedy, server, PROMPT, NEW_TOKENS)
+        early = wait([answer], timeout=3.0).done
+        sender.push(models.load_reference(folder), version="first")
+        return First(health, state, bool(early), answer.result(120))
 
 
 def long_prompt():
@@ -99,6 +122,11 @@ CACHING = {
     "sglang": [],
 }
 NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
+#: For an engine that must not serve before its first push.
+WAITING = {
+    "vllm": ["--additional-config", '{"weightsync": {"wait_for_initial_weights": true}}'],
+    "sglang": ["--checkpoint-engine-wait-weights-before-ready"],
+}
 # Long enough to be in flight from the first client's first token until after the push.
 STREAMS, STREAM_TOKENS = 8, 700
 
@@ -149,7 +177,7 @@ def with_plugin(engine, kind, tp, folder, scratch):
                 shutil.copy(file, scratch)
         return scratch, {"args": [*CACHING[engine], "--load-format", "dummy"]}
     if kind == "llama":
-        args = NO_CACHING[engine]
+        args = [*NO_CACHING[engine], *WAITING[engine]]
         if engine == "vllm":
             # A user's own extension class, derived from ours; developer mode shows vLLM's worker RPC.
             args = [*args, "--worker-extension-cls", "user_extension.UserExtension"]
@@ -169,7 +197,7 @@ def served(request, model_folder, tmp_path_factory):
             Sender([fresh.url])
     folder, options = with_plugin(engine, kind, tp, a, tmp_path_factory.mktemp("served"))
     with servers.start(engine, folder, tp=tp, **options) as server:
-        yield Served(server, kind, tp, a, b, fresh_b, refusal.value)
+        yield Served(server, kind, tp, a, b, fresh_b, refusal.value, first_push(server, b))
 
 
 #: (engine, kind, tp). The caches are looked at in the first four; the same place in both lists keeps pytest from

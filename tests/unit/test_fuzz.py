@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -16,7 +17,6 @@ from tests import fuzz
 from tests.helpers import plan_of
 from tools import models
 from weightsync import Sender, errors, security, staging, wire
-from weightsync.errors import PushTimeout
 from weightsync.layout import Layout, digest_of
 from weightsync.receiver import Receiver, handle
 from weightsync.security import engine_token
@@ -28,7 +28,7 @@ from weightsync.transports.ipc_zmq import EngineIpcZmq, TrainerIpcZmq
 from weightsync.transports.packing import Packer
 
 #: How many messages each test sends: for each route, for each method of a rank, to a rank, to a trainer.
-EACH_ROUTE, EACH_METHOD, TO_RANK, TO_TRAINER = 1000, 1000, 3000, 5000
+EACH_ROUTE, EACH_METHOD, TO_RANK, TO_TRAINER = 1000, 1200, 1500, 5000
 CPU = torch.device("cpu")
 SOON_S = 10.0
 BUCKET = 64 << 10
@@ -245,55 +245,46 @@ def is_ignored(frame):
 
 
 def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps):
-    source, context, sent, counts = open_source(trained), zmq.Context(), [], {"Failed": 0, "Prepared": 0}
+    source, context, counts = open_source(trained), zmq.Context(), {"Failed": 0, "Prepared": 0}
+    digest = digest_of(trained.state_dict().items())
 
-    def push(at, frames):
-        sender = FakeSender(context, source)
-        try:
-            rank.prepare(sender.request)
-            assert isinstance(sender.hear(), wire.Hello)
-            for number, honest in enumerate(sender.steps()):
-                for frame in frames if number == at else ():
-                    sent.append(frame)
-                    sender.say(frame)
-                    if not is_ignored(frame):
-                        return sender.outcome()
-                sender.say(honest)
-            return sender.outcome()
-        finally:
-            said = rank.settled()
-            if said == "prepared":
-                job = rank.receiver._job
-                assert digest_of(job.staged.tensors()) == digest_of(trained.state_dict().items())
-            rank.ask("weightsync_abort", b"{}")
-            sender.close()
+    def push(sender, at, frame):
+        rank.prepare(sender.request)
+        assert isinstance(sender.hear(), wire.Hello)
+        for number, honest in enumerate(sender.steps()):
+            if number == at:
+                sender.say(frame)
+                if not is_ignored(frame):
+                    break
+            sender.say(honest)
+        assert number >= at
+        return sender.outcome()
 
     @settings(fuzz.FUZZ, max_examples=TO_RANK)
     @given(st.integers(0, 3), fuzz.Schema([*traps.texts, PUSH, PUSH]).frames(fuzz.FROM_SENDER))
     def run(at, frame):
-        start = time.monotonic()
-        said = push(at, [frame])
-        assert time.monotonic() - start < SOON_S
-        counts[type(said).__name__] += 1
-        if isinstance(said, wire.Failed):
-            assert issubclass(getattr(errors, said.error), errors.WeightSyncError)
-            assert said.message
+        start, sender = time.monotonic(), FakeSender(context, source)
+        try:
+            said = push(sender, at, frame)
+            assert time.monotonic() - start < SOON_S
+            counts[type(said).__name__] += 1
+            if isinstance(said, wire.Failed):
+                assert issubclass(getattr(errors, said.error), errors.WeightSyncError)
+                assert said.message
+                assert rank.settled() == "serving"
+            else:
+                assert is_ignored(frame)
+                assert digest_of(rank.receiver._job.staged.tensors()) == digest
+                assert rank.ask("weightsync_abort", b"{}").error is None
+        finally:
+            sender.close()
 
     run()
-    print(counts, len(sent))
-    assert len(sent) >= TO_RANK
+    print(counts)
+    assert sum(counts.values()) >= TO_RANK
     assert min(counts.values()) > TO_RANK / 20
     rank.assert_unharmed(trained)
     context.term()
-
-
-@contextmanager
-def stranger(context, address):
-    """A socket of this user that was never asked to come."""
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
-        yield socket
 
 
 def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(trained, traps):
@@ -308,68 +299,39 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
     assert len(frames) >= TO_TRAINER
     source, context = open_source(trained), zmq.Context()
     layout, trainer, end, peer = Layout(source.specs), TrainerIpcZmq(CPU), EngineIpcZmq(CPU), Peer("here", 0)
-    left, pushes = iter(frames), 10
+    left, sent, pushes = iter(frames), 0, 10
     share = -(-len(frames) // pushes // (1 + len(layout.entries)))
-    sent = 0
 
-    def receive(request, results):
+    def receive(request):
         incoming = end.meet(request, layout, 0, threading.Event())
         staged, _ = Stages(0, CPU).fill(incoming, request, layout, None)
-        results.append(digest_of(staged.tensors()))
+        found = digest_of(staged.tensors())
         end.confirm(request.push, 0.0)
+        return found
 
-    for number in range(pushes):
-        plan, results = plan_of(PUSH, layout, BUCKET, SOON_S), []
-        with stranger(context, trainer.address) as socket:
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(pushes):
+            plan = plan_of(PUSH, layout, BUCKET, SOON_S)
+            with fuzz.stranger(context, trainer.address) as socket:
 
-            def disturb():
-                nonlocal sent
-                for _, frame in zip(range(share), left, strict=False):
-                    socket.send_multipart([b"", frame] if sent % 7 == 0 else [frame])
-                    sent += 1
+                def disturb(socket=socket):
+                    nonlocal sent
+                    for _, frame in zip(range(share), left, strict=False):
+                        socket.send_multipart([b"", frame] if sent % 7 == 0 else [frame])
+                        sent += 1
 
-            def disturbed():
-                for tensor in source.tensors():
-                    disturb()
-                    yield tensor
+                def disturbed(disturb=disturb):
+                    for tensor in source.tensors():
+                        disturb()
+                        yield tensor
 
-            request = trainer.request(plan, "here")
-            disturb()
-            thread = threading.Thread(target=receive, args=(request, results))
-            thread.start()
-            trainer.meet(plan, layout, {peer}, Deadline(SOON_S))
-            trainer.send(disturbed(), None)
-            thread.join(SOON_S)
-        assert results == [digest_of(trained.state_dict().items())], f"push {number}"
+                request = trainer.request(plan, "here")
+                disturb()
+                received = threads.submit(receive, request)
+                trainer.meet(plan, layout, {peer}, Deadline(SOON_S))
+                trainer.send(disturbed(), None)
+                assert received.result(SOON_S) == digest_of(trained.state_dict().items())
     assert sent == len(frames)
     end.close()
     trainer.close()
     context.term()
-
-
-def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(trained):
-    source, context, over = open_source(trained), zmq.Context(), threading.Event()
-    layout, trainer = Layout(source.specs), TrainerIpcZmq(CPU)
-    plan = plan_of(PUSH, layout, BUCKET, 1.0)
-    trainer.request(plan, "here")
-
-    def flood():
-        with stranger(context, trainer.address) as socket:
-            while not over.wait(0):
-                with suppress(zmq.Again):
-                    socket.send(b"rubbish", zmq.DONTWAIT)
-
-    threads = [threading.Thread(target=flood), threading.Timer(SOON_S, over.set)]
-    for thread in threads:
-        thread.start()
-    start = time.monotonic()
-    try:
-        with pytest.raises(PushTimeout, match="still missing: rank 0 of here"):
-            trainer.meet(plan, layout, {Peer("here", 0)}, Deadline(plan.timeout_s))
-        assert time.monotonic() - start < 2 * plan.timeout_s
-    finally:
-        over.set()
-        threads[1].cancel()
-        threads[0].join(SOON_S)
-        trainer.close()
-        context.term()

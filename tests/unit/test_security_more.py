@@ -1,0 +1,381 @@
+"""What is kept out: other addresses, large messages, floods, and the key from every place where it could be read."""
+
+import hmac
+import logging
+import os
+import re
+import select
+import shutil
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import msgspec
+import pytest
+import requests
+import torch
+import zmq
+
+from tests import fuzz
+from tests.helpers import plan_of
+from tools import models
+from weightsync import Sender, cli, security, staging, wire
+from weightsync.client import EngineClient
+from weightsync.errors import AuthenticationFailed, PushTimeout, TransferFailed, WeightSyncError
+from weightsync.layout import Layout
+from weightsync.receiver import Receiver
+from weightsync.sink import Expected
+from weightsync.testing import ReferenceEngine
+from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.ipc_zmq import TrainerIpcZmq
+
+KEY = "The-Key-Of-These-Tests-0123456789abcdef"
+CPU = torch.device("cpu")
+MANIFEST = (wire.TensorSpec("a", "float32", (4,)),)
+#: Says everything it can: every logger at debug, and the HTTP server at its most talkative.
+TALKATIVE = """
+import logging, uvicorn
+from weightsync import testing
+logging.basicConfig(level=logging.DEBUG)
+run = uvicorn.run
+uvicorn.run = lambda app, **options: run(app, **{**options, "log_level": "trace"})
+testing.main()
+"""
+
+#: To be removed with the change to `ipc_zmq` and `client` that makes these pass.
+PENDING = pytest.mark.xfail(strict=True, reason="ipc_zmq and client do not do so yet")
+
+
+@pytest.fixture
+def own_runtime(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("WEIGHTSYNC_TOKEN", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder, tmp_path_factory):
+    """An engine that asks for `KEY` and writes everything it can say into ``log``."""
+    folder = tmp_path_factory.mktemp("talkative")
+    log, code = folder / "log", folder / "code.py"
+    code.write_text(TALKATIVE)
+    launcher = ("sh", "-c", f'exec "$0" {code} "$@" >{log} 2>&1', sys.executable)
+    env = {**os.environ, "WEIGHTSYNC_TOKEN": KEY}
+    with ReferenceEngine(model_folder("llama", 0), launcher=launcher, env=env) as engine:
+        engine.log = log
+        yield engine
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+def trainer():
+    trainer = TrainerIpcZmq(CPU)
+    yield trainer
+    trainer.close()
+
+
+def post(engine, route, body, key=KEY):
+    head = {"Authorization": f"Bearer {key}"}
+    return requests.post(f"{engine.url}/weightsync/{route}", data=body, headers=head, timeout=30)
+
+
+# --- the key ----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    assert security.same("right", "right")
+    assert not security.same("wrong", "right")
+    assert compared == [(b"right", b"right"), (b"wrong", b"right")]
+
+
+def test_the_key_file_is_0600_whatever_the_umask(own_runtime):
+    before = os.umask(0)
+    try:
+        security.engine_token()
+    finally:
+        os.umask(before)
+    info = (own_runtime / "weightsync" / "token").stat()
+    assert (info.st_mode & 0o777, info.st_uid) == (0o600, os.geteuid())
+
+
+def test_an_empty_key_file_opens_nothing(own_runtime):
+    security.engine_token()
+    (own_runtime / "weightsync" / "token").write_text("\n")
+    assert security.engine_token() == ""
+    assert not security.same("", security.engine_token())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to somebody else")
+def test_what_belongs_to_somebody_else_is_refused(own_runtime):
+    security.engine_token()
+    token = own_runtime / "weightsync" / "token"
+    os.chown(token, 65534, 65534)
+    with pytest.raises(AuthenticationFailed, match="not this user's alone"):
+        security.sender_token()
+    os.chown(token.parent, 65534, 65534)
+    with pytest.raises(AuthenticationFailed, match="belongs to user 65534"):
+        security.sender_token()
+
+
+def test_a_key_with_a_line_end_is_taken_without_it(monkeypatch):
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}\n")
+    assert security.engine_token() == security.sender_token() == KEY
+
+
+@pytest.mark.parametrize("odd", ["in\nside", "in\0side".replace("\0", "\x7f"), "schlüssel", "\u20ac"])
+def test_a_key_that_http_cannot_carry_is_refused_without_being_told(monkeypatch, odd):
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}{odd}")
+    for read in (security.engine_token, security.sender_token):
+        with pytest.raises(AuthenticationFailed, match="printable ASCII") as raised:
+            read()
+        assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize("odd", ["", pytest.param("in\nside", marks=PENDING), pytest.param("\u20ac", marks=PENDING)])
+def test_a_sender_tells_its_key_in_no_error(odd):
+    with pytest.raises(WeightSyncError) as raised:
+        Sender(["http://127.0.0.1:9"], token=f"{KEY}{odd}")
+    assert KEY not in everything_said(raised.value)
+
+
+def everything_said(error):
+    """An error and what it came of, as they would be printed."""
+    chain = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return "\n".join(f"{error} {error!r} {vars(error)}" for error in chain)
+
+
+def test_the_key_is_in_no_log_error_or_representation(engine, model_folder, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    said = []
+    trained = models.load_reference(model_folder("llama", 1))
+    with Sender([engine.url], token=KEY) as sender:
+        sender.push(trained)
+        said += [repr(sender), repr(vars(sender)), repr(sender._fleet.engines), repr(vars(sender._fleet))]
+        said += [repr(sender.status()), repr(sender._fleet._clients)]
+        for bad in ({"x": torch.ones(1)}, 42, {"x": torch.ones(1, dtype=torch.complex64)}):
+            with pytest.raises(WeightSyncError) as raised:
+                sender.push(bad)
+            said.append(everything_said(raised.value))
+    for wrong in (KEY[:-1], KEY + "x", KEY.upper(), ""):
+        with pytest.raises(AuthenticationFailed) as raised:
+            Sender([engine.url], token=wrong)
+        said.append(everything_said(raised.value))
+        assert wrong == "" or wrong not in said[-1]
+    with pytest.raises(WeightSyncError) as raised:
+        EngineClient("http://127.0.0.1:9", KEY).status(Deadline(1.0))
+    said.append(everything_said(raised.value))
+    for route in fuzz.ROUTES:
+        for body in (b"", b"{", b"null", b'{"owner":1}', b'{"push":"' + b"x" * 3000 + b'"}'):
+            said.append(post(engine, route, body).text)
+            said.append(post(engine, route, body, KEY + "x").text)
+    log = engine.log.read_text(errors="replace")
+    assert "DEBUG" in log or "TRACE" in log, "the engine says nothing; this test would prove nothing"
+    printed = capfd.readouterr()
+    for text in (*said, log, caplog.text, printed.out, printed.err):
+        assert KEY not in text
+        assert KEY[:-1] not in text  # nor the wrong one that was shown
+
+
+@pytest.mark.parametrize("command", ["status", "abort"])
+def test_the_command_line_with_a_wrong_key_says_so_and_changes_nothing(engine, monkeypatch, capsys, command):
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}-wrong")
+    assert cli.main([command, engine.url]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(f"{engine.url}.*refused the key: .*WEIGHTSYNC_TOKEN", printed.err)
+    assert KEY not in printed.err
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", KEY)
+    assert cli.main([command, engine.url]) == 0
+    assert KEY not in "".join(capsys.readouterr())
+
+
+# --- what is dialled --------------------------------------------------------------------------------------------------
+
+
+def prepare(address):
+    return wire.IpcPrepare(push="p", address=address, secret="s", bucket_bytes=512, timeout_s=60.0, manifest=MANIFEST)
+
+
+def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
+    body = wire.to_json(prepare(trainer.address))
+    for key in ("", "wrong", KEY + "x"):
+        assert post(engine, "update_weights_via_ipc_zmq", body, key).status_code == 401
+    assert trainer._socket.poll(300) == 0
+    assert post(engine, "status", b"{}").json()["holder"] == ""
+
+
+def test_with_the_key_nothing_is_dialled_but_a_senders_socket_in_a_private_directory(engine):
+    with fuzz.Traps() as traps:
+        for address in (*traps.texts, *fuzz.TEXTS):
+            reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(prepare(address)))
+            assert 400 <= reply.status_code < 500, address
+            post(engine, "abort", wire.to_json(wire.AbortRequest(release=address[:1000], owner="o")))
+        assert traps.sprung() == []
+    assert post(engine, "status", b"{}").json()["state"] == "serving"
+
+
+@pytest.mark.parametrize("place", ["{0}/./weightsync-a", "{0}//weightsync-a", "{0}/weightsync-b/../weightsync-a"])
+def test_a_path_in_other_words_is_refused(own_runtime, place):
+    for name in ("weightsync-a", "weightsync-b"):
+        (own_runtime / name).mkdir(mode=0o700)
+    assert security.check_ipc_address(f"ipc://{own_runtime}/weightsync-a/control")
+    with pytest.raises(TransferFailed, match="not a sender's ipc address"):
+        security.check_ipc_address(f"ipc://{place.format(own_runtime)}/control")
+
+
+def test_a_linked_socket_is_refused(own_runtime):
+    directory = own_runtime / "weightsync-a"
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as elsewhere:
+        elsewhere.bind(str(own_runtime / "elsewhere"))
+        (directory / "control").symlink_to(own_runtime / "elsewhere")
+        with pytest.raises(TransferFailed, match="it is a link"):
+            security.check_ipc_address(f"ipc://{directory}/control")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to somebody else")
+def test_a_directory_of_somebody_else_is_refused(own_runtime):
+    directory = own_runtime / "weightsync-a"
+    directory.mkdir(mode=0o700)
+    os.chown(directory, 65534, 65534)
+    with pytest.raises(TransferFailed, match="belongs to user 65534"):
+        security.check_ipc_address(f"ipc://{directory}/control")
+
+
+def test_shared_memory_is_mapped_under_its_own_name_alone():
+    arena = staging.ShmArena(1 << 16)
+    fifo = staging.SHM_DIRECTORY / f"{arena.name}-fifo"
+    os.mkfifo(fifo, 0o600)
+    path = str(staging.SHM_DIRECTORY / arena.name)
+    try:
+        for odd in (f"{path}\0", f"{path}\0/x", f"{fifo}", "", "\0", f"/dev/shm/weightsync-{'x' * 5000}"):
+            for nbytes in (1 << 16, 0, -1, 1 << 62):
+                with pytest.raises(TransferFailed):
+                    staging.attach(wire.ShmHandle(path=odd, nbytes=nbytes))
+    finally:
+        fifo.unlink()
+        arena.close()
+
+
+# --- how much ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", fuzz.ROUTES)
+def test_a_body_beyond_the_limit_is_413_and_read_no_further(engine, route):
+    chunk, sent = b"100000\r\n" + b" " * (1 << 20) + b"\r\n", 0
+    with connected(engine) as connection:
+        connection.sendall(
+            f"POST /weightsync/{route} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n".encode()
+        )
+        while not select.select([connection], [], [], 0)[0] and sent < 2 * wire.MAX_BODY_BYTES:
+            connection.sendall(chunk)
+            sent += 1 << 20
+        assert connection.recv(12) == b"HTTP/1.1 413"
+    assert wire.MAX_BODY_BYTES <= sent < 2 * wire.MAX_BODY_BYTES
+    assert post(engine, "status", b"{}").status_code == 200
+
+
+def connected(engine):
+    host, port = engine.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def test_without_the_key_no_body_is_read(engine):
+    with connected(engine) as connection:
+        connection.sendall(b"POST /weightsync/open HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 401"
+
+
+#: Longer to read than to send, and of no push that anybody knows.
+SLOW = fuzz.as_msgpack({"type": "failed", "push": "", "error": "", "message": "", "more": [0] * 300_000})
+FLOOD_S = 6.0
+
+
+@contextmanager
+def flood(send):
+    """Another thread sends as fast as it can, for a while."""
+    over = threading.Event()
+
+    def run():
+        end = time.monotonic() + FLOOD_S
+        while not over.is_set() and time.monotonic() < end:
+            with suppress(zmq.Again):
+                send(SLOW)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+@PENDING
+def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(trainer, context):
+    layout = Layout(MANIFEST)
+    plan = plan_of("p", layout, 512, 1.0)
+    trainer.request(plan, "here")
+    with (
+        fuzz.stranger(context, trainer.address) as stranger,
+        flood(lambda frame: stranger.send(frame, zmq.DONTWAIT)),
+    ):
+        start = time.monotonic()
+        with pytest.raises(PushTimeout, match="still missing: rank 0 of here"):
+            trainer.meet(plan, layout, {Peer("here", 0)}, Deadline(1.0))
+        took = time.monotonic() - start
+    assert took < FLOOD_S / 2
+
+
+class Held:
+    """The weights of a rank, as its adapter would hold them."""
+
+    rank, device = 0, CPU
+
+    def expected(self):
+        return Expected(MANIFEST)
+
+
+@PENDING
+def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
+    directory, receiver = security.private_directory(), Receiver(Held())
+    address = f"ipc://{directory}/{security.SOCKET_NAME}"
+    with context.socket(zmq.ROUTER) as sender:
+        sender.bind(address)
+        receiver.prepare(msgspec.structs.replace(prepare(address), timeout_s=0.5))
+        rank, _ = sender.recv_multipart()
+        with flood(lambda frame: sender.send_multipart([rank, frame], zmq.DONTWAIT)):
+            start = time.monotonic()
+            while receiver.status().state == "receiving" and time.monotonic() - start < 2 * FLOOD_S:
+                time.sleep(0.01)
+            took = time.monotonic() - start
+        status = receiver.status()
+        receiver.release(address)
+    shutil.rmtree(directory)
+    assert status.state == "serving"
+    assert "no answer within" in status.detail
+    assert took < FLOOD_S - 1
+
+
+@PENDING
+def test_a_frame_beyond_the_limit_does_not_reach_a_trainer(trainer, context):
+    with fuzz.stranger(context, trainer.address) as stranger:
+        stranger.send(bytes(1))
+        assert trainer._socket.poll(10_000)
+        trainer._socket.recv_multipart()
+        stranger.send(bytes(wire.MAX_FRAME_BYTES + 1))
+        assert trainer._socket.poll(1000) == 0
