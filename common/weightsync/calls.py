@@ -65,7 +65,7 @@ class Calls:
             call.exception()  # told to whoever still waits; asyncio need not complain that nobody did
 
     def check_alive(self) -> None:
-        """Raise `EngineUnreachable` if a rank's process has ended: engines notice that much later than it can be seen."""
+        """Raise `EngineUnreachable` if a rank's process has ended; engines themselves notice much later."""
         if any(_fault(rank.pid) == _ENDED for rank in self.ranks):
             raise EngineUnreachable(f"the engine cannot go on{self.trouble()}", weights="unknown")
 

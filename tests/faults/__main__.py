@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="only faults whose name or phase contains this")
+    parser.add_argument("--only", default="", help="only faults whose name and phase match this expression")
     parser.add_argument("--results", type=Path, help="folder for the outcomes as JSON")
     asked = parser.parse_args()
     if "OWN_SHM" not in os.environ and _own_shm():
@@ -64,7 +65,9 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
     try:
         specs = open_source(rig.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
-        faults = [fault for fault in catalogue(tp, tensors - 1) if asked.only in f"{fault.what}, {fault.phase}"]
+        faults = [
+            fault for fault in catalogue(tp, tensors - 1) if re.search(asked.only, f"{fault.what}, {fault.phase}")
+        ]
         if "OWN_SHM" not in os.environ:
             print("skipped: shared-memory mount full (needs a mount namespace of its own: run as root)")
             faults = [fault for fault in faults if fault.special != "full disk"]

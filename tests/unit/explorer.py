@@ -11,8 +11,6 @@ load that fails on some of its ranks is one that fails after the first write.
 Bounds: two engines; two pushes, by one trainer or one each by two; no rollback; and what `Model` says of faults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +29,16 @@ Words = tuple[Any, ...]
 #: States of a trainer in which it does nothing any more until somebody wants something; "crashed" is ours.
 RESTING = ("idle", "closed", "crashed")
 ACTIVE = ("preparing", "transferring", "committing", "streaming")
+
+
+def _bits(kind: str, p: int) -> int:
+    """A request to every engine."""
+    return sum(1 << _bit(kind, e, p) for e in ENGINES)
+
+
+def _bit(kind: str, e: int, p: int) -> int:
+    """The bit of a request in `World.net`."""
+    return ((p - 1) * len(KINDS) + KINDS.index(kind)) * len(ENGINES) + e
 
 
 class Engine(NamedTuple):
@@ -217,9 +225,7 @@ class Model:
             yield from self._apply(world, e, engine)
         elif len(world.trainers) > 1 and engine.lease != NOBODY and not engine.lapsed:
             kind = FAIR if world.trainers[engine.lease].state in RESTING else FAULT
-            yield Step(
-                kind, (who, "hears nothing of trainer", engine.lease), _set(world, e, engine._replace(lapsed=True))
-            )
+            yield Step(kind, (who, "misses trainer", engine.lease), _set(world, e, engine._replace(lapsed=True)))
 
     def _apply(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
         who, p, edges = f"engine {e}", engine.push, REPLICA[engine.state]
@@ -334,50 +340,38 @@ def _unheld(world: World, e: int, but: int) -> World:
     return world
 
 
-def smaller(world: World) -> World:
-    """The same world with engines in order and without what nothing depends on any more.
-
-    A request that finds no push of its own does nothing; what was told of a push of which nothing is left stays true.
-    """
+def pruned(world: World) -> World:
+    """The world without requests that can do nothing any more, and what was told of pushes of which nothing is left."""
     engines, trainers, net, ready = world.engines, world.trainers, world.net, world.ready
     for p in range(1, len(ready) + 1):
         for e in ENGINES:
-            prepare = 1 << _bit("prepare", e, p)
-            if engines[e].push != p and not net & prepare:
+            if engines[e].push != p and not net >> _bit("prepare", e, p) & 1:
                 net &= ~(1 << _bit("abort", e, p))
                 if all(trainer.push != p or trainer.calls[e] != "asked" for trainer in trainers):
                     net &= ~(1 << _bit("commit", e, p))
-        if net >> _bit(KINDS[0], 0, p) & 0b111111 == 0 and engines[0].push != p and engines[1].push != p:
+        if not net & sum(_bits(kind, p) for kind in KINDS) and all(engine.push != p for engine in engines):
             ready = put(ready, p - 1, 0)
             for t, trainer in enumerate(trainers):
                 if trainer.push == p and trainer.state in RESTING:
                     trainers = put(trainers, t, Trainer(trainer.state))
-    for e, engine in enumerate(engines):
-        if engine.committed and all(trainer.push != engine.committed for trainer in trainers):
-            engines = put(engines, e, engine._replace(committed=0))
-    if engines[0] > engines[1]:
-        engines = engines[::-1]
-        trainers = tuple(
-            Trainer(a, b, c[::-1], d >> 1 | (d & 1) << 1, f[::-1], g[::-1]) for a, b, c, d, f, g in trainers
-        )
-        net = (net & _LEFT) << 1 | net >> 1 & _LEFT
-        ready = tuple(r >> 1 | (r & 1) << 1 for r in ready)
-    return World(engines, trainers, net, world.started, world.restarts, world.crashes, world.faults, ready)
+    return world._replace(trainers=trainers, net=net, ready=ready)
 
 
-def _bits(kind: str, p: int) -> int:
-    """A request to every engine."""
-    return sum(1 << _bit(kind, e, p) for e in ENGINES)
-
-
-def _bit(kind: str, e: int, p: int) -> int:
-    """The bit of a request in `World.net`."""
-    return ((p - 1) * len(KINDS) + KINDS.index(kind)) * len(ENGINES) + e
+def ordered(world: World) -> World:
+    """The world or its mirror image, in which the engines have changed places."""
+    if world.engines[0] <= world.engines[1]:
+        return world
+    turned = [Trainer(a, b, c[::-1], d >> 1 | (d & 1) << 1, f[::-1], g[::-1]) for a, b, c, d, f, g in world.trainers]
+    return world._replace(
+        engines=world.engines[::-1],
+        trainers=tuple(turned),
+        net=(world.net & _LEFT) << 1 | world.net >> 1 & _LEFT,
+        ready=tuple(r >> 1 | (r & 1) << 1 for r in world.ready),
+    )
 
 
 class Explored(NamedTuple):
-    """``fair`` has for each of ``worlds`` the numbers of those that a fair step leads to; ``moves`` are the changes of
-    state that were seen. ``trace`` is a shortest way to ``fault``."""
+    """``fair``: for each of ``worlds`` where a fair step leads; ``moves``: changes of state; ``trace`` leads to ``fault``."""
 
     worlds: list[World]
     transitions: int
@@ -388,7 +382,7 @@ class Explored(NamedTuple):
 
 
 def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
-    """Every world there is, breadth first; ends at the first violation."""
+    """Every world there is, breadth first, mirror images but once; of a model that is wrong until the first fault."""
     worlds = [model.first()]
     number, parents = {worlds[0]: 0}, [(0, "")]
     fair: list[list[int]] = []
@@ -401,28 +395,20 @@ def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
             if bounded and world.faults == model.faults:
                 continue
             transitions += 1
-            # What is told is checked before it is dropped.
-            fault = check(model, after) if after.trainers is not world.trainers else ""
-            reached = smaller(after._replace(faults=world.faults + 1) if bounded else after)
+            if fault := check(model, after):
+                trace = [" ".join(map(str, what))]
+                while at:
+                    at, step = parents[at]
+                    trace.append(step)
+                return Explored(worlds, transitions, fair, moves, fault, trace[::-1])
+            reached = pruned(after._replace(faults=world.faults + 1) if bounded else after)
+            reached = reached if model.wrong else ordered(reached)  # a trace is to call the engines by one name
             if reached not in number:
                 number[reached] = len(worlds)
                 worlds.append(reached)
                 parents.append((at, " ".join(map(str, what))))
-                fault = fault or check(model, reached)
-                both = zip(world.engines + world.trainers, after.engines + after.trainers, strict=True)
-                moves.update((old.state, new.state) for old, new in both if old.state != new.state)
-            if fault:
-                return Explored(
-                    worlds, transitions, fair, moves, fault, [*_trace(parents, at), " ".join(map(str, what))]
-                )
+            both = zip(world.engines + world.trainers, after.engines + after.trainers, strict=True)
+            moves.update((old.state, new.state) for old, new in both if old is not new)
             if kind == FAIR:
                 fair[-1].append(number[reached])
     return Explored(worlds, transitions, fair, moves, "", [])
-
-
-def _trace(parents: list[tuple[int, str]], at: int) -> list[str]:
-    steps = []
-    while at:
-        at, what = parents[at]
-        steps.append(what)
-    return steps[::-1]
