@@ -30,10 +30,10 @@ from weightsync.wire import PauseMode
 
 KIND = "qwen3"
 PROMPT = list(b"Once upon a time there was a policy that ")
-STREAMS, TOKENS = 8, 700
+STREAMS, TOKENS = 8, 320
 #: Tokens that every stream has when gaps without a push begin to count, and when the push begins.
-SETTLED, BEFORE = 20, 150
-ROUNDS = 3
+SETTLED, BEFORE = 20, 100
+ROUNDS = 2
 START_S, READ_S = 120.0, 300.0
 
 #: What each server is started with beside the defaults, and the modes it is asked for.
@@ -79,7 +79,7 @@ class Newcomer(threading.Thread):
 
     def run(self) -> None:
         """Ask until told to stop."""
-        while not self.over.wait(0.01):
+        while not self.over.wait(0.05):
             start = time.perf_counter()
             try:
                 servers.answer(self._server, PROMPT, 1)
@@ -151,7 +151,7 @@ def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, round
     """Start the engine's servers and push in each mode; the record."""
     found: dict[str, list[dict[str, Any]]] = {}
     for args, modes in SERVERS[engine]:
-        with alive(f"{engine}: starting the server {' '.join(args)}"):
+        with alive(" ".join((f"{engine}: starting the server", *args))):
             server = servers.start(engine, folders[0], args=args)
         with server:
             for mode in modes:

@@ -21,7 +21,9 @@ from weightsync.transports.base import Deadline
 from weightsync.wire import PREFIX
 
 _CONNECT_S: Final = 5.0
-_COMMIT_GRACE_S: Final = 1.5
+#: A failed push tells within two seconds of its deadline what it left.
+_COMMIT_GRACE_S: Final = 1.0
+_OUTCOME_S: Final = 0.5
 _PROBE_S: Final = 1.0
 _R = TypeVar("_R")
 
@@ -88,7 +90,7 @@ class EngineClient:
     def _outcome(self, request: wire.CommitRequest, until: Deadline, error: errors.WeightSyncError) -> bool:
         """Whether the engine serves what it was asked to commit. Raises what is known where that is not known."""
         # One look is owed even when the time is up: it is the difference between unknown and known.
-        until = Deadline(max(until.left(), _PROBE_S))
+        until = Deadline(max(until.left(), _OUTCOME_S))
         while until.left():
             try:
                 status = self.status(Deadline(min(until.left(), 2 * _PROBE_S)))

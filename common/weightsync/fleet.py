@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from weightsync.errors import (
     EngineUnreachable,
     LeaseHeld,
     PushTimeout,
+    TransferFailed,
     UnsupportedOption,
     Weights,
     WeightSyncError,
@@ -29,9 +31,11 @@ from weightsync.errors import (
 from weightsync.transports.base import Deadline, Peer
 
 #: How long the engines are given to forget a failed push, or a sender that closes.
-_ABORT_S: Final = 1.5
+_ABORT_S: Final = 1.0
 #: A renewal that is not answered by then is not missed: the next one follows.
 _RENEW_S: Final = 2.0
+#: Every so many renewals the ranks are asked too, which takes a moment of their time.
+_LOOK_EVERY: Final = 3
 #: The client waits for a commit by the deadline and asks what became of it; this is more than that takes.
 _OUTCOME_S: Final = 10.0
 
@@ -61,7 +65,7 @@ class Fleet:
         self.holder = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()} ({_program()})"
         self._pause = pause
         self._clients = [EngineClient(url, token) for url in urls]
-        self._renewing = [EngineClient(url, token) for url in urls]
+        self._token = token
         self._threads = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="weightsync-engine")
         self.engines: dict[str, Engine] = {}
         try:
@@ -138,20 +142,31 @@ class Fleet:
         return replies
 
     @contextmanager
-    def renewed(self, deadline: Deadline) -> Iterator[None]:
-        """Inside, a thread tells the engines that this sender lives, and ends ``deadline`` when one cannot be kept."""
-        over = threading.Event()
+    def renewed(self, push: str, deadline: Deadline) -> Iterator[None]:
+        """Inside, a thread tells the engines that this sender lives, and ends ``deadline`` when ``push`` is in vain.
+
+        That is when an engine is gone or another's, or when a rank has given up and had no means to say so.
+        """
+        over, beats = threading.Event(), itertools.count(1)
+        # Its own connections: one that waits for a frozen engine may outlive this push.
+        clients = [EngineClient(client.url, self._token) for client in self._clients]
 
         def run() -> None:
             while not over.wait(lease.RENEW_S):
-                for client in self._renewing:
+                look = next(beats) % _LOOK_EVERY == 0
+                for client in clients:
                     try:
                         client.renew(self.owner, Deadline(_RENEW_S))
+                        for rank in client.status(Deadline(_RENEW_S)).ranks if look else ():
+                            if rank.failed == push:
+                                deadline.end(TransferFailed(f"{client.url}: rank {rank.rank}: {rank.detail}"))
                     except (EngineUnreachable, LeaseHeld) as error:
                         error.engines.setdefault(client.url, error.weights)
                         deadline.end(error)
                     except WeightSyncError:
                         continue  # slow, or busy: its absence shows elsewhere
+            for client in clients:
+                client.close()
 
         thread = threading.Thread(target=run, name="weightsync-lease", daemon=True)
         thread.start()
@@ -159,7 +174,6 @@ class Fleet:
             yield
         finally:
             over.set()
-            thread.join(len(self._renewing) * 2 * _RENEW_S)
 
     def abort(self, push: str) -> None:
         """Have all forget a push. Best effort: an engine that cannot be reached drops it by its own deadline."""
@@ -188,7 +202,7 @@ class Fleet:
     def close(self) -> None:
         """End threads and connections; idempotent."""
         self._threads.shutdown()
-        for client in (*self._clients, *self._renewing):
+        for client in self._clients:
             client.close()
 
 

@@ -85,7 +85,7 @@ class Receiver:
         self._job: _Job | None = None
         #: The job whose thread used the transport last; two threads at once must not.
         self._last: _Job | None = None
-        self._detail = ""
+        self._detail = self._failed = ""
         #: The version that is loaded and the one before, where the last push asked for them to be kept.
         self._current: Staged | None = None
         self._previous: Staged | None = None
@@ -112,6 +112,7 @@ class Receiver:
             detail=self._detail,
             digest=self._sink.digest() if digest else "",
             previous=self._previous.version if self._previous is not None else "",
+            failed=self._failed,
         )
 
     def prepare(self, request: IpcPrepare) -> None:
@@ -174,7 +175,7 @@ class Receiver:
         with self._lock:
             if self._job is job and self._machine.allows("abort"):
                 self._machine.move("abort")
-                self._job, self._detail = None, detail
+                self._job, self._detail, self._failed = None, detail, job.request.push
                 job.end()
 
     def ready(self, request: CommitRequest) -> None:

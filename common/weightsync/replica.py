@@ -37,7 +37,7 @@ _DIGEST_S: Final = 300.0
 #: How often the owner of a push is looked after.
 _WATCH_S: Final = 0.5
 #: The engine's answer comes before its trainer stops waiting for it.
-_ANSWER_S: Final = 1.0
+_ANSWER_S: Final = 0.5
 
 #: From harmless to worst: an engine is in the worst state of its ranks.
 _STATES: Final[tuple[wire.State, ...]] = (

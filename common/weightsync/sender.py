@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from weightsync import digest, security, staging, wire
-from weightsync.errors import SourceError, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.errors import PushTimeout, SourceError, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.fleet import Engine, Fleet
 from weightsync.layout import ALIGN_BYTES, Layout, align
 from weightsync.session import PUSH, Machine
@@ -142,7 +142,7 @@ class Sender:
         seconds: dict[str, float] = {}
         self._machine.move("push")
         try:
-            with self._fleet.renewed(deadline):
+            with self._fleet.renewed(plan.push, deadline):
                 noticed = self._prepare(end, plan, layout, deadline, seconds)
                 if choice.staging == "none":
                     sent, commits = self._stream(end, source, layout, plan.push, label, deadline, seconds)
@@ -311,7 +311,13 @@ class Sender:
         self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
         if end is not None:
             end.call_off(error)
-        self._fleet.abort(push)
+            if isinstance(error, (PushTimeout, TransferFailed)):
+                # Whatever broke, be it a socket whose file somebody removed, the next push begins with new ones.
+                end.close()
+                self._end = self._chosen = None
+        # An engine that is still in its commit could not be told in time, and ends by itself.
+        if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
+            self._fleet.abort(push)
         self._machine.move("aborted")
 
     def _told(self, error: BaseException) -> BaseException:

@@ -120,10 +120,14 @@ class ReferenceFrontEnd:
         applied_s = time.perf_counter() - begin
         return wire.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
 
-    async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy continuation of a prompt."""
+    async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
+        """Greedy continuation of a prompt; None if a load failed while the request waited for its turn."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loop, self._sink.generate, prompt, tokens)
+        return await loop.run_in_executor(self._loop, self._generate, prompt, tokens)
+
+    def _generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
+        dirty = self._receiver.status().state.startswith("dirty")
+        return None if dirty else self._sink.generate(prompt, tokens)
 
 
 def serve(folder: Path, port: int, device: torch.device, waits: bool = False) -> None:
@@ -143,8 +147,10 @@ def serve(folder: Path, port: int, device: torch.device, waits: bool = False) ->
         asked = await request.json()
         if reason := replica.stopped:
             return JSONResponse({"error": reason}, 503)
-        tokens, logprobs = await front.generate(asked["prompt"], int(asked["tokens"]))
-        return JSONResponse({"tokens": tokens, "logprobs": logprobs, "version": await front.version()})
+        answer = await front.generate(asked["prompt"], int(asked["tokens"]))
+        if answer is None:
+            return JSONResponse({"error": "a push failed half-way"}, 503)
+        return JSONResponse({"tokens": answer[0], "logprobs": answer[1], "version": await front.version()})
 
     async def health(_: Request) -> JSONResponse:
         return JSONResponse({})

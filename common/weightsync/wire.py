@@ -179,7 +179,10 @@ class StatusRequest(Message, frozen=True):
 
 
 class RankStatus(Message, frozen=True):
-    """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before."""
+    """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before.
+
+    ``failed`` is the push that ended here without being applied, and ``detail`` says why.
+    """
 
     rank: int
     state: State
@@ -187,6 +190,7 @@ class RankStatus(Message, frozen=True):
     detail: str = ""
     digest: str = ""
     previous: str = ""
+    failed: str = ""
 
 
 class StatusReply(Message, frozen=True):

@@ -131,7 +131,7 @@ def _world(rank: int) -> list[Fault]:
         ]
     return [
         *faults,
-        Fault("shared-memory mount full", "prepare", U, special="full disk"),
+        Fault("shared-memory mount full", "prepare", U, options={"bucket_bytes": 1 << 18}, special="full disk"),
         Fault("second trainer", "after a push", C, special="second trainer"),
     ]
 

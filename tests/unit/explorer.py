@@ -86,16 +86,11 @@ class World(NamedTuple):
     ready: tuple[int, ...] = ()
 
 
-class Step(NamedTuple):
-    """One step: its kind (`FAIR`, `FAULT`, `START`), what happened, as words, and the world after it."""
-
-    kind: str
-    what: Words
-    world: World
+#: `FAIR`, `FAULT` or `START`; what happened; the world after it.
+Step = tuple[str, Words, World]
 
 
 def put(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
-    """A copy with one item replaced."""
     return (*items[:at], item, *items[at + 1 :])
 
 
@@ -135,7 +130,7 @@ class Model:
         who, known = f"trainer {t}", trainer.push or any(engine.lease == t for engine in world.engines)
         if trainer.state not in ("closed", "crashed") and known and world.crashes < self.crashes:
             crashed = _with(world, t, Trainer(state="crashed"))._replace(crashes=world.crashes + 1)
-            yield Step(FAULT, (who, "crashes"), _lapse(crashed, t))
+            yield FAULT, (who, "crashes"), _lapse(crashed, t)
         if "asked" in trainer.calls:
             yield from self._waiting(world, t, trainer)
         elif trainer.state == "idle":
@@ -143,11 +138,9 @@ class Model:
             if p <= self.pushes and t == min(p, self.trainers) - 1:
                 begun = Trainer(PUSH["idle"]["push"], p, calls=("asked",) * 2)
                 pushes = _with(world, t, begun)._replace(started=p, net=world.net | _bits("prepare", p))
-                yield Step(START, (who, "pushes", p), pushes)
+                yield START, (who, "pushes", p), pushes
             if known:
-                yield Step(
-                    START, (who, "closes"), _lapse(_with(world, t, trainer._replace(state=PUSH["idle"]["close"])), t)
-                )
+                yield START, (who, "closes"), _lapse(_with(world, t, trainer._replace(state=PUSH["idle"]["close"])), t)
         elif trainer.state not in RESTING:
             for kind, what, event, ask, told in self._decisions(world, trainer):
                 state = PUSH[trainer.state][event]
@@ -156,7 +149,7 @@ class Model:
                     changes = {"told": told, "calls": ("", ""), "confirmed": 0}
                 after = _with(world, t, trainer._replace(state=state, **changes))
                 net = world.net | _bits(ask, trainer.push) if ask else world.net
-                yield Step(kind, (who, what, trainer.push, *changes.get("told", ())), after._replace(net=net))
+                yield kind, (who, what, trainer.push, *changes.get("told", ())), after._replace(net=net)
 
     def _decisions(self, world: World, trainer: Trainer) -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
         """What a trainer may do that waits for nobody: kind, words, event, what it asks of engines, what it tells."""
@@ -184,16 +177,16 @@ class Model:
         """For replies: by the deadline a prepare ends, and after a commit the engine is asked what became of it."""
         who = f"trainer {t}"
         if trainer.state == "streaming" and trainer.confirmed:
-            yield Step(FAULT, (who, "cannot send"), _with(world, t, trainer._replace(confirmed=0)))
+            yield FAULT, (who, "cannot send"), _with(world, t, trainer._replace(confirmed=0))
         for e, engine in enumerate(world.engines):
             if trainer.calls[e] != "asked":
                 continue
             unknown = _answered(world, t, e, "unknown")
             if trainer.state == "preparing":
                 late = FAULT if world.net >> _bit("prepare", e, trainer.push) & 1 else FAIR
-                yield Step(late, (who, "waits no longer for engine", e), unknown)
+                yield late, (who, "waits no longer for engine", e), unknown
                 continue
-            yield Step(FAULT, (who, "cannot ask engine", e), unknown)
+            yield FAULT, (who, "cannot ask engine", e), unknown
             if engine.state.endswith("applying"):
                 continue  # it is asked again until that has ended
             found = "dirty" if engine.state.startswith("dirty") else "unchanged"
@@ -203,43 +196,41 @@ class Model:
                 # It is told to forget the push first, so that the commit, if it still comes, is refused.
                 looked = _set(world, e, _forgotten(engine))
             late = FAULT if world.net >> _bit("commit", e, trainer.push) & 1 else FAIR
-            yield Step(late, (who, "finds engine", e, found), _answered(looked, t, e, found))
+            yield late, (who, "finds engine", e, found), _answered(looked, t, e, found)
 
     def _engine(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
         who = f"engine {e}"
         if world.restarts < self.restarts:
             others = world.net & (_LEFT << 1 - e)
             restarted = _set(world, e, Engine())._replace(net=others, restarts=world.restarts + 1)
-            yield Step(FAULT, (who, "is restarted"), _unheld(restarted, e, NOBODY))
+            yield FAULT, (who, "is restarted"), _unheld(restarted, e, NOBODY)
         if "abort" in REPLICA[engine.state]:
             p, trainer = engine.push, world.trainers[engine.of]
             early = FAULT if trainer.push == p and trainer.state in ACTIVE and not engine.lapsed else FAIR
-            yield Step(early, (who, "lets push", p, "expire"), _set(world, e, _forgotten(engine)))
+            yield early, (who, "lets push", p, "expire"), _set(world, e, _forgotten(engine))
             sends = "preparing" if self.stream else "transferring"
             if trainer.push == p and trainer.state == sends and "staged" in REPLICA[engine.state]:
                 staged = _set(world, e, engine._replace(state=REPLICA[engine.state]["staged"]))
                 staged = _with(staged, engine.of, trainer._replace(confirmed=trainer.confirmed | 1 << e))
                 ready = put(world.ready, p - 1, world.ready[p - 1] | 1 << e)
-                yield Step(FAIR, (who, "holds all of", p), staged._replace(ready=ready))
+                yield FAIR, (who, "holds all of", p), staged._replace(ready=ready)
         if engine.state.endswith("applying"):
             yield from self._apply(world, e, engine)
         elif len(world.trainers) > 1 and engine.lease != NOBODY and not engine.lapsed:
             kind = FAIR if world.trainers[engine.lease].state in RESTING else FAULT
-            yield Step(kind, (who, "misses trainer", engine.lease), _set(world, e, engine._replace(lapsed=True)))
+            yield kind, (who, "misses trainer", engine.lease), _set(world, e, engine._replace(lapsed=True))
 
     def _apply(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
         who, p, edges = f"engine {e}", engine.push, REPLICA[engine.state]
 
         def end(kind: str, how: str, event: str, outcome: str, **more: Any) -> Iterator[Step]:
-            after = engine._replace(state=edges[event], push=0, of=NOBODY, **more)
-            ended = _set(world, e, after)
+            ended = _set(world, e, engine._replace(state=edges[event], push=0, of=NOBODY, **more))
             yield from self._reply(kind, (who, how, p), ended, engine.of, e, p, outcome)
 
         if engine.weights != MIXED or engine.state == "dirty_applying":
             yield from end(FAULT, "fails before it writes", "untouched", "unchanged")
         if engine.weights != MIXED:
-            written = engine._replace(weights=MIXED)
-            yield Step(FAIR, (who, "writes", p), _set(world, e, written))
+            yield FAIR, (who, "writes", p), _set(world, e, engine._replace(weights=MIXED))
             return
         sender = world.trainers[engine.of]
         cut = self.stream and not (sender.push == p and sender.state == "streaming" and sender.confirmed)
@@ -256,7 +247,7 @@ class Model:
         t = min(p, self.trainers) - 1
         arrived = world._replace(net=world.net & ~(1 << bit))
         what = (f"engine {e}", "gets", name, p, "of trainer", t)
-        yield Step(FAULT, (name, p, "to engine", e, "is lost"), arrived)
+        yield FAULT, (name, p, "to engine", e, "is lost"), arrived
         if engine.state.endswith("applying"):
             return  # it waits for its turn
         if name == "prepare":
@@ -265,8 +256,7 @@ class Model:
             yield from self._commit(arrived, what, t, e, p)
         else:
             mine = engine.push == p and engine.lease == t
-            after = _forgotten(engine) if mine else engine
-            yield Step(FAIR, what, arrived._replace(engines=put(world.engines, e, after)))
+            yield FAIR, what, _set(arrived, e, _forgotten(engine) if mine else engine)
 
     def _prepare(self, world: World, what: Words, t: int, e: int, p: int) -> Iterator[Step]:
         engine = world.engines[e]
@@ -287,7 +277,7 @@ class Model:
     def _commit(self, world: World, what: Words, t: int, e: int, p: int) -> Iterator[Step]:
         engine = world.engines[e]
         refused = engine.lease != t and self.wrong != "a commit without the lease"
-        refused = refused or (engine.push != p and self.wrong != "a commit of whatever is staged")
+        refused = refused or engine.push != p
         if not refused and "commit" not in REPLICA[engine.state]:
             refused, engine = True, _forgotten(engine)
         if refused:
@@ -297,15 +287,15 @@ class Model:
         engine = engine._replace(state=REPLICA[engine.state]["commit"], of=t)
         if self.wrong == "the label before the weights":
             engine = engine._replace(label=p)
-        yield Step(FAIR, what, _set(world, e, engine))
+        yield FAIR, what, _set(world, e, engine)
 
     def _reply(self, kind: str, what: Words, world: World, t: int, e: int, p: int, outcome: str) -> Iterator[Step]:
         trainer = world.trainers[t]
         if trainer.push == p and trainer.calls[e] == "asked":
-            yield Step(kind, what, _answered(world, t, e, outcome))
-            yield Step(FAULT, (*what, "(its reply is lost)"), world)
+            yield kind, what, _answered(world, t, e, outcome)
+            yield FAULT, (*what, "(its reply is lost)"), world
         else:
-            yield Step(kind, what, world)
+            yield kind, what, world
 
 
 def _set(world: World, e: int, engine: Engine) -> World:
@@ -362,16 +352,12 @@ def ordered(world: World) -> World:
     if world.engines[0] <= world.engines[1]:
         return world
     turned = [Trainer(a, b, c[::-1], d >> 1 | (d & 1) << 1, f[::-1], g[::-1]) for a, b, c, d, f, g in world.trainers]
-    return world._replace(
-        engines=world.engines[::-1],
-        trainers=tuple(turned),
-        net=(world.net & _LEFT) << 1 | world.net >> 1 & _LEFT,
-        ready=tuple(r >> 1 | (r & 1) << 1 for r in world.ready),
-    )
+    net, ready = (world.net & _LEFT) << 1 | world.net >> 1 & _LEFT, tuple(r >> 1 | (r & 1) << 1 for r in world.ready)
+    return world._replace(engines=world.engines[::-1], trainers=tuple(turned), net=net, ready=ready)
 
 
 class Explored(NamedTuple):
-    """``fair``: for each of ``worlds`` where a fair step leads; ``moves``: changes of state; ``trace`` leads to ``fault``."""
+    """``fair``: for each of ``worlds``, where fair steps lead. ``moves``: changes of state. ``trace``: to ``fault``."""
 
     worlds: list[World]
     transitions: int
@@ -384,7 +370,7 @@ class Explored(NamedTuple):
 def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
     """Every world there is, breadth first, mirror images but once; of a model that is wrong until the first fault."""
     worlds = [model.first()]
-    number, parents = {worlds[0]: 0}, [(0, "")]
+    number, parents = {worlds[0]: 0}, [(0, ())]
     fair: list[list[int]] = []
     moves: set[tuple[str, str]] = set()
     transitions = 0
@@ -395,20 +381,25 @@ def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
             if bounded and world.faults == model.faults:
                 continue
             transitions += 1
-            if fault := check(model, after):
-                trace = [" ".join(map(str, what))]
-                while at:
-                    at, step = parents[at]
-                    trace.append(step)
-                return Explored(worlds, transitions, fair, moves, fault, trace[::-1])
             reached = pruned(after._replace(faults=world.faults + 1) if bounded else after)
             reached = reached if model.wrong else ordered(reached)  # a trace is to call the engines by one name
-            if reached not in number:
+            new = reached not in number
+            if (new or after.trainers is not world.trainers) and (fault := check(model, after)):
+                return Explored(worlds, transitions, fair, moves, fault, _trace(parents, at, what))
+            if new:
                 number[reached] = len(worlds)
                 worlds.append(reached)
-                parents.append((at, " ".join(map(str, what))))
+                parents.append((at, what))
             both = zip(world.engines + world.trainers, after.engines + after.trainers, strict=True)
             moves.update((old.state, new.state) for old, new in both if old is not new)
             if kind == FAIR:
                 fair[-1].append(number[reached])
     return Explored(worlds, transitions, fair, moves, "", [])
+
+
+def _trace(parents: list[tuple[int, Words]], at: int, last: Words) -> list[str]:
+    steps = [last]
+    while at:
+        at, what = parents[at]
+        steps.append(what)
+    return [" ".join(map(str, what)) for what in reversed(steps)]

@@ -165,14 +165,12 @@ def rank(model_folder):
     return Rank(model_folder("llama", 0))
 
 
-@pytest.mark.parametrize("method", fuzz.METHODS)
-def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, method):
-    kind, sent = fuzz.METHODS[method], []
+@pytest.mark.parametrize("kind", dict.fromkeys(fuzz.METHODS.values()), ids=lambda kind: kind.__name__)
+def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, kind):
+    methods, sent = [method for method, its in fuzz.METHODS.items() if its is kind], []
 
-    @settings(fuzz.FUZZ, max_examples=EACH_METHOD)
-    @given(fuzz.Schema(traps.texts).bodies(kind))
-    def run(body):
-        sent.append(body)
+    def check(method, body):
+        sent.append(method)
         reply = rank.ask(method, body)
         if reply.error is not None:
             assert issubclass(getattr(errors, reply.error.error), errors.WeightSyncError)
@@ -181,8 +179,14 @@ def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, method
                 wire.from_json(body, kind)
                 assert reply.error.error != "WeightSyncError", reply.error  # what was expected has a name of its own
 
+    @settings(fuzz.FUZZ, max_examples=EACH_METHOD)
+    @given(fuzz.Schema(traps.texts).bodies(kind))
+    def run(body):
+        for method in methods:
+            check(method, body)
+
     run()
-    assert len(sent) >= EACH_METHOD
+    assert len(sent) >= EACH_METHOD * len(methods)
     rank.assert_unharmed(trained)
 
 
@@ -290,13 +294,12 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
 def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(trained, traps):
     frames = []
 
-    @settings(fuzz.FUZZ, max_examples=TO_TRAINER)
+    @settings(fuzz.FUZZ, max_examples=TO_TRAINER // 2)
     @given(fuzz.Schema([*traps.texts, PUSH, PUSH]).frames(fuzz.FROM_RANK))
     def run(frame):
-        frames.append(frame)
+        frames.extend(([frame], [b"", frame]))  # as a DEALER says it, and as a REQ does
 
     run()
-    assert len(frames) >= TO_TRAINER
     source, context = open_source(trained), zmq.Context()
     layout, trainer, end, peer = Layout(source.specs), TrainerIpcZmq(CPU), EngineIpcZmq(CPU), Peer("here", 0)
     left, sent, pushes = iter(frames), 0, 10
@@ -317,7 +320,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
                 def disturb(socket=socket):
                     nonlocal sent
                     for _, frame in zip(range(share), left, strict=False):
-                        socket.send_multipart([b"", frame] if sent % 7 == 0 else [frame])
+                        socket.send_multipart(frame)
                         sent += 1
 
                 def disturbed(disturb=disturb):
@@ -331,7 +334,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
                 trainer.meet(plan, layout, {peer}, Deadline(SOON_S))
                 trainer.send(disturbed(), None)
                 assert received.result(SOON_S) == digest_of(trained.state_dict().items())
-    assert sent == len(frames)
+    assert sent == len(frames) >= TO_TRAINER
     end.close()
     trainer.close()
     context.term()

@@ -355,6 +355,7 @@ def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context
     directory, receiver = security.private_directory(), Receiver(Held())
     address = f"ipc://{directory}/{security.SOCKET_NAME}"
     with context.socket(zmq.ROUTER) as sender:
+        sender.setsockopt(zmq.LINGER, 0)
         sender.bind(address)
         receiver.prepare(msgspec.structs.replace(prepare(address), timeout_s=0.5))
         rank, _ = sender.recv_multipart()

@@ -364,4 +364,7 @@ class IpcIncoming:
             slot = (index % SLOTS) * size
             nbytes = min(size, self._layout.nbytes - index * size)
             yield Bucket(index, self._memory[slot : slot + nbytes], filled.digests)
-            self._socket.send(wire.pack(Taken(push=self._request.push, index=index)))
+            try:
+                self._socket.send(wire.pack(Taken(push=self._request.push, index=index)))
+            except zmq.ZMQError as error:
+                raise TransferFailed(f"the sender cannot be told that bucket {index} was taken: {error}") from error

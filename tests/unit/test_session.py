@@ -1,0 +1,220 @@
+"""Both tables edge by edge, and a real receiver that obeys them in every state it can be in."""
+
+import time
+from typing import get_args
+
+import pytest
+import torch
+
+from tests.helpers import plan_of
+from weightsync import errors, wire
+from weightsync.errors import WeightSyncError, WrongState
+from weightsync.layout import Layout, digest_of, spec_of
+from weightsync.receiver import Receiver, handle
+from weightsync.session import PUSH, REPLICA, Machine, diagram
+from weightsync.sink import Expected
+from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.ipc_zmq import TrainerIpcZmq
+
+TABLES = {"replica": (REPLICA, ("serving", "unsynced"), "serving"), "push": (PUSH, ("idle",), "idle")}
+
+
+def edges(table):
+    """Every state with every event of the table's alphabet, and where that leads; None where it is not legal."""
+    events = sorted({event for edges in table.values() for event in edges})
+    return [(state, event, table[state].get(event)) for state in table for event in events]
+
+
+def reachable(table, *starts):
+    seen, todo = set(starts), list(starts)
+    for state in todo:  # grows as it goes
+        fresh = set(table[state].values()) - seen
+        seen |= fresh
+        todo += fresh
+    return seen
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_event_in_every_state_leads_where_the_table_says_or_changes_nothing(name):
+    table, _, _ = TABLES[name]
+    for state, event, target in edges(table):
+        machine = Machine(table, state, "this one")
+        assert machine.allows(event) is (target is not None)
+        if target is not None:
+            assert machine.check(event) == target
+            assert machine.state == state
+            assert machine.move(event) == machine.state == target
+            continue
+        for act in (machine.check, machine.move):
+            with pytest.raises(WrongState, match=f"this one is {state}: {event} is not possible now") as raised:
+                act(event)
+            assert all(possible in str(raised.value) for possible in table[state])
+            assert raised.value.weights == "unchanged"
+            assert machine.state == state
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_state_can_be_reached_and_none_but_closed_is_a_trap(name):
+    table, starts, home = TABLES[name]
+    assert reachable(table, *starts) == set(table)
+    assert {state for state in table if home not in reachable(table, state)} <= {"closed"}
+
+
+def test_the_states_on_the_wire_are_those_of_the_table():
+    assert set(get_args(wire.State)) == set(REPLICA)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_diagram_has_every_edge(name):
+    table, _, _ = TABLES[name]
+    drawn = diagram(table).splitlines()
+    for state, event, target in edges(table):
+        found = [line for line in drawn if line.strip().startswith(f"{state} --> {target}:")]
+        assert target is None or event in found[0].split(": ")[1].split(", ")
+
+
+class DictSink:
+    """A dict of tensors as a sink. ``during`` runs in the middle of a load, ``fails`` makes the next ones fail there."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self):
+        self.weights = {"a": torch.zeros(300), "b": torch.zeros(7, 3)}
+        self.during = None
+        self.fails = False
+
+    def expected(self):
+        return Expected(tuple(spec_of(name, tensor) for name, tensor in self.weights.items()))
+
+    def load(self, weights):
+        for number, (name, tensor) in enumerate(weights):
+            if number == 1 and self.during is not None:
+                during, self.during = self.during, None
+                during()
+            if number == 1 and self.fails:
+                raise RuntimeError("out of luck")
+            self.weights[name].copy_(tensor)
+
+    def digest(self):
+        return digest_of(self.weights.items())
+
+    def fresh_digest(self, weights):
+        return digest_of(weights)
+
+
+class Rig:
+    """A real receiver, a real trainer end, and pushes of tensors that are full of one number."""
+
+    def __init__(self, keep):
+        self.sink, self.trainer, self.keep = DictSink(), TrainerIpcZmq(torch.device("cpu")), keep
+        self.receiver = Receiver(self.sink)
+        self.layout = Layout(self.sink.expected().specs)
+        self.pushes = 0
+        self.plan = None
+
+    def ask(self, method, message):
+        """What the rank answers; an error as the exception that it names. Never raises."""
+        reply = wire.from_json(handle(lambda: self.receiver, method, wire.to_json(message)), wire.RankReply)
+        if reply.error is None:
+            return None
+        kind = getattr(errors, reply.error.error)
+        assert issubclass(kind, WeightSyncError)
+        assert reply.error.weights != "unknown", reply.error
+        return kind(reply.error.message, weights=reply.error.weights)
+
+    def prepare(self):
+        """A push that its trainer does not send."""
+        self.pushes += 1
+        self.plan = plan_of(f"push-{self.pushes}", self.layout, 1024, keep=self.keep)
+        return self.ask("update_weights_via_ipc_zmq", self.trainer.request(self.plan, "http://a"))
+
+    def stage(self, value):
+        """Send what `prepare` announced."""
+        self.trainer.meet(self.plan, self.layout, {Peer("http://a", 0)}, Deadline(20.0))
+        self.trainer.send((torch.full_like(tensor, value) for tensor in self.sink.weights.values()), None)
+
+    def commit(self, **more):
+        return self.ask("weightsync_commit", self.asked(**more))
+
+    def asked(self, push=None, version=None, **more):
+        push = push or f"push-{self.pushes}"
+        return wire.CommitRequest(push=push, version=version or push, pause="keep", timeout_s=5.0, **more)
+
+    def push(self, value):
+        assert self.prepare() is None
+        self.stage(value)
+        failed = self.commit()
+        if failed is None:
+            self.trainer.served()
+        return failed
+
+    @property
+    def state(self):
+        return self.receiver.status().state
+
+    def settled(self):
+        """The state once the receiving thread has nothing to do that it need not wait for."""
+        until = time.monotonic() + 10
+        state = self.state
+        while self.receiver._job is None and self.receiver._last and not self.receiver._last.ended.is_set():
+            assert time.monotonic() < until, "the receiving thread does not end"
+            time.sleep(0.005)
+            state = self.state
+        return state
+
+    def bring(self, state, then):
+        """Bring the receiver into a state and do ``then`` there."""
+        for value in (1.0, 2.0):
+            assert self.push(value) is None
+        if state.startswith("dirty"):
+            self.sink.fails = True
+            assert self.push(3.0).weights == "dirty"
+            self.sink.fails = False
+        if state.endswith(("receiving", "prepared", "applying")):
+            assert self.prepare() is None
+        if state.endswith(("prepared", "applying")):
+            self.stage(4.0)
+        if state.endswith("applying"):
+            self.sink.during = then
+            self.commit()
+            assert self.sink.during is None, "nothing was loaded"
+        else:
+            then()
+
+
+def message(rig, name):
+    """The method and body of a message, all of them as a trainer in good faith would send them."""
+    return {
+        "ready": ("weightsync_ready", rig.asked()),
+        "commit": ("weightsync_commit", rig.asked()),
+        "commit of another": ("weightsync_commit", rig.asked("another")),
+        "rollback": ("weightsync_commit", rig.asked("back", "push-1", rollback=True)),
+        "restore": ("weightsync_restore", rig.asked()),
+        "abort": ("weightsync_abort", wire.AbortRequest()),
+        "abort of another": ("weightsync_abort", wire.AbortRequest(push="another")),
+        "release": ("weightsync_abort", wire.AbortRequest(release=rig.trainer.address)),
+        "status": ("weightsync_status", wire.StatusRequest(digest=True)),
+        "open": ("weightsync_open", wire.OpenRequest(protocol=wire.PROTOCOL)),
+    }[name]
+
+
+MESSAGES = (
+    "prepare", "ready", "commit", "commit of another", "rollback", "restore", "abort", "abort of another", "release",
+    "status", "open",
+)  # fmt: skip
+RANK_STATES = tuple(state for state in REPLICA if state not in ("unsynced", "dirty_applying")) + ("dirty_applying",)
+
+
+def events_of(name, state, keep, answer):
+    """What a message that was answered so comes to, as events of the table."""
+    if answer is not None:
+        return ()
+    prefix = "dirty_" if state.startswith("dirty") else ""
+    under_way = state in (f"{prefix}receiving", f"{prefix}prepared")
+    return {
+        "prepare": ("abort", "prepare") if under_way else ("prepare",),
+        "commit": ("commit", "applied"),
+        "rollback": ("rollback", "applied"),
+        "restore": ("rollback", "applied") if state == "serving" else ("restored",),
+        "abort": ("abort",) if under_way else (),
+    }.get(name, ())
