@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -25,6 +26,9 @@ MEMCPY = "memcpy of the same bytes"
 
 #: Aim by engine: what a warm push may cost at most, in memcpys or in reloads inside of vLLM's worker.
 AIMS = {"sglang": 4.0, "vllm": 1.15}
+
+#: A list of numbers, which takes one line of a result file however long it is.
+_NUMBERS = re.compile(r"\[[\d\s.,e+-]+\]")
 
 Record = dict[str, Any]
 
@@ -80,7 +84,8 @@ def save(record: Record, *, kept: bool, name: str = "") -> Path:
     folder = RESULTS if kept else CACHE
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ((name or f"{record['engine']}-{record['date'][:10]}") + ".json")
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(record, indent=1))
+    path.write_text(text + "\n")
     return path
 
 

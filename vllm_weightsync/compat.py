@@ -12,12 +12,13 @@ import gc
 import importlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from weightsync.errors import EngineUnreachable
+from weightsync.calls import COMMIT_CALL_S
+from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.layout import digest_of
 
 SUPPORTED: Final = "0.32"
@@ -248,16 +249,26 @@ def extension_class(engine_client: Any) -> type | None:
 
 
 async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:
-    """Run a method of the worker extension on every worker. Raises `EngineUnreachable` once the engine core has died.
+    """Run a method of the worker extension on every worker. Raises as `answer`.
 
-    vLLM forgets a call that is pending when its core dies, and its server then waits for our route for ever. Nor must
-    the call be given a timeout: replies carry no number, and the next call would get the late one.
+    The call itself gets no timeout: replies carry no number, and after a late one every call gets its predecessor's.
     """
-    call = asyncio.ensure_future(engine_client.collective_rpc(method, args=(payload,)))
-    while not call.done():
-        await asyncio.wait({call}, timeout=_LOOK_UP_S)
-        if engine_client.errored and not call.done():
-            call.cancel()
-            raise EngineUnreachable(f"vLLM's engine core died during {method}", weights="unknown")
-    replies: Sequence[str] = call.result()
+    call = engine_client.collective_rpc(method, args=(payload,))
+    replies: Sequence[str] = await answer(engine_client, call, method, COMMIT_CALL_S)
     return replies
+
+
+async def answer(engine_client: Any, call: Awaitable[Any], what: str, timeout_s: float) -> Any:
+    """What the engine core answers. Raises `EngineUnreachable` once it has died, `PushTimeout` if it is late.
+
+    vLLM forgets the calls that are pending when its core dies, and its server then waits for our route for ever.
+    """
+    waiting, end = asyncio.ensure_future(call), time.monotonic() + timeout_s
+    while not waiting.done() and not engine_client.errored and (left_s := end - time.monotonic()) > 0:
+        await asyncio.wait({waiting}, timeout=min(left_s, _LOOK_UP_S))
+    if waiting.done():
+        return waiting.result()
+    waiting.cancel()
+    if engine_client.errored:
+        raise EngineUnreachable(f"vLLM's engine core died during {what}", weights="unknown")
+    raise PushTimeout(f"vLLM's engine core did not answer {what} within {timeout_s:g} s", weights="unknown")

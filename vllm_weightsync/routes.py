@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,6 +24,8 @@ from weightsync.routes import HealthGuard, admin_routes
 
 logger = logging.getLogger(__name__)
 
+#: The engine core answers within a step, unless it is loading weights.
+_LOOK_S = 2.0
 _KEEP_REASON = (
     "requests in flight would go on with KV of the old weights, and the prefix cache would hand that KV to others; "
     "start the engine with --no-enable-prefix-caching"
@@ -69,6 +71,7 @@ class VllmFrontEnd:
         self.model = str(engine_client.vllm_config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
         self.waits = compat.waits_for_initial_weights(engine_client)
+        self._version = ""
         self._unsupported = compat.check(compat.SERVER)
         if not self._unsupported and servers > 1:
             self._unsupported = "--api-server-count above 1 is not supported: a lease is in one server's memory"
@@ -76,8 +79,13 @@ class VllmFrontEnd:
             logger.error("%s; pushes will be refused", self._unsupported)
 
     async def version(self) -> str:
-        """vLLM's own weight version."""
-        return str(await self._client.get_weight_version())
+        """vLLM's own weight version; what it was last where the engine core is loading, or frozen."""
+        with contextlib.suppress(PushTimeout):
+            self._version = str(await self._answer(self._client.get_weight_version(), "get_weight_version", _LOOK_S))
+        return self._version
+
+    async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float = COMMIT_CALL_S) -> Any:
+        return await compat.answer(self._client, call, what, timeout_s)
 
     async def call(self, method: str, payload: bytes) -> Sequence[str]:
         """Through the worker extension."""
@@ -122,11 +130,12 @@ class VllmFrontEnd:
         try:
             await self._drop_caches(drop_running or failed is not None, request.pause)
             if failed is None:
-                await self._client.update_weight_version(request.version)
+                await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
+                self._version = request.version
             seconds["caches"] = time.perf_counter() - mark
             mark = time.perf_counter()
             if failed is None or not stopped:
-                await self._client.resume_generation()
+                await self._answer(self._client.resume_generation(), "resume_generation")
         except Exception as error:
             raise ApplyFailed(f"vLLM failed half-way through the commit ({error})", weights="dirty") from error
         if failed is not None:
@@ -138,19 +147,19 @@ class VllmFrontEnd:
     async def _pause(self, request: wire.CommitRequest) -> None:
         # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
         mode = "keep" if request.pause == "retract" else request.pause
+        pause = self._client.pause_generation(mode=mode, clear_cache=False)
         try:
-            await asyncio.wait_for(
-                self._client.pause_generation(mode=mode, clear_cache=False), timeout=request.timeout_s
-            )
-        except asyncio.TimeoutError as error:
-            await self._client.resume_generation()
+            await self._answer(pause, "pause_generation", request.timeout_s)
+        except PushTimeout as error:
+            await self._answer(self._client.resume_generation(), "resume_generation")
             raise PushTimeout(
                 f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
                 "nothing was changed"
             ) from error
 
     async def _drop_caches(self, drop_running: bool, pause: wire.PauseMode) -> None:
-        dropped = await self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)
+        reset = self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)
+        dropped = await self._answer(reset, "reset_prefix_cache")
         if not dropped and pause != "keep":
             raise ApplyFailed("vLLM did not drop the prefix cache of the old weights; push again", weights="dirty")
-        await self._client.reset_encoder_cache()
+        await self._answer(self._client.reset_encoder_cache(), "reset_encoder_cache")

@@ -116,9 +116,8 @@ class Layout:
 def _listed(items: Iterable[str]) -> str:
     names = sorted(items)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return (
-        ", ".join(name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "…" for name in names[:_LISTED]) + more
-    )
+    shown = (name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "..." for name in names[:_LISTED])
+    return ", ".join(shown) + more
 
 
 def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec], optional: Iterable[str] = ()) -> None:

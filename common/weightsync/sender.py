@@ -35,7 +35,9 @@ _MIN_BUCKET_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True)
 class EngineResult:
-    """One engine's part of a push. ``pause_s``: how long it did not generate; ``seconds``: the steps of its commit.
+    """One engine's part of a push. ``seconds``: the steps of its commit.
+
+    ``pause_s``: how long new requests waited; with ``pause="wait"`` that includes what those in flight took to finish.
 
     ``noticed`` says what the sender found out about it: that it was restarted, or served another version than expected.
     """
@@ -152,7 +154,8 @@ class Sender:
                 commits = self._commit(self._request(plan.push, label, deadline), deadline, seconds)
         except BaseException as error:
             self._failed(end, plan.push, error)
-            raise self._told(error) from error
+            self._tell(error)
+            raise
         self._machine.move("committed")
         end.served()
         seconds.update(gather=sent.gather_s, digest=sent.digest_s, verify=sent.verify_s)
@@ -182,7 +185,8 @@ class Sender:
             commits = self._commit(request, deadline, seconds)
         except BaseException as error:
             self._failed(None, request.push, error)
-            raise self._told(error) from error
+            self._tell(error)
+            raise
         self._machine.move("committed")
         if self._end is not None:
             self._end.served()
@@ -320,17 +324,15 @@ class Sender:
             self._fleet.abort(push)
         self._machine.move("aborted")
 
-    def _told(self, error: BaseException) -> BaseException:
-        """The error, with what every engine serves after it."""
+    def _tell(self, error: BaseException) -> None:
+        """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised."""
         urls = self._fleet.engines
         if isinstance(error, WeightSyncError):
             error.engines = {url: error.engines.get(url, "unchanged") for url in urls}
-            return error
-        if isinstance(error, (RuntimeError, OSError, ValueError)):
-            return SourceError(
+        elif isinstance(error, (RuntimeError, OSError, ValueError)):
+            raise SourceError(
                 f"the weights could not be read or packed: {error}", engines=dict.fromkeys(urls, "unchanged")
-            )
-        return error
+            ) from error
 
     def _next_version(self) -> str:
         versions = [engine.version for engine in self._fleet.engines.values()]

@@ -11,31 +11,26 @@ load that fails on some of its ranks is one that fails after the first write.
 Bounds: two engines; two pushes, by one trainer or one each by two; no rollback; and what `Model` says of faults.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from weightsync.session import PUSH, REPLICA
 
-MIXED, NOBODY, NOTHING = -1, -1, -2
-ENGINES = (0, 1)
+MIXED, NOBODY, NOTHING, ANY = -1, -1, -2, 99
+ENGINES, ALL = (0, 1), 0b11
 #: The bits of requests to engine 0; those to engine 1 are one to the left.
-_LEFT = int("5" * 16, 16)
-ALL = 0b11  # both engines, as bits
+_LEFT, _ONE_PUSH = int("5" * 16, 16), 0b111111
 KINDS = ("prepare", "commit", "abort")
 FAIR, FAULT, START = "fair", "fault", "start"
-ANY = 99
 Words = tuple[Any, ...]
 #: States of a trainer in which it does nothing any more until somebody wants something; "crashed" is ours.
 RESTING = ("idle", "closed", "crashed")
 ACTIVE = ("preparing", "transferring", "committing", "streaming")
 
 
-def _bits(kind: str, p: int) -> int:
-    """A request to every engine."""
-    return sum(1 << _bit(kind, e, p) for e in ENGINES)
-
-
+@functools.cache
 def _bit(kind: str, e: int, p: int) -> int:
     """The bit of a request in `World.net`."""
     return ((p - 1) * len(KINDS) + KINDS.index(kind)) * len(ENGINES) + e
@@ -137,7 +132,7 @@ class Model:
             p = world.started + 1
             if p <= self.pushes and t == min(p, self.trainers) - 1:
                 begun = Trainer(PUSH["idle"]["push"], p, calls=("asked",) * 2)
-                pushes = _with(world, t, begun)._replace(started=p, net=world.net | _bits("prepare", p))
+                pushes = _with(world, t, begun)._replace(started=p, net=world.net | 0b11 << _bit("prepare", 0, p))
                 yield START, (who, "pushes", p), pushes
             if known:
                 yield START, (who, "closes"), _lapse(_with(world, t, trainer._replace(state=PUSH["idle"]["close"])), t)
@@ -148,7 +143,7 @@ class Model:
                 if state in ("aborting", "idle"):
                     changes = {"told": told, "calls": ("", ""), "confirmed": 0}
                 after = _with(world, t, trainer._replace(state=state, **changes))
-                net = world.net | _bits(ask, trainer.push) if ask else world.net
+                net = world.net | 0b11 << _bit(ask, 0, trainer.push) if ask else world.net
                 yield kind, (who, what, trainer.push, *changes.get("told", ())), after._replace(net=net)
 
     def _decisions(self, world: World, trainer: Trainer) -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
@@ -181,9 +176,9 @@ class Model:
         for e, engine in enumerate(world.engines):
             if trainer.calls[e] != "asked":
                 continue
-            unknown = _answered(world, t, e, "unknown")
-            if trainer.state == "preparing":
-                late = FAULT if world.net >> _bit("prepare", e, trainer.push) & 1 else FAIR
+            unknown, asked = _answered(world, t, e, "unknown"), "prepare" if trainer.state == "preparing" else "commit"
+            late = FAULT if world.net >> _bit(asked, e, trainer.push) & 1 else FAIR
+            if asked == "prepare":
                 yield late, (who, "waits no longer for engine", e), unknown
                 continue
             yield FAULT, (who, "cannot ask engine", e), unknown
@@ -195,7 +190,6 @@ class Model:
             if engine.push == trainer.push and self.wrong != "a look without an abort":
                 # It is told to forget the push first, so that the commit, if it still comes, is refused.
                 looked = _set(world, e, _forgotten(engine))
-            late = FAULT if world.net >> _bit("commit", e, trainer.push) & 1 else FAIR
             yield late, (who, "finds engine", e, found), _answered(looked, t, e, found)
 
     def _engine(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
@@ -234,9 +228,8 @@ class Model:
             return
         sender = world.trainers[engine.of]
         cut = self.stream and not (sender.push == p and sender.state == "streaming" and sender.confirmed)
-        if not cut:
-            done = {"weights": p, "label": p, "committed": p, "kept": p if self.keep else MIXED}
-            yield from end(FAIR, "has applied", "applied", "committed", **done)
+        done = {"weights": p, "label": p, "committed": p, "kept": p if self.keep else MIXED}
+        yield from end(FAULT if cut else FAIR, "has applied", "applied", "committed", **done)
         yield from end(FAIR if cut else FAULT, "fails while it writes", "broken", "dirty")
         if engine.kept != MIXED:
             yield from end(FAULT, "fails and goes back from", "untouched", "unchanged", weights=engine.kept)
@@ -270,8 +263,8 @@ class Model:
         state = REPLICA[engine.state]["prepare"]
         taken = _set(taken, e, engine._replace(state=state, push=p, of=t))
         if world.trainers[t].push == p:
-            trainer = taken.trainers[t]
-            taken = _with(taken, t, trainer._replace(before=put(trainer.before, e, engine.weights)))
+            before = put(taken.trainers[t].before, e, engine.weights)
+            taken = _with(taken, t, taken.trainers[t]._replace(before=before))
         yield from self._reply(FAIR, what, taken, t, e, p, "ok")
 
     def _commit(self, world: World, what: Words, t: int, e: int, p: int) -> Iterator[Step]:
@@ -307,8 +300,7 @@ def _with(world: World, t: int, trainer: Trainer) -> World:
 
 
 def _answered(world: World, t: int, e: int, outcome: str) -> World:
-    trainer = world.trainers[t]
-    return _with(world, t, trainer._replace(calls=put(trainer.calls, e, outcome)))
+    return _with(world, t, world.trainers[t]._replace(calls=put(world.trainers[t].calls, e, outcome)))
 
 
 def _forgotten(engine: Engine) -> Engine:
@@ -333,13 +325,13 @@ def _unheld(world: World, e: int, but: int) -> World:
 def pruned(world: World) -> World:
     """The world without requests that can do nothing any more, and what was told of pushes of which nothing is left."""
     engines, trainers, net, ready = world.engines, world.trainers, world.net, world.ready
-    for p in range(1, len(ready) + 1):
-        for e in ENGINES:
+    for p in range(1, world.started + 1):
+        for e in ENGINES if net else ():
             if engines[e].push != p and not net >> _bit("prepare", e, p) & 1:
                 net &= ~(1 << _bit("abort", e, p))
-                if all(trainer.push != p or trainer.calls[e] != "asked" for trainer in trainers):
+                if not any(trainer.push == p and trainer.calls[e] == "asked" for trainer in trainers):
                     net &= ~(1 << _bit("commit", e, p))
-        if not net & sum(_bits(kind, p) for kind in KINDS) and all(engine.push != p for engine in engines):
+        if not net >> _bit(KINDS[0], 0, p) & _ONE_PUSH and engines[0].push != p != engines[1].push:
             ready = put(ready, p - 1, 0)
             for t, trainer in enumerate(trainers):
                 if trainer.push == p and trainer.state in RESTING:
@@ -390,8 +382,8 @@ def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
                 number[reached] = len(worlds)
                 worlds.append(reached)
                 parents.append((at, what))
-            both = zip(world.engines + world.trainers, after.engines + after.trainers, strict=True)
-            moves.update((old.state, new.state) for old, new in both if old is not new)
+                both = zip(world.engines + world.trainers, after.engines + after.trainers, strict=True)
+                moves.update((old.state, new.state) for old, new in both)
             if kind == FAIR:
                 fair[-1].append(number[reached])
     return Explored(worlds, transitions, fair, moves, "", [])

@@ -123,7 +123,6 @@ def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained, direc
     assert (before.shared, before.directories) == ([], [])
 
 
-@pytest.mark.xfail(strict=True, reason="a closed sender keeps the memory of its last push mapped until collected")
 def test_a_sender_that_closes_unmaps_its_memory_at_once(engine, trained, directory):
     everything(engine, trained)
     gc.collect()

@@ -163,8 +163,8 @@ def test_the_key_is_in_no_log_error_or_representation(engine, model_folder, capf
     trained = models.load_reference(model_folder("llama", 1))
     with Sender([engine.url], token=KEY) as sender:
         sender.push(trained)
-        said += [repr(sender), repr(vars(sender)), repr(sender._fleet.engines), repr(vars(sender._fleet))]
-        said += [repr(sender.status()), repr(sender._fleet._clients)]
+        said += [repr(sender), repr(vars(sender)), repr(sender.status())]
+        said += [repr(sender._fleet), repr(sender._fleet.engines), repr(sender._fleet._clients)]
         for bad in ({"x": torch.ones(1)}, 42, {"x": torch.ones(1, dtype=torch.complex64)}):
             with pytest.raises(WeightSyncError) as raised:
                 sender.push(bad)

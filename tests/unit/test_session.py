@@ -1,13 +1,12 @@
 """Both tables edge by edge, and a real receiver that obeys them in every state it can be in."""
 
-import time
 from typing import get_args
 
 import pytest
 import torch
 
 from tests.helpers import plan_of
-from weightsync import errors, wire
+from weightsync import errors, receiver, wire
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.layout import Layout, digest_of, spec_of
 from weightsync.receiver import Receiver, handle
@@ -74,7 +73,7 @@ def test_a_diagram_has_every_edge(name):
 
 
 class DictSink:
-    """A dict of tensors as a sink. ``during`` runs in the middle of a load, ``fails`` makes the next ones fail there."""
+    """A dict of tensors as a sink. ``during`` runs in the middle of a load, ``fails`` makes loads fail there."""
 
     rank, device = 0, torch.device("cpu")
 
@@ -152,15 +151,16 @@ class Rig:
     def state(self):
         return self.receiver.status().state
 
-    def settled(self):
-        """The state once the receiving thread has nothing to do that it need not wait for."""
-        until = time.monotonic() + 10
-        state = self.state
-        while self.receiver._job is None and self.receiver._last and not self.receiver._last.ended.is_set():
-            assert time.monotonic() < until, "the receiving thread does not end"
-            time.sleep(0.005)
-            state = self.state
-        return state
+    def value(self):
+        """The one number that the weights are full of."""
+        (value,) = {float(number) for tensor in self.sink.weights.values() for number in tensor.view(-1)}
+        return value
+
+    def close(self):
+        self.receiver.abort()
+        self.receiver.release(self.trainer.address)
+        self.trainer.close()
+        self.receiver._end.close()
 
     def bring(self, state, then):
         """Bring the receiver into a state and do ``then`` there."""
@@ -177,7 +177,7 @@ class Rig:
         if state.endswith("applying"):
             self.sink.during = then
             self.commit()
-            assert self.sink.during is None, "nothing was loaded"
+            assert self.sink.during is None
         else:
             then()
 
@@ -202,19 +202,67 @@ MESSAGES = (
     "prepare", "ready", "commit", "commit of another", "rollback", "restore", "abort", "abort of another", "release",
     "status", "open",
 )  # fmt: skip
-RANK_STATES = tuple(state for state in REPLICA if state not in ("unsynced", "dirty_applying")) + ("dirty_applying",)
+#: Loading begins and ends within one call: what comes then comes from inside it.
+RANK_STATES = tuple(state for state in REPLICA if state != "unsynced")
 
 
-def events_of(name, state, keep, answer):
-    """What a message that was answered so comes to, as events of the table."""
-    if answer is not None:
-        return ()
-    prefix = "dirty_" if state.startswith("dirty") else ""
-    under_way = state in (f"{prefix}receiving", f"{prefix}prepared")
-    return {
-        "prepare": ("abort", "prepare") if under_way else ("prepare",),
-        "commit": ("commit", "applied"),
-        "rollback": ("rollback", "applied"),
-        "restore": ("rollback", "applied") if state == "serving" else ("restored",),
-        "abort": ("abort",) if under_way else (),
-    }.get(name, ())
+def events_of(name, state):
+    """What a message that succeeds is in the words of the table."""
+    if name == "restore":
+        return ("rollback", "applied") if state == "serving" else ("restored",)
+    if name in ("commit", "rollback"):
+        return (name, "applied")
+    under_way = ("abort",) if state.endswith(("receiving", "prepared")) else ()
+    return {"prepare": (*under_way, "prepare"), "abort": under_way}.get(name, ())
+
+
+#: A restore loads before it asks the table, which no front end lets it do in these states.
+EARLY = pytest.mark.xfail(strict=True, reason="restore loads the kept version before it asks whether it may")
+CASES = [
+    pytest.param(
+        state, name, keep,
+        marks=EARLY if keep and name == "restore" and ("applying" in state or state.startswith("dirty_")) else (),
+    )
+    for keep in (False, True) for state in RANK_STATES for name in MESSAGES
+]  # fmt: skip
+
+
+@pytest.fixture
+def rig(monkeypatch, request):
+    monkeypatch.setattr(receiver, "_ABORT_WAIT_S", 0.3)
+    rig = Rig(keep=request.getfixturevalue("keep"))
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize(("state", "name", "keep"), CASES)
+def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, name, keep):
+    seen = {}
+
+    def meanwhile():
+        seen["before"], seen["weights"] = rig.state, rig.sink.digest()
+        seen["answer"] = rig.prepare() if name == "prepare" else rig.ask(*message(rig, name))
+        seen["after"], seen["weights after"] = rig.state, rig.sink.digest()
+
+    rig.bring(state, meanwhile)
+    machine = Machine(REPLICA, state, "the table")
+    for event in events_of(name, state) if seen["answer"] is None else ():
+        machine.move(event)
+    assert seen["before"] == state
+    assert seen["after"] == machine.state
+    if seen["answer"] is not None or name not in ("commit", "rollback", "restore"):
+        assert seen["weights after"] == seen["weights"]
+    if state.endswith("applying"):
+        assert rig.state == "serving"
+        assert rig.value() == 4.0
+    elif name == "commit" and state.endswith("prepared"):
+        assert rig.value() == 4.0
+    else:
+        mend(rig)
+
+
+def mend(rig):
+    """Whatever was asked of it, a push by the next trainer is served."""
+    rig.ask("weightsync_abort", wire.AbortRequest())
+    assert rig.push(9.0) is None
+    assert (rig.state, rig.value()) == ("serving", 9.0)

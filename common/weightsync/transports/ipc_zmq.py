@@ -91,11 +91,13 @@ class TrainerIpcZmq:
         self._bucket_bytes = bucket_bytes
 
     def _free_arenas(self) -> None:
+        self._transfer = None  # which refers to one
         while self._arenas:
             self._arenas.pop().close()
 
     def served(self) -> None:
         """See `base.TrainerEnd`."""
+        self._transfer = None
         self._arenas.reverse()
 
     def meet(self, plan: IpcPrepare, layout: Layout, peers: set[Peer], deadline: Deadline) -> None:

@@ -1,0 +1,26 @@
+"""Draw both state machines into ARCHITECTURE.md: ``python -m tools.diagrams``."""
+
+from pathlib import Path
+
+from weightsync.session import PUSH, REPLICA, diagram
+
+PAGE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
+BEGIN, END = "<!-- states:begin -->", "<!-- states:end -->"
+TITLES = {"An engine, and each of its ranks:": REPLICA, "A sender:": PUSH}
+
+
+def drawn(page: str) -> str:
+    """The page with what stands between the markers drawn anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    fences = [f"{title}\n\n```mermaid\n{diagram(table)}\n```" for title, table in TITLES.items()]
+    return "\n\n".join([before + BEGIN, *fences, END + after])
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(drawn(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
