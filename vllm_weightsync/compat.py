@@ -44,6 +44,11 @@ WORKER: Final[dict[str, tuple[str, ...]]] = {
         "DefaultModelLoader.get_all_weights",
         "DefaultModelLoader.load_model",
     ),
+    "vllm.model_executor.model_loader.reload.layerwise": (
+        "get_layerwise_info",
+        "_place_kernel_tensors",
+        "LOADING_LAYERS",
+    ),
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
     "vllm.model_executor.offloader.base": ("get_offloader", "set_offloader"),
 }
@@ -96,8 +101,30 @@ def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     model = worker.model_runner.get_model()
     if worker_device(worker).type == "cpu":
         _rebuild_moe_kernels(model)
-    worker.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
+    try:
+        worker.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
+    except BaseException:
+        _abandon_reload(model)
+        raise
     _retie_packed(model)
+
+
+def _abandon_reload(model: torch.nn.Module) -> None:
+    """After a reload that failed half-way: forget what it had gathered, layer by layer.
+
+    vLLM leaves that to the next reload, which would then complete a layer from the weights of both.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
 
 
 def _rebuild_moe_kernels(model: torch.nn.Module) -> None:

@@ -43,7 +43,9 @@ def _status(client: EngineClient, deadline: Deadline) -> str:
     ]
     held = f", lease of {status.holder}" if status.holder else ""
     why = f" ({status.detail})" if status.detail else ""
-    return "\n".join([f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *ranks])
+    lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *ranks]
+    # Versions and holders are what trainers called them: nothing that a terminal would obey.
+    return "\n".join("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
 
 
 def _abort(client: EngineClient, deadline: Deadline) -> str:

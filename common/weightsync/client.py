@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import msgspec
 import requests
 
-from weightsync import errors, wire
+from weightsync import errors, security, wire
 from weightsync.errors import (
     AuthenticationFailed,
     EngineUnreachable,
@@ -39,7 +39,7 @@ class EngineClient:
 
     def __init__(self, url: str, token: str):
         self.url = url.rstrip("/")
-        self._token = token
+        self._token = token = security.usable(token)
         self._session = requests.Session()
         # Engines close idle connections; a commit must not meet one that closes just then.
         self._session.headers.update({"Authorization": f"Bearer {token}", "Connection": "close"})
@@ -91,19 +91,30 @@ class EngineClient:
         """Whether the engine serves what it was asked to commit. Raises what is known where that is not known."""
         # One look is owed even when the time is up: it is the difference between unknown and known.
         until = Deadline(max(until.left(), _OUTCOME_S))
+        called_off = False
         while until.left():
             try:
                 status = self.status(Deadline(min(until.left(), 2 * _PROBE_S)))
+                if request.instance not in ("", status.instance):
+                    raise errors.EngineRestarted(f"{self.url} was restarted during the commit", weights="unknown")
+                if status.committed == request.push:
+                    return True
+                if status.state.startswith("dirty") and not status.state.endswith("applying"):
+                    raise errors.ApplyFailed(f"{self.url}: {status.detail}", weights="dirty") from error
+                if called_off:
+                    return False
+                if status.state.endswith("applying"):
+                    time.sleep(min(_PROBE_S / 4, until.left()))
+                elif request.rollback:
+                    break  # it may still be waiting for its turn, and has no push that could be called off
+                else:
+                    # A commit that waits for its turn, or is still on its way, finds nothing to commit after this.
+                    self.abort(request.push, Deadline(until.left()), request.owner)
+                    called_off = True
+            except (errors.EngineRestarted, errors.ApplyFailed):
+                raise
             except errors.WeightSyncError:
-                raise error from None
-            if status.state.endswith("applying"):
-                time.sleep(min(_PROBE_S / 4, until.left()))
-                continue
-            if status.committed == request.push:
-                return True
-            if status.state.startswith("dirty"):
-                raise errors.ApplyFailed(f"{self.url}: {status.detail}", weights="dirty") from error
-            return False
+                break
         raise error
 
     def abort(self, push: str, deadline: Deadline, owner: str = "") -> None:

@@ -48,6 +48,11 @@ class WeightSyncError(Exception):
         self.engines: dict[str, Weights] = dict(engines or {})
         self.weights: Weights = max([weights, *self.engines.values()], key=SEVERITY.index)
 
+    def settle(self, engines: Mapping[str, Weights]) -> None:
+        """Say what every engine serves, once that is known."""
+        self.engines = dict(engines)
+        self.weights = max(engines.values(), key=SEVERITY.index)
+
 
 class EngineUnreachable(WeightSyncError):
     """Nothing answers at the engine's URL."""

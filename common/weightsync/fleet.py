@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import msgspec
+
 from weightsync import lease, staging, wire
 from weightsync.client import EngineClient
 from weightsync.errors import (
@@ -45,11 +47,16 @@ _T = TypeVar("_T")
 
 @dataclass
 class Engine:
-    """One engine: what it said when it was opened, and the version it served when it was last heard of."""
+    """One engine: what it said when it was opened, and the version it served when it was last heard of.
+
+    ``stopped``: it served none, being dirty or never synced. ``leased``: it has answered the prepare of this push.
+    """
 
     client: EngineClient
     hello: wire.OpenReply
     version: str
+    stopped: bool = False
+    leased: bool = False
 
     @property
     def peers(self) -> set[Peer]:
@@ -104,6 +111,8 @@ class Fleet:
         Returns by URL what is worth knowing about an engine.
         """
         noticed: dict[str, list[str]] = {client.url: [] for client in self._clients}
+        for engine in self.engines.values():
+            engine.leased = False
 
         def run(client: EngineClient) -> None:
             try:
@@ -113,6 +122,7 @@ class Fleet:
                 noticed[client.url].append("restarted since this sender last met it")
                 reply = client.prepare(make(self.engines[client.url]), deadline)
             engine = self.engines[client.url]
+            engine.leased, engine.stopped = True, reply.stopped
             if reply.version != engine.version:
                 noticed[client.url].append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
 
@@ -121,7 +131,12 @@ class Fleet:
 
     def commit(self, request: wire.CommitRequest, deadline: Deadline) -> list[Commit]:
         """Ask every engine to commit, each in a thread."""
-        return [self._threads.submit(_caught, lambda c=client: c.commit(request, deadline)) for client in self._clients]
+
+        def ask(client: EngineClient) -> wire.CommitReply:
+            asked = msgspec.structs.replace(request, instance=self.engines[client.url].hello.instance)
+            return client.commit(asked, deadline)
+
+        return [self._threads.submit(_caught, lambda c=client: ask(c)) for client in self._clients]
 
     def outcome(self, futures: Sequence[Commit], version: str, deadline: Deadline) -> dict[str, wire.CommitReply]:
         """What became of it, by URL. Raises one error for the engines that failed, with the state of each."""
@@ -136,7 +151,7 @@ class Fleet:
                 failed[client.url] = reply
             else:
                 replies[client.url] = reply
-                self.engines[client.url].version = version
+                self.engines[client.url].version, self.engines[client.url].stopped = version, False
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
         return replies
@@ -155,6 +170,8 @@ class Fleet:
             while not over.wait(lease.RENEW_S):
                 look = next(beats) % _LOOK_EVERY == 0
                 for client in clients:
+                    if not self.engines[client.url].leased:
+                        continue
                     try:
                         client.renew(self.owner, Deadline(_RENEW_S))
                         for rank in client.status(Deadline(_RENEW_S)).ranks if look else ():

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from weightsync import errors, staging
+from weightsync.calls import COMMIT_CALL_S
 from weightsync.errors import (
     SEVERITY,
     ApplyFailed,
@@ -89,6 +90,8 @@ class Receiver:
         #: The version that is loaded and the one before, where the last push asked for them to be kept.
         self._current: Staged | None = None
         self._previous: Staged | None = None
+        #: The request that was applied last, or was begun, and the two as they were before it.
+        self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
         #: Guards the machine and the job against the receiving thread.
         self._lock = threading.Lock()
 
@@ -105,13 +108,14 @@ class Receiver:
 
     def status(self, digest: bool = False) -> RankStatus:
         """What this rank is doing."""
+        previous = self._previous  # the receiving thread may forget it
         return RankStatus(
             rank=self._sink.rank,
             state=self._machine.state,
             push=self._job.request.push if self._job is not None else "",
             detail=self._detail,
             digest=self._sink.digest() if digest else "",
-            previous=self._previous.version if self._previous is not None else "",
+            previous=previous.version if previous is not None else "",
             failed=self._failed,
         )
 
@@ -130,6 +134,7 @@ class Receiver:
         job = _Job(request)
         if not request.keep:
             self._current = self._previous = None
+        self._before = ("", None, None)
         with self._lock:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
@@ -137,8 +142,11 @@ class Receiver:
 
     def _receive(self, job: _Job) -> None:
         try:
-            incoming = self._end.meet(job.request, job.layout, self._sink.rank, job.over)
-            # Its memory is about to be written: nothing that lies there can be gone back to.
+            try:
+                incoming = self._end.meet(job.request, job.layout, self._sink.rank, job.over)
+            except BaseException:
+                self._forget(None)  # the sender may have begun to write already
+                raise
             self._forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
@@ -151,8 +159,9 @@ class Receiver:
             del incoming, staged
             # Not before the stage is in its place: the commit may follow at once.
             self._end.confirm(job.request.push, verify_s)
-            if not job.over.wait(job.deadline.left()):
-                self._expire(job)
+            while not job.over.wait(job.deadline.left()):
+                if job.deadline.left() == 0.0:
+                    self._expire(job)
         except Exception as error:
             # The thread has nobody to raise to: `ready` tells the engine, the transport tells the sender.
             logger.warning("push %s was not received: %s", job.request.push, error)
@@ -161,10 +170,11 @@ class Receiver:
         finally:
             job.ended.set()
 
-    def _forget(self, arena: str) -> None:
-        if self._previous is not None and (self._previous.arena == arena or not self._previous.arena):
+    def _forget(self, arena: str | None) -> None:
+        """A sender writes to this arena of its, or to any: nothing that lies there can be gone back to."""
+        if self._previous is not None and (arena is None or self._previous.arena in ("", arena)):
             self._previous = None
-        if self._current is not None and arena and self._current.arena == arena:
+        if self._current is not None and self._current.arena and arena in (None, self._current.arena):
             self._current = None
 
     def _expire(self, job: _Job) -> None:
@@ -191,6 +201,8 @@ class Receiver:
                 f"rank {self._sink.rank} has not prepared push {request.push}"
                 + (f" ({self._detail})" if self._detail else "")
             )
+        # It must not expire on one rank while another already loads it.
+        job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
 
     def apply(self, request: CommitRequest) -> float:
         """Load the staged push, or the version before; returns the seconds it took.
@@ -201,6 +213,7 @@ class Receiver:
         with self._lock:
             self.ready(request)
             self._machine.move("rollback" if request.rollback else "commit")
+            self._before = (request.push, self._current, self._previous)
             job = None if request.rollback else self._job
         try:
             if job is None:
@@ -214,6 +227,7 @@ class Receiver:
                     self._current, self._previous = job.staged, self._current
                 else:
                     self._current = self._previous = None
+                    self._before = ("", None, None)
         finally:
             if job is not None:
                 self._job = None
@@ -269,22 +283,17 @@ class Receiver:
 
         Raises `ApplyFailed` if it was not kept.
         """
-        applied = self._current is not None and self._current.push == request.push
-        before = self._previous if applied else self._current
-        if before is None:
+        begun, current, previous = self._before
+        if begun != request.push:
+            current, previous = self._current, self._previous
+        self._machine.check("rollback")
+        if current is None:
             raise ApplyFailed(f"rank {self._sink.rank} keeps no version to go back to", weights="dirty")
-        clean = self._machine.state == "serving"
-        if clean:
-            self._machine.move("rollback")
-        try:
-            self._sink.load(before.tensors())
-            staging.synchronize(self._sink.device)
-        except Exception as error:
-            if clean:
-                self._machine.move("broken")
-            raise ApplyFailed(f"rank {self._sink.rank} could not go back: {_text(error)}", weights="dirty") from error
-        self._machine.move("applied" if clean else "restored")
-        self._current, self._previous, self._detail = before, None, ""
+        self._machine.move("rollback")
+        self._load(current.tensors(), None)
+        self._machine.move("applied")
+        self._before = ("", None, None)
+        self._current, self._previous, self._detail = current, previous, ""
 
     def abort(self, push: str = "") -> None:
         """Forget a push that was not applied, whichever it is where ``push`` is empty."""
@@ -302,9 +311,10 @@ class Receiver:
         """Give back what is held of a sender that has closed."""
         if self._job is None:
             self._settled()
-            self._last = self._current = self._previous = None
-            self._stages.release()
-            self._end.release(address)
+            if self._end.release(address):
+                self._last = self._current = self._previous = None
+                self._before = ("", None, None)
+                self._stages.release()
 
 
 def _text(error: BaseException) -> str:

@@ -117,7 +117,7 @@ class Replica:
 
     async def status(self, asked: wire.StatusRequest) -> wire.StatusReply:
         """What is served, also while ranks do not answer."""
-        state, detail = self._machine.state, self._detail
+        detail = ""
         ranks: list[wire.RankStatus] = []
         timeout_s = _DIGEST_S if asked.digest else _LOOK_S
         try:
@@ -126,16 +126,19 @@ class Replica:
         except PushTimeout as error:
             if asked.digest:
                 raise
-            detail = "; ".join(filter(None, (detail, str(error))))
+            detail = str(error)
+        version = await self.front.version()
+        # Read after the last wait, so that all of it is of one moment.
+        state = self._machine.state
         return wire.StatusReply(
             engine=self.front.engine,
-            version=await self.front.version(),
+            version=version,
             state=max((state, *(rank.state for rank in ranks)), key=_STATES.index),
             ranks=tuple(ranks),
             instance=self.instance,
             committed=self._committed,
             holder="" if self._lease.lapsed() else self._lease.holder,
-            detail=detail,
+            detail="; ".join(filter(None, (self._detail, detail))),
         )
 
     async def prepare(self, asked: wire.IpcPrepare) -> wire.PrepareReply:
@@ -151,13 +154,13 @@ class Replica:
                 payload = wire.to_json(asked)
                 collect(await self._call("update_weights_via_ipc_zmq", payload, asked.timeout_s), wire.Done)
             except BaseException:
-                self._lease.idle()
+                await self._forget_after_failure(asked.push)  # some rank may have begun
                 raise
             self._machine.move("prepare")
             self._push = asked.push
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._look_after())
-        return wire.PrepareReply(version=await self.front.version(), instance=self.instance)
+        return wire.PrepareReply(await self.front.version(), self.instance, bool(self.stopped))
 
     async def lease(self, asked: wire.LeaseRequest) -> wire.Done:
         """The owner is alive."""
@@ -180,6 +183,8 @@ class Replica:
         return run.result()
 
     async def _commit(self, asked: wire.CommitRequest) -> wire.CommitReply:
+        if asked.instance not in ("", self.instance):
+            raise EngineRestarted("the engine was restarted since the push was prepared", weights="unknown")
         async with self._alone("commit", asked.timeout_s):
             self._lease.check(asked.owner)
             event = "rollback" if asked.rollback else "commit"
@@ -194,8 +199,9 @@ class Replica:
                     self._machine.move("staged")
                 stopped = bool(self.stopped)
                 self._machine.move(event)
-            except WeightSyncError:
-                await self._forget_after_failure()
+            except WeightSyncError as error:
+                await self._forget_after_failure(asked.push)
+                self._own_up(error)
                 raise
             try:
                 reply = await self.front.commit(asked, self._call, stopped)
@@ -205,7 +211,8 @@ class Replica:
                 if not unchanged:
                     self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
                     logger.error("%s", self._detail)
-                await self._forget_after_failure()
+                await self._forget_after_failure(asked.push)
+                self._own_up(error)
                 raise
             self._machine.move("applied")
             self._committed, self._push, self._detail = asked.push, "", ""
@@ -214,18 +221,20 @@ class Replica:
 
     async def abort(self, asked: wire.AbortRequest) -> wire.Done:
         """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
-        if asked.owner and asked.push and asked.push != self._push:
-            return wire.Done()  # it has ended, or never began
-        if asked.owner and not asked.release:
-            self._lease.check(asked.owner)
         async with self._alone("abort", _LOOK_S):
+            if asked.owner and asked.push and asked.push != self._push:
+                return wire.Done()  # it has ended, or never began
+            if asked.owner and not asked.release:
+                self._lease.check(asked.owner)
+            # What is kept belongs to the lease: a sender that was refused gives nothing back of another's.
+            mine = not asked.owner or asked.owner == self._lease.owner or self._lease.lapsed()
             if not asked.release and self._machine.allows("abort"):
                 await self._forget(f"push {self._push} was aborted")
-            if asked.release:
+            if asked.release and mine:
                 collect(await self._call("weightsync_abort", wire.to_json(asked), _LOOK_S), wire.Done)
             if not asked.owner or (asked.release and asked.owner == self._lease.owner):
                 self._lease.drop()
-            else:
+            elif mine:
                 self._lease.idle()
         return wire.Done()
 
@@ -238,9 +247,14 @@ class Replica:
         self._machine.move("abort")
         self._push = ""
 
-    async def _forget_after_failure(self) -> None:
+    def _own_up(self, error: BaseException) -> None:
+        """An engine that did not generate before a push is not "unchanged" after it, in the sense of users."""
+        if self.stopped and isinstance(error, WeightSyncError) and error.weights == "unchanged":
+            error.weights = "dirty"
+
+    async def _forget_after_failure(self, push: str) -> None:
         """As `_forget`, for a push that has failed already: its error is the one to tell."""
-        push, self._push = self._push, ""
+        self._push = ""
         if self._machine.allows("abort"):
             self._machine.move("abort")
         self._lease.idle()

@@ -7,16 +7,25 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 import torch
 from tqdm import tqdm
 
 from weightsync import digest, security, staging, wire
-from weightsync.errors import PushTimeout, SourceError, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.errors import (
+    LeaseHeld,
+    PushTimeout,
+    SourceError,
+    TransferFailed,
+    UnsupportedOption,
+    Weights,
+    WeightSyncError,
+)
 from weightsync.fleet import Engine, Fleet
-from weightsync.layout import ALIGN_BYTES, Layout, align
+from weightsync.layout import ALIGN_BYTES, Layout
+from weightsync.room import Choice, Staging, choose
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
 from weightsync.sources.module import ModuleSource
@@ -24,13 +33,6 @@ from weightsync.transports.base import Deadline, Progress, Sent, TrainerEnd
 from weightsync.transports.ipc_zmq import TrainerIpcZmq
 
 Transport = Literal["auto", "ipc_zmq"]
-Staging = Literal["full", "none", "auto"]
-
-#: Where less than this share of the free memory holds the whole model, the arena does: it then is the stage.
-_HOLD_SHARE: Final = 0.8
-#: Elsewhere a bucket takes at most one part in so many, for the ranks need room for a stage.
-_BUCKET_SHARE: Final = 32
-_MIN_BUCKET_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Sender:
         self._end: TrainerEnd | None = None
         self._source: Source | None = None
         self._layout: Layout | None = None
-        self._chosen: _Choice | None = None
+        self._chosen: Choice | None = None
         self._fleet = Fleet(engines, key, pause, Deadline(timeout_s))
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
@@ -222,7 +224,7 @@ class Sender:
             self._chosen = None
         return self._layout
 
-    def _provide_end(self, source: Source, layout: Layout) -> tuple[TrainerEnd, _Choice]:
+    def _provide_end(self, source: Source, layout: Layout) -> tuple[TrainerEnd, Choice]:
         """The trainer end of the transport, and how the bytes travel; both stay while the model does."""
         ranks = self._fleet.ranks
         if self._end is None:
@@ -241,7 +243,7 @@ class Sender:
             self._chosen = choose(layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep)
         return self._end, self._chosen
 
-    def _plan(self, source: Source, layout: Layout, choice: _Choice, deadline: Deadline) -> wire.IpcPrepare:
+    def _plan(self, source: Source, layout: Layout, choice: Choice, deadline: Deadline) -> wire.IpcPrepare:
         """What every engine is told of a push; the transport adds where to come for the bytes."""
         assert self._end is not None
         devices = [source.device, self._end.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
@@ -294,9 +296,12 @@ class Sender:
                     sent = end.send(source.tensors(), progress)
             except BaseException as error:
                 end.call_off(error)
-                # What became of the engines is theirs to say; where all say that they committed, they have.
-                self._fleet.outcome(commits, label, deadline)
-                raise
+                # What became of the engines is theirs to say.
+                replies = self._fleet.outcome(commits, label, deadline)
+                raise TransferFailed(
+                    f"every engine has committed, but sending did not end well: {error}",
+                    engines=dict.fromkeys(replies, "committed"),
+                ) from error
             return sent, self._fleet.outcome(commits, label, deadline)
 
     def _request(self, push: str, label: str, deadline: Deadline) -> wire.CommitRequest:
@@ -313,26 +318,31 @@ class Sender:
 
     def _failed(self, end: TrainerEnd | None, push: str, error: BaseException) -> None:
         self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
-        if end is not None:
-            end.call_off(error)
-            if isinstance(error, (PushTimeout, TransferFailed)):
+        try:
+            if end is not None:
+                end.call_off(error)
+            # An engine that is still in its commit could not be told in time, and ends by itself.
+            if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
+                self._fleet.abort(push)
+            if end is not None and isinstance(error, LeaseHeld):
+                # Two trainers that each hold some of the engines would keep each other from the rest.
+                self._fleet.release(end.address)
+            if end is not None and isinstance(error, (PushTimeout, TransferFailed)):
                 # Whatever broke, be it a socket whose file somebody removed, the next push begins with new ones.
                 end.close()
                 self._end = self._chosen = None
-        # An engine that is still in its commit could not be told in time, and ends by itself.
-        if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
-            self._fleet.abort(push)
-        self._machine.move("aborted")
+        finally:
+            self._machine.move("aborted")
 
     def _tell(self, error: BaseException) -> None:
         """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised."""
         urls = self._fleet.engines
+        untold: dict[str, Weights] = {url: "dirty" if engine.stopped else "unchanged" for url, engine in urls.items()}
         if isinstance(error, WeightSyncError):
-            error.engines = {url: error.engines.get(url, "unchanged") for url in urls}
+            told = {url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()}
+            error.settle({**untold, **told})
         elif isinstance(error, (RuntimeError, OSError, ValueError)):
-            raise SourceError(
-                f"the weights could not be read or packed: {error}", engines=dict.fromkeys(urls, "unchanged")
-            ) from error
+            raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error
 
     def _next_version(self) -> str:
         versions = [engine.version for engine in self._fleet.engines.values()]
@@ -353,38 +363,3 @@ def _bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
         return
     with tqdm(total=nbytes, unit="B", unit_scale=True, desc="push") as bar:
         yield lambda sent: bar.update(sent - bar.n) and None
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """How the bytes travel: ``bucket_bytes`` is the size of each of the two buckets, a multiple of `ALIGN_BYTES`."""
-
-    bucket_bytes: int
-    staging: Staging
-    reason: str
-
-
-def choose(
-    stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool
-) -> _Choice:
-    """Buckets and stage for a stream.
-
-    ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for
-    a stage of its own. A bucket is ``asked`` bytes if given, else half the stream where there is room for all of it
-    (twice with ``keep``), else a small part of what is free.
-    """
-    half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
-    times = 2 if keep else 1
-    if asked is not None:
-        bucket_bytes = align(asked)
-    elif 2 * half * times <= free_bytes * _HOLD_SHARE and staged != "none":
-        bucket_bytes = half
-    else:
-        bucket_bytes = min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
-    if staged != "auto":
-        return _Choice(bucket_bytes, staged, "asked for")
-    if 2 * bucket_bytes >= stream_bytes:
-        return _Choice(bucket_bytes, "full", f"the trainer's arena has room for all {stream_bytes} bytes")
-    if stream_bytes * times <= rank_bytes * _HOLD_SHARE:
-        return _Choice(bucket_bytes, "full", f"every rank has room for {stream_bytes} bytes ({rank_bytes} free)")
-    return _Choice(bucket_bytes, "none", f"a stage takes {stream_bytes * times} bytes and a rank has {rank_bytes} free")

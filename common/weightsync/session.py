@@ -18,14 +18,14 @@ Table = Mapping[str, Mapping[str, str]]
 #: A replica, or one rank of it. The ``dirty_`` states hold weights of neither version: the engine does not generate.
 #: Events: ``prepare`` a push was announced and its manifest fits · ``staged`` everything is here and verified (or, to
 #: be streamed, its sender is met) · ``abort`` it was called off, failed on the way, or expired · ``commit`` loading
-#: begins · ``rollback`` so does that of the version kept before · ``applied`` it is what is served · ``untouched``
-#: loading failed before the first write · ``broken`` after it · ``restored`` the kept version is loaded again.
+#: begins · ``rollback`` so does that of a version that was kept · ``applied`` it is what is served · ``untouched``
+#: loading failed before the first write · ``broken`` after it.
 REPLICA: Final[Mapping[State, Mapping[str, State]]] = {
     "serving": {"prepare": "receiving", "rollback": "applying"},
     "receiving": {"staged": "prepared", "abort": "serving"},
     "prepared": {"commit": "applying", "abort": "serving"},
     "applying": {"applied": "serving", "untouched": "serving", "broken": "dirty"},
-    "dirty": {"prepare": "dirty_receiving", "rollback": "dirty_applying", "restored": "serving"},
+    "dirty": {"prepare": "dirty_receiving", "rollback": "dirty_applying"},
     "dirty_receiving": {"staged": "dirty_prepared", "abort": "dirty"},
     "dirty_prepared": {"commit": "dirty_applying", "abort": "dirty"},
     "dirty_applying": {"applied": "serving", "untouched": "dirty", "broken": "dirty"},

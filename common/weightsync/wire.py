@@ -126,16 +126,18 @@ class IpcPrepare(Message, frozen=True):
 
 
 class PrepareReply(Message, frozen=True):
-    """What the engine serves now."""
+    """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push."""
 
     version: str = ""
     instance: str = ""
+    stopped: bool = False
 
 
 class CommitRequest(Message, frozen=True):
     """Make the prepared push ``push`` the served version; ``timeout_s`` bounds the wait for requests in flight.
 
-    With ``rollback`` it is the kept version before that is served again, and ``push`` a new name for that.
+    With ``rollback`` it is the kept version before that is served again, and ``push`` a new name for that. ``instance``
+    is the engine that prepared it.
     """
 
     push: Text
@@ -144,6 +146,7 @@ class CommitRequest(Message, frozen=True):
     timeout_s: Timeout
     owner: Text = ""
     rollback: bool = False
+    instance: Text = ""
 
 
 class CommitReply(Message, frozen=True):

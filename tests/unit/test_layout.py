@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ManifestMismatch
 from weightsync.layout import ALIGN_BYTES, DTYPES, Layout, check_manifest, digest_of, spec_of
-from weightsync.sender import choose
+from weightsync.room import choose
 from weightsync.wire import TensorSpec
 
 SPECS = st.lists(

@@ -44,9 +44,6 @@ uvicorn.run = lambda app, **options: run(app, **{**options, "log_level": "trace"
 testing.main()
 """
 
-#: To be removed with the change to `ipc_zmq` and `client` that makes these pass.
-PENDING = pytest.mark.xfail(strict=True, reason="ipc_zmq and client do not do so yet")
-
 
 @pytest.fixture
 def own_runtime(monkeypatch, tmp_path):
@@ -141,7 +138,7 @@ def test_a_key_that_http_cannot_carry_is_refused_without_being_told(monkeypatch,
         assert KEY not in str(raised.value)
 
 
-@pytest.mark.parametrize("odd", ["", pytest.param("in\nside", marks=PENDING), pytest.param("\u20ac", marks=PENDING)])
+@pytest.mark.parametrize("odd", ["", pytest.param("in\nside"), pytest.param("\u20ac")])
 def test_a_sender_tells_its_key_in_no_error(odd):
     with pytest.raises(WeightSyncError) as raised:
         Sender(["http://127.0.0.1:9"], token=f"{KEY}{odd}")
@@ -325,7 +322,6 @@ def flood(send):
         thread.join(10)
 
 
-@PENDING
 def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(trainer, context):
     layout = Layout(MANIFEST)
     plan = plan_of("p", layout, 512, 1.0)
@@ -350,7 +346,6 @@ class Held:
         return Expected(MANIFEST)
 
 
-@PENDING
 def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
     directory, receiver = security.private_directory(), Receiver(Held())
     address = f"ipc://{directory}/{security.SOCKET_NAME}"
@@ -372,7 +367,6 @@ def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context
     assert took < FLOOD_S - 1
 
 
-@PENDING
 def test_a_frame_beyond_the_limit_does_not_reach_a_trainer(trainer, context):
     with fuzz.stranger(context, trainer.address) as stranger:
         stranger.send(bytes(1))

@@ -209,22 +209,14 @@ RANK_STATES = tuple(state for state in REPLICA if state != "unsynced")
 def events_of(name, state):
     """What a message that succeeds is in the words of the table."""
     if name == "restore":
-        return ("rollback", "applied") if state == "serving" else ("restored",)
+        return ("rollback", "applied")
     if name in ("commit", "rollback"):
         return (name, "applied")
     under_way = ("abort",) if state.endswith(("receiving", "prepared")) else ()
     return {"prepare": (*under_way, "prepare"), "abort": under_way}.get(name, ())
 
 
-#: A restore loads before it asks the table, which no front end lets it do in these states.
-EARLY = pytest.mark.xfail(strict=True, reason="restore loads the kept version before it asks whether it may")
-CASES = [
-    pytest.param(
-        state, name, keep,
-        marks=EARLY if keep and name == "restore" and ("applying" in state or state.startswith("dirty_")) else (),
-    )
-    for keep in (False, True) for state in RANK_STATES for name in MESSAGES
-]  # fmt: skip
+CASES = [(state, name, keep) for keep in (False, True) for state in RANK_STATES for name in MESSAGES]
 
 
 @pytest.fixture

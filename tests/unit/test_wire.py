@@ -15,7 +15,7 @@ GOLDEN_JSON = {
        b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
        b'"keep":false,"stream":false}',
     wire.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0):
-        b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false}',
+        b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false,"instance":""}',
     wire.LeaseRequest(owner="o"): b'{"owner":"o"}',
     wire.ErrorReply(error="ManifestMismatch", message="m"):
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',

@@ -129,8 +129,8 @@ class EngineEnd(Protocol):
     def fail(self, push: str, error: BaseException) -> None:
         """Tell the sender that the push is over here."""
 
-    def release(self, address: str) -> None:
-        """Give back what is held of the sender at ``address``, which has closed; of any other nothing."""
+    def release(self, address: str) -> bool:
+        """Give back what is held of the sender at ``address``, which has closed; false if nothing was."""
 
     def close(self) -> None:
         """Release everything; idempotent."""

@@ -57,6 +57,7 @@ class TrainerIpcZmq:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
         self._socket.bind(self.address)
         #: The next push goes into the first; a second holds what is served, where engines keep that.
         self._arenas: list[staging.Arena] = []
@@ -197,9 +198,10 @@ class _Transfer:
     def _wait(self, missing: Callable[[], set[Peer]], what: str) -> None:
         """Handle messages until ``missing()`` is empty."""
         while absent := missing():
+            # Also where others keep us busy with messages of no meaning.
+            self._deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
             # Not longer at once: somebody else may find out that waiting is in vain.
             if not self._end._socket.poll(int(min(self._deadline.left(), _LOOK_UP_S) * 1000)):
-                self._deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
                 continue
             identity, frame = self._end._socket.recv_multipart(zmq.DONTWAIT)[:2]
             try:
@@ -261,6 +263,8 @@ class EngineIpcZmq:
                 raise TransferFailed(f"the sender announced {type(offer).__name__} before its arena")
             incoming.map(self._map(offer, SLOTS * request.bucket_bytes), offer.arena)
             return incoming
+        except errors.WeightSyncError:
+            raise  # a timeout is an OSError too
         except (zmq.ZMQError, OSError, RuntimeError) as error:
             raise TransferFailed(f"the sender could not be met: {type(error).__name__}: {error}") from error
 
@@ -279,10 +283,12 @@ class EngineIpcZmq:
             with contextlib.suppress(zmq.ZMQError):
                 socket.send(wire.pack(message))
 
-    def release(self, address: str) -> None:
+    def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
-        if address == self._address:
-            self._hang_up()
+        if address != self._address:
+            return False
+        self._hang_up()
+        return True
 
     def _dial(self, address: str) -> zmq.Socket[bytes]:
         security.check_ipc_address(address)
@@ -291,6 +297,7 @@ class EngineIpcZmq:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
             try:
                 socket.connect(address)
             except zmq.ZMQError:
@@ -339,8 +346,8 @@ class IpcIncoming:
         while True:
             if self._over.is_set():
                 raise TransferFailed("the push was aborted")
+            self._deadline.check(what)
             if not self._socket.poll(int(min(self._deadline.left(), _LOOK_UP_S) * 1000)):
-                self._deadline.check(what)
                 if time.monotonic() - looked > _SILENCE_S:
                     looked = time.monotonic()
                     if not security.owner_lives(self._request.address):

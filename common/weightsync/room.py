@@ -1,0 +1,51 @@
+"""How a push travels, given the memory that is free: the size of its buckets, and whether a whole version is staged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from weightsync.layout import ALIGN_BYTES, align
+
+Staging = Literal["full", "none", "auto"]
+
+#: Where less than this share of the free memory holds the whole model, the arena does: it then is the stage.
+_HOLD_SHARE: Final = 0.8
+#: Elsewhere a bucket takes at most one part in so many, for the ranks need room for a stage.
+_BUCKET_SHARE: Final = 32
+_MIN_BUCKET_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the bytes travel: ``bucket_bytes`` is the size of each of the two buckets, a multiple of `ALIGN_BYTES`."""
+
+    bucket_bytes: int
+    staging: Staging
+    reason: str
+
+
+def choose(
+    stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool
+) -> Choice:
+    """Buckets and stage for a stream.
+
+    ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for
+    a stage of its own. A bucket is ``asked`` bytes if given, else half the stream where there is room for all of it
+    (twice with ``keep``), else a small part of what is free.
+    """
+    half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
+    times = 2 if keep else 1
+    if asked is not None:
+        bucket_bytes = align(asked)
+    elif 2 * half * times <= free_bytes * _HOLD_SHARE and staged != "none":
+        bucket_bytes = half
+    else:
+        bucket_bytes = min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
+    if staged != "auto":
+        return Choice(bucket_bytes, staged, "asked for")
+    if 2 * bucket_bytes >= stream_bytes:
+        return Choice(bucket_bytes, "full", f"the trainer's arena has room for all {stream_bytes} bytes")
+    if stream_bytes * times <= rank_bytes * _HOLD_SHARE:
+        return Choice(bucket_bytes, "full", f"every rank has room for {stream_bytes} bytes ({rank_bytes} free)")
+    return Choice(bucket_bytes, "none", f"a stage takes {stream_bytes * times} bytes and a rank has {rank_bytes} free")
