@@ -265,9 +265,13 @@ class Sender:
     def _prepare(
         self, end: TrainerEnd, plan: wire.IpcPrepare, layout: Layout, deadline: Deadline, seconds: dict[str, float]
     ) -> dict[str, list[str]]:
+        # Here, and not in the threads that ask the engines: the first of them makes the arena.
+        requests = {url: end.request(plan, url) for url in self._fleet.engines}
+
         def make(engine: Engine) -> wire.IpcPrepare:
-            asked = end.request(plan, engine.client.url)
-            return msgspec.structs.replace(asked, instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1))
+            return msgspec.structs.replace(
+                requests[engine.client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
+            )
 
         with _timed(seconds, "prepare"):
             noticed = self._fleet.prepare(make, deadline)
