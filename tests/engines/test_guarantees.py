@@ -59,7 +59,7 @@ def test_one_flipped_bit_reaches_no_rank(served, monkeypatch):
     def fill(self, tensors, acquire):
         for packed in pack(self, tensors, acquire):
             if packed.number == 1:
-                self._arena[700] ^= 4
+                self._arena[packed.number % 2 * self._bucket_bytes + 700] ^= 4
             yield packed
 
     pack = Packer.fill

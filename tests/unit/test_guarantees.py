@@ -74,7 +74,7 @@ def flip_in(monkeypatch, bucket):
     def fill(self, tensors, acquire):
         for packed in original(self, tensors, acquire):
             if packed.number == bucket:
-                self._arena[700] ^= 4
+                self._arena[packed.number % 2 * self._bucket_bytes + 700] ^= 4
             yield packed
 
     monkeypatch.setattr(Packer, "fill", fill)

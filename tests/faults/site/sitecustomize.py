@@ -157,7 +157,7 @@ def ipc_zmq(module):
             for packed in fill(tensors, acquire):
                 action = at("trainer packs", number=packed.number)
                 if action == "flip":
-                    made._arena[1000] ^= 1
+                    made._arena[packed.number % 2 * made._bucket_bytes + 1000] ^= 1
                 yield packed
                 if action == "truncate":
                     return
