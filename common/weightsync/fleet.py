@@ -149,6 +149,7 @@ class Fleet:
                 reply = PushTimeout(f"{client.url} trickles its reply to commit", weights="unknown")
             if isinstance(reply, WeightSyncError):
                 failed[client.url] = reply
+                self.engines[client.url].stopped |= reply.weights == "dirty"
             else:
                 replies[client.url] = reply
                 self.engines[client.url].version, self.engines[client.url].stopped = version, False

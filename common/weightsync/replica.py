@@ -18,6 +18,7 @@ from weightsync.calls import COMMIT_CALL_S, Calls, Replies
 from weightsync.errors import (
     ApplyFailed,
     EngineRestarted,
+    LeaseHeld,
     ProtocolMismatch,
     PushTimeout,
     TransferFailed,
@@ -146,15 +147,20 @@ class Replica:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
         async with self._alone("prepare", asked.timeout_s):
-            self._lease.take(asked.owner, asked.holder, asked.address)
+            try:
+                self._lease.take(asked.owner, asked.holder, asked.address)
+            except LeaseHeld as error:
+                self._own_up(error)
+                raise
             try:
                 if self._machine.allows("abort"):
                     await self._forget(f"push {self._push} is superseded by {asked.push}")
                 self._machine.check("prepare")
                 payload = wire.to_json(asked)
                 collect(await self._call("update_weights_via_ipc_zmq", payload, asked.timeout_s), wire.Done)
-            except BaseException:
+            except BaseException as error:
                 await self._forget_after_failure(asked.push)  # some rank may have begun
+                self._own_up(error)
                 raise
             self._machine.move("prepare")
             self._push = asked.push
