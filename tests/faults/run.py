@@ -116,7 +116,7 @@ def _aside(rig: Rig, fault: Fault, outcome: Outcome) -> None:
         second.order(
             urls=[rig.url], model=str(rig.folders["A"]), version="intruder", options={"timeout_s": PUSH_S}, spoil=""
         )
-        said = second.outcome(60)
+        said = second.outcome(180)  # it has to start first
         second.close()
         if said is None or said["error"] != "LeaseHeld" or str(rig.trainer.process.pid) not in said["message"]:
             outcome.wrong = f"the second trainer was told {said}"

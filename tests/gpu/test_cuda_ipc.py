@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools import models
-from weightsync import Sender
+from weightsync import Sender, digest
 from weightsync.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
@@ -45,6 +45,12 @@ def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
         logits = trained(torch.tensor([PROMPT + tokens], device="cuda")).logits[0, len(PROMPT) - 1 : -1].float()
     own = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].tolist()
     assert max(abs(x - y) for x, y in zip(logprobs, own, strict=True)) < 0.1
+
+
+def test_a_device_finds_the_digest_that_a_cpu_finds():
+    raw = torch.randint(0, 256, (200_000_001,), dtype=torch.uint8)
+    for nbytes in (0, 1, 511, 4096, 200_000_001):
+        assert digest.digest_bytes("mix64", raw[:nbytes].cuda()) == digest.digest_bytes("mix64", raw[:nbytes])
 
 
 def test_device_memory_is_given_back(engine, trained):

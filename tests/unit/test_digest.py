@@ -1,0 +1,55 @@
+"""Digests of tensors: the same however the bytes are cut, different for one bit, on every device."""
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync import digest
+
+RAW = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("algorithm", digest.ALGORITHMS)
+@given(nbytes=st.integers(0, 5000), cut=st.integers(0, 9))
+@settings(deadline=None, max_examples=50)
+def test_cutting_the_bytes_at_a_bucket_changes_nothing(algorithm, nbytes, cut):
+    raw = RAW[:nbytes]
+    hasher = digest.ALGORITHMS[algorithm]()
+    hasher.update(raw[: cut * 512])
+    hasher.update(raw[cut * 512 :])
+    assert hasher.value() == digest.digest_bytes(algorithm, raw)
+    assert 0 <= hasher.value() < 1 << 64
+
+
+@pytest.mark.parametrize("algorithm", digest.ALGORITHMS)
+@given(nbytes=st.integers(1, 5000), data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_one_bit_more_or_less_another_order_or_length_shows(algorithm, nbytes, data):
+    raw = RAW[:nbytes]
+    found = digest.digest_bytes(algorithm, raw)
+    flipped = raw.clone()
+    flipped[data.draw(st.integers(0, nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest.digest_bytes(algorithm, flipped) != found
+    assert digest.digest_bytes(algorithm, raw[:-1]) != found
+    assert digest.digest_bytes(algorithm, torch.cat([raw, raw.new_zeros(1)])) != found
+    if nbytes >= 1024:
+        assert digest.digest_bytes(algorithm, torch.cat([raw[512:1024], raw[:512], raw[1024:]])) != found
+
+
+def test_where_the_bytes_lie_in_memory_is_of_no_consequence():
+    for start in range(9):
+        assert digest.digest_bytes("mix64", RAW[start : start + 800]) == digest.digest_bytes(
+            "mix64", RAW[start : start + 800].clone()
+        )
+
+
+def test_what_xxh3_is():
+    assert digest.digest_bytes("xxh3_64", RAW) == xxhash.xxh3_64_intdigest(bytes(RAW.tolist()))
+
+
+def test_a_digest_that_every_device_can_find_is_taken_where_one_is_no_cpu():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert digest.algorithm_for(cpu, cpu) == "xxh3_64"
+    assert digest.algorithm_for(cpu, gpu) == digest.algorithm_for(gpu) == "mix64"
