@@ -170,9 +170,7 @@ class EngineClient:
             return PluginNotLoaded(f"{self.url} answers, but weightsync is not loaded there. {self._start_line()}")
         if said is None:
             return TransferFailed(f"{self.url} answered {route} with HTTP {reply.status_code}")
-        kind = getattr(errors, said.error, errors.WeightSyncError)
-        if not (isinstance(kind, type) and issubclass(kind, errors.WeightSyncError)):
-            kind = errors.WeightSyncError
+        kind = errors.named(said.error)
         return kind(f"{self.url}: {said.message}", weights=said.weights, engines={self.url: said.weights})
 
     def _start_line(self) -> str:

@@ -108,3 +108,9 @@ class ApplyFailed(WeightSyncError):
 
 class PushTimeout(WeightSyncError, TimeoutError):
     """A push did not finish within ``timeout_s``; the message names the phase and who was waited for."""
+
+
+def named(name: str, otherwise: type[WeightSyncError] = WeightSyncError) -> type[WeightSyncError]:
+    """The class that the other side of a connection named; ``otherwise`` for a name that is none of ours."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, WeightSyncError) else otherwise

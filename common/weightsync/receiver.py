@@ -373,7 +373,7 @@ def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
     if failed:
         worst = max(failed, key=lambda reply: SEVERITY.index(reply.weights))
         messages = dict.fromkeys(reply.message for reply in failed)
-        raise getattr(errors, worst.error)("; ".join(messages), weights=worst.weights)
+        raise errors.named(worst.error)("; ".join(messages), weights=worst.weights)
     return [from_json(reply.body, kind) for reply in decoded]
 
 

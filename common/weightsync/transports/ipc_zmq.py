@@ -40,10 +40,7 @@ SLOTS = 2
 
 def _named_error(failed: Failed, who: str) -> errors.WeightSyncError:
     """The error that the other side reported, as an exception of this side."""
-    kind = getattr(errors, failed.error, TransferFailed)
-    if not (isinstance(kind, type) and issubclass(kind, errors.WeightSyncError)):
-        kind = TransferFailed
-    return kind(f"{who}: {failed.message}")
+    return errors.named(failed.error, TransferFailed)(f"{who}: {failed.message}")
 
 
 class TrainerIpcZmq:
@@ -73,10 +70,10 @@ class TrainerIpcZmq:
 
     def request(self, plan: IpcPrepare, engine: str) -> IpcPrepare:
         """See `base.TrainerEnd`; makes the arena on the way."""
-        held = Layout(plan.manifest).nbytes <= SLOTS * plan.bucket_bytes
-        self._provide_arenas(plan.bucket_bytes, 2 if plan.keep and held else 1)
         if plan.push != self._push:
             self._push, self._secrets = plan.push, {}  # those of a push that was refused before it began
+            held = plan.keep and Layout(plan.manifest).nbytes <= SLOTS * plan.bucket_bytes
+            self._provide_arenas(plan.bucket_bytes, 2 if held else 1)
         secret = secrets.token_urlsafe(24)
         self._secrets[secret] = engine
         return msgspec.structs.replace(plan, address=self.address, secret=secret)
