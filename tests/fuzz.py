@@ -32,7 +32,7 @@ ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
 METHODS = {
     "weightsync_open": wire.Done,
     "weightsync_status": wire.StatusRequest,
-    "update_weights_via_ipc_zmq": wire.IpcPrepare,
+    "update_weights_via_ipc_zmq": wire.UpdateRequest,
     "weightsync_ready": wire.CommitRequest,
     "weightsync_commit": wire.CommitRequest,
     "weightsync_restore": wire.CommitRequest,

@@ -40,8 +40,24 @@ class WorkerExtension:
         return _run(self, "weightsync_status", payload)
 
     def update_weights_via_ipc_zmq(self, payload: str) -> str:
-        """Check a `wire.IpcPrepare` and start fetching the bytes, in a thread; generation goes on."""
+        """Check a `wire.UpdateRequest` and start fetching the bytes, in a thread; generation goes on."""
         return _run(self, "update_weights_via_ipc_zmq", payload)
+
+    def init_nccl_group(self, payload: str) -> str:
+        """Join the group of a `wire.InitNcclGroup`, in a thread."""
+        return _run(self, "init_nccl_group", payload)
+
+    def update_weights_via_nccl(self, payload: str) -> str:
+        """As `update_weights_via_ipc_zmq`, by broadcast in the group."""
+        return _run(self, "update_weights_via_nccl", payload)
+
+    def register_nixl(self, payload: str) -> str:
+        """Make this worker's NIXL agent and connect it to the one of a `wire.RegisterNixl`."""
+        return _run(self, "register_nixl", payload)
+
+    def update_weights_via_nixl(self, payload: str) -> str:
+        """As `update_weights_via_ipc_zmq`, by one-sided reads."""
+        return _run(self, "update_weights_via_nixl", payload)
 
     def weightsync_ready(self, payload: str) -> str:
         """Whether the push of a `wire.CommitRequest` is staged here."""

@@ -17,7 +17,7 @@ from weightsync.errors import (
     PushTimeout,
     TransferFailed,
 )
-from weightsync.transports.base import Deadline
+from weightsync.transports.base import Deadline, Introduction
 from weightsync.wire import PREFIX
 
 _CONNECT_S: Final = 5.0
@@ -61,9 +61,14 @@ class EngineClient:
         """What the engine serves; ``digest`` has every rank hash its weights."""
         return self._post("status", wire.StatusRequest(digest=digest), wire.StatusReply, deadline)
 
-    def prepare(self, request: wire.IpcPrepare, deadline: Deadline) -> wire.PrepareReply:
+    def join(self, asked: Introduction, deadline: Deadline) -> wire.JoinReply:
+        """Take the lease, and make every rank get a transport ready."""
+        route = "init_nccl_group" if isinstance(asked, wire.InitNcclGroup) else "register_nixl"
+        return self._post(route, asked, wire.JoinReply, deadline)
+
+    def prepare(self, request: wire.UpdateRequest, transport: str, deadline: Deadline) -> wire.UpdateReply:
         """Take the lease, and make every rank check the manifest and come for the bytes."""
-        return self._post("update_weights_via_ipc_zmq", request, wire.PrepareReply, deadline)
+        return self._post(f"update_weights_via_{transport}", request, wire.UpdateReply, deadline)
 
     def renew(self, owner: str, deadline: Deadline) -> None:
         """Keep the lease through a push. Raises `LeaseHeld` if another has it."""

@@ -9,19 +9,18 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import msgspec
 
-from weightsync import lease, staging, wire
+from weightsync import lease, wire
 from weightsync.client import EngineClient
 from weightsync.errors import (
-    EngineRestarted,
     EngineUnreachable,
     LeaseHeld,
     PushTimeout,
@@ -30,7 +29,8 @@ from weightsync.errors import (
     Weights,
     WeightSyncError,
 )
-from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.base import Deadline, Introduction, Peer
+from weightsync.transports.registry import pick
 
 #: How long the engines are given to forget a failed push, or a sender that closes.
 _ABORT_S: Final = 1.0
@@ -49,14 +49,18 @@ _T = TypeVar("_T")
 class Engine:
     """One engine: what it said when it was opened, and the version it served when it was last heard of.
 
-    ``stopped``: it served none, being dirty or never synced. ``leased``: it has answered the prepare of this push.
+    ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
+    ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
     """
 
     client: EngineClient
     hello: wire.OpenReply
     version: str
+    transport: str
+    reason: str
     stopped: bool = False
     leased: bool = False
+    noticed: list[str] = field(default_factory=list)
 
     @property
     def peers(self) -> set[Peer]:
@@ -67,10 +71,10 @@ class Engine:
 class Fleet:
     """The engines at ``urls``. ``owner`` is what they know this sender by. Raises as `Sender` when built."""
 
-    def __init__(self, urls: Sequence[str], token: str, pause: wire.PauseMode, deadline: Deadline):
+    def __init__(self, urls: Sequence[str], token: str, pause: wire.PauseMode, transport: str, deadline: Deadline):
         self.owner = secrets.token_hex(8)
         self.holder = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()} ({_program()})"
-        self._pause = pause
+        self._pause, self._transport = pause, transport
         self._clients = [EngineClient(url, token) for url in urls]
         self._token = token
         self._threads = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="weightsync-engine")
@@ -88,12 +92,8 @@ class Fleet:
     def _admit(self, client: EngineClient, hello: wire.OpenReply) -> None:
         if reason := hello.pause_refused.get(self._pause):
             raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
-        if hello.host != staging.host_id():
-            raise UnsupportedOption(
-                f"{client.url} runs on another host (or in a container with its own /dev/shm): transport ipc_zmq "
-                "needs engine and trainer to share one; run them on one host, containers with --ipc=host"
-            )
-        self.engines[client.url] = Engine(client, hello, hello.version)
+        transport, reason = pick(self._transport, client.url, hello)
+        self.engines[client.url] = Engine(client, hello, hello.version, transport, reason)
 
     @property
     def ranks(self) -> list[wire.RankInfo]:
@@ -101,33 +101,50 @@ class Fleet:
         return [rank for engine in self.engines.values() for rank in engine.hello.ranks]
 
     @property
-    def peers(self) -> set[Peer]:
-        """The same, as transports know them."""
-        return set[Peer]().union(*(engine.peers for engine in self.engines.values()))
+    def peers(self) -> dict[str, set[Peer]]:
+        """The same by transport, as transports know them."""
+        found: dict[str, set[Peer]] = {}
+        for engine in self.engines.values():
+            found.setdefault(engine.transport, set()).update(engine.peers)
+        return found
 
-    def prepare(self, make: Callable[[Engine], wire.IpcPrepare], deadline: Deadline) -> dict[str, list[str]]:
-        """Have every engine check the manifest; an engine that was restarted is opened again first.
+    def hellos(self) -> dict[str, tuple[str, wire.OpenReply]]:
+        """By URL, how each engine is reached and what it said of itself."""
+        return {url: (engine.transport, engine.hello) for url, engine in self.engines.items()}
 
-        Returns by URL what is worth knowing about an engine.
-        """
-        noticed: dict[str, list[str]] = {client.url: [] for client in self._clients}
+    def reopen(self, deadline: Deadline) -> None:
+        """Greet every engine again: some were restarted."""
+        before = {url: engine.hello.instance for url, engine in self.engines.items()}
+        self._open(deadline)
+        for url, engine in self.engines.items():
+            if engine.hello.instance != before[url]:
+                engine.noticed.append("restarted since this sender last met it")
+
+    def join(self, asked: Mapping[str, Introduction], deadline: Deadline) -> dict[str, wire.JoinReply]:
+        """Tell engines, by URL, what a transport has to say before a push."""
+
+        def run(client: EngineClient) -> wire.JoinReply | None:
+            if client.url not in asked:
+                return None
+            named = msgspec.structs.replace(asked[client.url], owner=self.owner, holder=self.holder)
+            return client.join(named, deadline)
+
+        replies = zip(self._clients, self.all(run), strict=True)
+        return {client.url: reply for client, reply in replies if reply is not None}
+
+    def prepare(self, make: Callable[[Engine], wire.UpdateRequest], deadline: Deadline) -> None:
+        """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened."""
         for engine in self.engines.values():
             engine.leased = False
 
         def run(client: EngineClient) -> None:
-            try:
-                reply = client.prepare(make(self.engines[client.url]), deadline)
-            except EngineRestarted:
-                self._admit(client, client.open(deadline))
-                noticed[client.url].append("restarted since this sender last met it")
-                reply = client.prepare(make(self.engines[client.url]), deadline)
             engine = self.engines[client.url]
+            reply = client.prepare(make(engine), engine.transport, deadline)
             engine.leased, engine.stopped = True, reply.stopped
             if reply.version != engine.version:
-                noticed[client.url].append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
+                engine.noticed.append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
 
         self.all(run)
-        return noticed
 
     def commit(self, request: wire.CommitRequest, deadline: Deadline) -> list[Commit]:
         """Ask every engine to commit, each in a thread."""
@@ -197,9 +214,10 @@ class Fleet:
         """Have all forget a push. Best effort: an engine that cannot be reached drops it by its own deadline."""
         self.try_all(lambda client: client.abort(push, Deadline(_ABORT_S), self.owner))
 
-    def release(self, address: str) -> None:
-        """Have all forget this sender."""
-        self.try_all(lambda client: client.release(address, self.owner, Deadline(_ABORT_S)))
+    def release(self, addresses: Mapping[str, str]) -> None:
+        """Have all forget this sender, which each knows by the address of its URL."""
+        told = {url: address for url, address in addresses.items() if address}
+        self.try_all(lambda c: c.release(told[c.url], self.owner, Deadline(_ABORT_S)) if c.url in told else None)
 
     def all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
         """Call every engine at once; raises the failures of all as one error."""

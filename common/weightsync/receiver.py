@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Event
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import torch
@@ -28,23 +28,26 @@ from weightsync.errors import (
     WrongState,
 )
 from weightsync.layout import Layout, check_manifest
-from weightsync.security import check_ipc_address
 from weightsync.session import REPLICA, Machine
 from weightsync.sink import Expected, Sink
 from weightsync.stage import Staged, Stages
-from weightsync.transports.base import Deadline, EngineEnd, Incoming
-from weightsync.transports.ipc_zmq import EngineIpcZmq
+from weightsync.transports import groups
+from weightsync.transports.base import Deadline, EngineEnd, Incoming, Introduction
+from weightsync.transports.registry import ENGINE_ENDS, available
 from weightsync.wire import (
     AbortRequest,
     CommitRequest,
     Done,
     ErrorReply,
-    IpcPrepare,
+    InitNcclGroup,
     RankInfo,
+    RankJoined,
     RankReply,
     RankStatus,
+    RegisterNixl,
     State,
     StatusRequest,
+    UpdateRequest,
     from_json,
     to_json,
 )
@@ -53,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
 
+#: What announces a push -> by which transport its bytes come.
+UPDATE_METHODS: Final = {f"update_weights_via_{name}": name for name in ENGINE_ENDS}
+
 #: How long a push that is called off may take to end; its thread looks up ten times a second.
 _ABORT_WAIT_S = 5.0
 
@@ -60,8 +66,8 @@ _ABORT_WAIT_S = 5.0
 class _Job:
     """One push on this rank, from prepare to its end."""
 
-    def __init__(self, request: IpcPrepare):
-        self.request = request
+    def __init__(self, request: UpdateRequest, end: EngineEnd):
+        self.request, self.transport = request, end
         self.layout = Layout(request.manifest)
         self.deadline = Deadline(request.timeout_s)
         self.over, self.ended = Event(), Event()
@@ -80,7 +86,8 @@ class Receiver:
     def __init__(self, sink: Sink):
         self._sink = sink
         self._expected: Expected | None = None
-        self._end: EngineEnd = EngineIpcZmq(sink.device)
+        #: By transport, each made when it is first used.
+        self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(sink.rank, sink.device)
         self._machine: Machine[State] = Machine(REPLICA, "serving", f"rank {sink.rank}")
         self._job: _Job | None = None
@@ -104,6 +111,8 @@ class Receiver:
             device=device.type,
             device_uuid=staging.device_uuid(device),
             free_bytes=staging.free_bytes(device),
+            transports=available(),
+            settings=groups.settings(),
         )
 
     def status(self, digest: bool = False) -> RankStatus:
@@ -119,19 +128,33 @@ class Receiver:
             failed=self._failed,
         )
 
-    def prepare(self, request: IpcPrepare) -> None:
-        """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
-        check_ipc_address(request.address)
+    def _end(self, transport: str) -> EngineEnd:
+        if transport not in self._ends:
+            self._ends[transport] = ENGINE_ENDS[transport](self._sink.device)
+        return self._ends[transport]
+
+    def join(self, asked: Introduction) -> RankJoined:
+        """Get a transport ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
+        self._supersede(asked.address)
+        return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
+
+    def _supersede(self, what: str) -> None:
+        """Give up the push that is under way: the front end has given the lease to another sender, or another push."""
         if self._job is not None:
-            # Its sender is gone or has given up: the front end has given the lease to another.
-            logger.warning("push %s is superseded by %s", self._job.request.push, request.push)
+            logger.warning("push %s is superseded by %s", self._job.request.push, what)
             self.abort()
         self._settled()
+
+    def prepare(self, request: UpdateRequest, transport: str) -> None:
+        """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
+        end = self._end(transport)
+        end.check(request)
+        self._supersede(request.push)
         self._machine.check("prepare")
         if self._expected is None:
             self._expected = self._sink.expected()
         check_manifest(request.manifest, self._expected.specs, self._expected.optional)
-        job = _Job(request)
+        job = _Job(request, end)
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)
@@ -143,7 +166,7 @@ class Receiver:
     def _receive(self, job: _Job) -> None:
         try:
             try:
-                incoming = self._end.meet(job.request, job.layout, self._sink.rank, job.over)
+                incoming = job.transport.meet(job.request, job.layout, self._sink.rank, job.over)
             except BaseException:
                 self._forget(None)  # the sender may have begun to write already
                 raise
@@ -158,14 +181,14 @@ class Receiver:
                 self._machine.move("staged")
             del incoming, staged
             # Not before the stage is in its place: the commit may follow at once.
-            self._end.confirm(job.request.push, verify_s)
+            job.transport.confirm(job.request.push, verify_s)
             while not job.over.wait(job.deadline.left()):
                 if job.deadline.left() == 0.0:
                     self._expire(job)
         except Exception as error:
             # The thread has nobody to raise to: `ready` tells the engine, the transport tells the sender.
             logger.warning("push %s was not received: %s", job.request.push, error)
-            self._end.fail(job.request.push, error)
+            job.transport.fail(job.request.push, error)
             self._call_off(job, _text(error))
         finally:
             job.ended.set()
@@ -246,7 +269,7 @@ class Receiver:
         try:
             self._load(self._stages.stream(job.incoming, request, job.layout), None)
         except ApplyFailed as error:
-            self._end.fail(request.push, error)
+            job.transport.fail(request.push, error)
             raise
 
     def _load(
@@ -311,7 +334,8 @@ class Receiver:
         """Give back what is held of a sender that has closed."""
         if self._job is None:
             self._settled()
-            if self._end.release(address):
+            released = [end.release(address) for end in self._ends.values()]
+            if any(released):
                 self._last = self._current = self._previous = None
                 self._before = ("", None, None)
                 self._stages.release()
@@ -326,8 +350,12 @@ def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struc
         return receiver.info()
     if method == "weightsync_status":
         return receiver.status(from_json(payload, StatusRequest).digest)
-    if method == "update_weights_via_ipc_zmq":
-        receiver.prepare(from_json(payload, IpcPrepare))
+    if method == "init_nccl_group":
+        return receiver.join(from_json(payload, InitNcclGroup))
+    if method == "register_nixl":
+        return receiver.join(from_json(payload, RegisterNixl))
+    if method in UPDATE_METHODS:
+        receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
     elif method == "weightsync_ready":
         receiver.ready(from_json(payload, CommitRequest))
     elif method == "weightsync_commit":

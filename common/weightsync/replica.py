@@ -28,6 +28,8 @@ from weightsync.errors import (
 from weightsync.lease import Lease
 from weightsync.receiver import collect
 from weightsync.session import REPLICA, Machine
+from weightsync.transports.base import Introduction
+from weightsync.transports.groups import check_world
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class Replica:
                 f"{wire.PROTOCOL[0]}.{wire.PROTOCOL[1]} (weightsync {wire.PACKAGE_VERSION}); install the same "
                 "weightsync on both sides"
             )
-        self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", _LOOK_S), wire.RankInfo))
+        await self._introduce_ranks()
         return wire.OpenReply(
             protocol=wire.PROTOCOL,
             engine=self.front.engine,
@@ -115,6 +117,9 @@ class Replica:
             pause_refused=self.front.pause_refused,
             instance=self.instance,
         )
+
+    async def _introduce_ranks(self) -> None:
+        self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", _LOOK_S), wire.RankInfo))
 
     async def status(self, asked: wire.StatusRequest) -> wire.StatusReply:
         """What is served, also while ranks do not answer."""
@@ -142,7 +147,27 @@ class Replica:
             detail="; ".join(filter(None, (self._detail, detail))),
         )
 
-    async def prepare(self, asked: wire.IpcPrepare) -> wire.PrepareReply:
+    async def join(self, asked: Introduction) -> wire.JoinReply:
+        """Take the lease, then have every rank get a transport ready. Raises `UnsupportedOption`, `TransferFailed`."""
+        if asked.instance not in ("", self.instance):
+            raise EngineRestarted("the engine was restarted since it was opened")
+        async with self._alone("joining", asked.timeout_s):
+            self._lease.take(asked.owner, asked.holder, asked.address)
+            try:
+                if self._machine.allows("abort"):
+                    await self._forget(f"push {self._push} is superseded")
+                if not self._call.ranks:
+                    await self._introduce_ranks()
+                method = "register_nixl"
+                if isinstance(asked, wire.InitNcclGroup):
+                    method = "init_nccl_group"
+                    check_world(asked, len(self._call.ranks))
+                replies = await self._call(method, wire.to_json(asked), asked.timeout_s)
+                return wire.JoinReply(tuple(collect(replies, wire.RankJoined)), self.instance)
+            finally:
+                self._lease.idle()
+
+    async def prepare(self, asked: wire.UpdateRequest, method: str) -> wire.UpdateReply:
         """Take the lease, then have every rank check the manifest and come for the bytes."""
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
@@ -157,7 +182,7 @@ class Replica:
                     await self._forget(f"push {self._push} is superseded by {asked.push}")
                 self._machine.check("prepare")
                 payload = wire.to_json(asked)
-                collect(await self._call("update_weights_via_ipc_zmq", payload, asked.timeout_s), wire.Done)
+                collect(await self._call(method, payload, asked.timeout_s), wire.Done)
             except BaseException as error:
                 await self._forget_after_failure(asked.push)  # some rank may have begun
                 self._own_up(error)
@@ -166,7 +191,7 @@ class Replica:
             self._push = asked.push
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._look_after())
-        return wire.PrepareReply(await self.front.version(), self.instance, bool(self.stopped))
+        return wire.UpdateReply(await self.front.version(), self.instance, bool(self.stopped))
 
     async def lease(self, asked: wire.LeaseRequest) -> wire.Done:
         """The owner is alive."""

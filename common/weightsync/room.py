@@ -14,13 +14,17 @@ _HOLD_SHARE: Final = 0.8
 #: Elsewhere a bucket takes at most one part in so many, for the ranks need room for a stage.
 _BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
+#: An arena that holds everything is filled in parts: ranks read and verify one while the next is packed.
+_PARTS: Final = 16
+_MIN_PART_BYTES, _MAX_PART_BYTES = 64 << 10, 64 << 20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the bytes travel: ``bucket_bytes`` is the size of each of the two buckets, a multiple of `ALIGN_BYTES`."""
+    """How the bytes travel: ``slots`` buckets of ``bucket_bytes``, a multiple of `ALIGN_BYTES`, make the arena."""
 
     bucket_bytes: int
+    slots: int
     staging: Staging
     reason: str
 
@@ -32,20 +36,23 @@ def choose(
 
     ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for
     a stage of its own. A bucket is ``asked`` bytes if given, else half the stream where there is room for all of it
-    (twice with ``keep``), else a small part of what is free.
+    (twice with ``keep``), in many buckets, else two small ones.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
+    part = min(half, _MAX_PART_BYTES, max(_MIN_PART_BYTES, align(-(-stream_bytes // _PARTS))))
     times = 2 if keep else 1
+    slots = 2
     if asked is not None:
         bucket_bytes = align(asked)
     elif 2 * half * times <= free_bytes * _HOLD_SHARE and staged != "none":
-        bucket_bytes = half
+        bucket_bytes, slots = part, max(2, -(-stream_bytes // part))
     else:
         bucket_bytes = min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
     if staged != "auto":
-        return Choice(bucket_bytes, staged, "asked for")
-    if 2 * bucket_bytes >= stream_bytes:
-        return Choice(bucket_bytes, "full", f"the trainer's arena has room for all {stream_bytes} bytes")
+        return Choice(bucket_bytes, slots, staged, "asked for")
+    if slots * bucket_bytes >= stream_bytes:
+        return Choice(bucket_bytes, slots, "full", f"the trainer's arena has room for all {stream_bytes} bytes")
     if stream_bytes * times <= rank_bytes * _HOLD_SHARE:
-        return Choice(bucket_bytes, "full", f"every rank has room for {stream_bytes} bytes ({rank_bytes} free)")
-    return Choice(bucket_bytes, "none", f"a stage takes {stream_bytes * times} bytes and a rank has {rank_bytes} free")
+        return Choice(bucket_bytes, slots, "full", f"every rank has room for {stream_bytes} bytes ({rank_bytes} free)")
+    reason = f"a stage takes {stream_bytes * times} bytes and a rank has {rank_bytes} free"
+    return Choice(bucket_bytes, slots, "none", reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightsync import security, wire
 from weightsync.errors import AuthenticationFailed
-from weightsync.receiver import error_reply
+from weightsync.receiver import UPDATE_METHODS, error_reply
 from weightsync.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,21 @@ _STATUS: Final = {
     "WrongState": 409,
     "PushTimeout": 504,
 }
+
+
+def _preparer(method: str, replica: Replica) -> Callable[[Any], Awaitable[msgspec.Struct]]:
+    return partial(replica.prepare, method=method)
+
+
 #: Every message that a trainer may send: route -> what it carries, and who answers.
 _ROUTES: Final[
     dict[str, tuple[type[msgspec.Struct], Callable[[Replica], Callable[[Any], Awaitable[msgspec.Struct]]]]]
 ] = {
     "status": (wire.StatusRequest, lambda replica: replica.status),
     "open": (wire.OpenRequest, lambda replica: replica.open),
-    "update_weights_via_ipc_zmq": (wire.IpcPrepare, lambda replica: replica.prepare),
+    **{method: (wire.UpdateRequest, partial(_preparer, method)) for method in UPDATE_METHODS},
+    "init_nccl_group": (wire.InitNcclGroup, lambda replica: replica.join),
+    "register_nixl": (wire.RegisterNixl, lambda replica: replica.join),
     "lease": (wire.LeaseRequest, lambda replica: replica.lease),
     "commit": (wire.CommitRequest, lambda replica: replica.commit),
     "abort": (wire.AbortRequest, lambda replica: replica.abort),

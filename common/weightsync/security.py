@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import os
 import secrets
 import shutil
@@ -24,6 +25,8 @@ _SWEEP_AFTER_S: Final = 10.0
 #: Longest path of a Unix socket that Linux takes, in bytes, and that less the socket's own name.
 _MAX_SOCKET_PATH: Final = 107
 _MAX_SOCKET_DIRECTORY: Final = 90
+#: A public key as ZMQ spells it.
+_CURVE_KEY_CHARS: Final = 40
 
 
 def runtime_directory() -> Path:
@@ -146,7 +149,12 @@ def listens(path: Path) -> bool:
 
 
 def owner_lives(address: str) -> bool:
-    """Whether the sender at an ipc address is still there. Raises `TransferFailed` for an address that is none."""
+    """Whether the sender at an address is still there, as far as that can be seen: another host's is taken to be.
+
+    Raises `TransferFailed` for an address that is none.
+    """
+    if address.startswith("tcp://"):
+        return True
     return listens(Path(check_ipc_address(address).removeprefix("ipc://")))
 
 
@@ -163,4 +171,18 @@ def check_ipc_address(address: str) -> str:
         raise TransferFailed(f"refused to dial {address!r}: {fault}")
     if path.is_symlink():
         raise TransferFailed(f"refused to dial {address!r}: it is a link")
+    return address
+
+
+def check_tcp_address(address: str, server_key: str) -> str:
+    """The address, if it is of TCP, by number and with a CURVE key. Raises `TransferFailed`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        number = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        fits = not (number.is_unspecified or number.is_multicast) and 0 < int(port) < 1 << 16 and port.isdecimal()
+    except ValueError:
+        fits = False
+    keyed = len(server_key) == _CURVE_KEY_CHARS and server_key.isascii() and server_key.isprintable()
+    if not (address.startswith("tcp://") and address.isascii() and fits and keyed):
+        raise TransferFailed(f"refused to dial {address!r}: not a sender's TCP address, by number and with its key")
     return address

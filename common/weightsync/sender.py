@@ -14,7 +14,9 @@ import torch
 from tqdm import tqdm
 
 from weightsync import digest, security, staging, wire
+from weightsync.carrier import Carrier, Sent
 from weightsync.errors import (
+    EngineRestarted,
     LeaseHeld,
     PushTimeout,
     SourceError,
@@ -29,10 +31,9 @@ from weightsync.room import Choice, Staging, choose
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
 from weightsync.sources.module import ModuleSource
-from weightsync.transports.base import Deadline, Progress, Sent, TrainerEnd
-from weightsync.transports.ipc_zmq import TrainerIpcZmq
+from weightsync.transports.base import Deadline, Progress
 
-Transport = Literal["auto", "ipc_zmq"]
+Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,13 @@ class EngineResult:
     ``pause_s``: how long new requests waited; with ``pause="wait"`` that includes what those in flight took to finish.
 
     ``noticed`` says what the sender found out about it: that it was restarted, or served another version than expected.
+    ``transport`` is how the bytes got there, and ``transport_reason`` why so.
     """
 
     pause_s: float
     seconds: dict[str, float]
+    transport: str
+    transport_reason: str
     noticed: tuple[str, ...] = ()
 
 
@@ -63,7 +67,6 @@ class PushResult:
     nbytes: int
     seconds: dict[str, float]
     engines: dict[str, EngineResult]
-    transport: str
     verify: wire.Verify
     staging: Staging
     staging_reason: str
@@ -72,19 +75,22 @@ class PushResult:
 class Sender:
     """Pushes a model's weights into engines: ``Sender(urls).push(model)``.
 
-    ``engines`` are base URLs of vLLM or SGLang servers with the plugin loaded. ``token`` defaults to
+    ``engines`` are base URLs of vLLM or SGLang servers with the plugin loaded. ``transport``: ``"ipc_zmq"`` through
+    memory that engines on this host share, ``"nccl"`` by broadcast in a process group (gloo where there are no GPUs),
+    ``"nixl"`` by one-sided reads, ``"auto"`` picks for each engine and says why in the result. ``token`` defaults to
     ``$WEIGHTSYNC_TOKEN`` or this user's key file. ``timeout_s`` bounds a whole push. ``pause`` says what happens to
     requests in flight at commit. ``staging``: ``"full"`` holds a whole version before any engine stops, ``"none"``
     streams the bytes in while the engines are stopped (a failure then leaves them dirty), ``"auto"`` picks. ``verify``:
     ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also what the engine
     then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before, for `rollback` and
     for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes`` is the size of each
-    of the two buckets that hold bytes on their way; by default half the model where memory allows, so that nothing is
-    copied twice. ``progress`` shows a bar.
+    of two buckets that hold bytes on their way; by default there are as many as the model fills where memory allows, so
+    that on one host nothing is copied twice. ``progress`` shows a bar.
 
     Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`,
     `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the
-    engines' lease, and `close` gives it back. Not for use by several threads.
+    engines' lease, with ``"nccl"`` and ``"nixl"`` building one does, and `close` gives it back. Not for use by several
+    threads.
     """
 
     def __init__(
@@ -121,11 +127,19 @@ class Sender:
         self._staging, self._verify, self._keep, self._bucket_bytes = staging, verify, keep_previous, bucket_bytes
         key = security.sender_token() if token is None else token
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
-        self._end: TrainerEnd | None = None
+        self._carrier: Carrier | None = None
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._chosen: Choice | None = None
-        self._fleet = Fleet(engines, key, pause, Deadline(timeout_s))
+        deadline = Deadline(timeout_s)
+        self._fleet = Fleet(engines, key, pause, transport, deadline)
+        if self._fleet.peers.keys() != {"ipc_zmq"}:
+            try:
+                # Groups are made and connections warmed up now, not in the first push.
+                self._introduce(self._provide_carrier(None), deadline)
+            except BaseException:
+                self.close()
+                raise
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
@@ -135,37 +149,53 @@ class Sender:
         `WeightSyncError.engines` for what each engine serves.
         """
         self._machine.check("push")
-        deadline, start = Deadline(self._timeout_s), time.perf_counter()
+        deadline = Deadline(self._timeout_s)
+        try:
+            return self._push(model, version, deadline)
+        except EngineRestarted:
+            self._fleet.reopen(deadline)
+            return self._push(model, version, deadline)
+
+    def _push(self, model: object, version: str | None, deadline: Deadline) -> PushResult:
+        start = time.perf_counter()
         source = open_source(model, reuse=self._source)
         # Only a module's costs something to open; others might keep a whole gathered model alive until the next push.
         self._source = source if isinstance(source, ModuleSource) else None
         layout = self._layout_of(source)
         label = self._next_version() if version is None else version
-        end, choice = self._provide_end(source, layout)
-        plan = self._plan(source, layout, choice, deadline)
+        carrier = self._provide_carrier(source)
+        choice = self._choose(carrier, layout)
+        plan = self._plan(carrier, source, layout, choice, deadline)
         seconds: dict[str, float] = {}
         self._machine.move("push")
         try:
             with self._fleet.renewed(plan.push, deadline):
-                noticed = self._prepare(end, plan, layout, deadline, seconds)
+                self._prepare(carrier, plan, deadline, seconds)
                 if choice.staging == "none":
-                    sent, commits = self._stream(end, source, layout, plan.push, label, deadline, seconds)
+                    sent, commits = self._stream(carrier, source, layout, plan.push, label, deadline, seconds)
                 else:
-                    sent = self._transfer(end, source, layout, seconds)
+                    sent = self._transfer(carrier, source, layout, seconds)
             if choice.staging == "full":
                 commits = self._commit(self._request(plan.push, label, deadline), deadline, seconds)
         except BaseException as error:
-            self._failed(end, plan.push, error)
+            self._failed(plan.push, error)
             self._tell(error)
             raise
         self._machine.move("committed")
-        end.served()
+        carrier.served()
         seconds.update(gather=sent.gather_s, digest=sent.digest_s, verify=sent.verify_s)
         seconds["total"] = time.perf_counter() - start
-        engines = {url: EngineResult(r.pause_s, r.seconds, tuple(noticed[url])) for url, r in commits.items()}
         return PushResult(
-            label, layout.payload_bytes, seconds, engines, "ipc_zmq", self._verify, choice.staging, choice.reason
+            label, layout.payload_bytes, seconds, self._results(commits), self._verify, choice.staging, choice.reason
         )
+
+    def _results(self, commits: dict[str, wire.CommitReply]) -> dict[str, EngineResult]:
+        results = {}
+        for url, reply in commits.items():
+            engine = self._fleet.engines[url]
+            noticed, engine.noticed = tuple(engine.noticed), []
+            results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, engine.reason, noticed)
+        return results
 
     def rollback(self) -> PushResult:
         """Serve the version before again, which the engines kept (``keep_previous=True``). Raises as `push`.
@@ -186,15 +216,14 @@ class Sender:
         try:
             commits = self._commit(request, deadline, seconds)
         except BaseException as error:
-            self._failed(None, request.push, error)
+            self._failed(request.push, error)
             self._tell(error)
             raise
         self._machine.move("committed")
-        if self._end is not None:
-            self._end.served()
+        if self._carrier is not None:
+            self._carrier.served()
         seconds["total"] = time.perf_counter() - start
-        engines = {url: EngineResult(reply.pause_s, reply.seconds) for url, reply in commits.items()}
-        return PushResult(request.version, 0, seconds, engines, "ipc_zmq", "off", "full", "the engines kept it")
+        return PushResult(request.version, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
 
     def status(self, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
@@ -207,10 +236,14 @@ class Sender:
         if not self._machine.allows("close"):
             return
         self._machine.move("close")
-        if self._end is not None:
-            self._fleet.release(self._end.address)
-            self._end.close()
+        if self._carrier is not None:
+            self._release(self._carrier)
+            self._carrier.close()
         self._fleet.close()
+
+    def _release(self, carrier: Carrier) -> None:
+        engines = self._fleet.engines
+        self._fleet.release({url: carrier.address(url, engine.transport) for url, engine in engines.items()})
 
     def __enter__(self) -> Sender:
         return self
@@ -224,16 +257,31 @@ class Sender:
             self._chosen = None
         return self._layout
 
-    def _provide_end(self, source: Source, layout: Layout) -> tuple[TrainerEnd, Choice]:
-        """The trainer end of the transport, and how the bytes travel; both stay while the model does."""
-        ranks = self._fleet.ranks
-        if self._end is None:
-            device = source.device
-            colocated = device.type == "cuda" and {r.device_uuid for r in ranks} == {staging.device_uuid(device)}
-            self._end = TrainerIpcZmq(device if colocated else torch.device("cpu"))
+    def _provide_carrier(self, source: Source | None) -> Carrier:
+        """What moves the bytes; it stays while the sender does, or until a push fails.
+
+        Its arenas lie on the trainer's GPU where all that read them can, otherwise in the host's memory.
+        """
+        if self._carrier is None:
+            ranks, remote = self._fleet.ranks, self._fleet.peers.keys() - {"ipc_zmq"}
+            device = torch.device("cpu")
+            if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
+                gpu = torch.device("cuda", torch.cuda.current_device())
+                gpu = source.device if source is not None and source.device.type == "cuda" else gpu
+                shared = {rank.device_uuid for rank in ranks} == {staging.device_uuid(gpu)}
+                if remote or (shared and source is not None and source.device == gpu):
+                    device = gpu
+            self._carrier, self._chosen = Carrier(device), None
+        return self._carrier
+
+    def _introduce(self, carrier: Carrier, deadline: Deadline) -> None:
+        carrier.introduce(self._fleet.hellos(), lambda asked: self._fleet.join(asked, deadline), deadline)
+
+    def _choose(self, carrier: Carrier, layout: Layout) -> Choice:
+        """How the bytes travel; it stays while the model does."""
         if self._chosen is None:
-            here = self._end.device.type
-            free = min([self._end.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
+            ranks, here = self._fleet.ranks, carrier.device.type
+            free = min([carrier.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
             stages = {device: [r for r in ranks if r.device == device] for device in {r.device for r in ranks}}
             # Ranks on a CPU share its memory, ranks on accelerators have one each.
             rooms = [
@@ -241,13 +289,14 @@ class Sender:
                 for device, those in stages.items()
             ]
             self._chosen = choose(layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep)
-        return self._end, self._chosen
+        return self._chosen
 
-    def _plan(self, source: Source, layout: Layout, choice: Choice, deadline: Deadline) -> wire.IpcPrepare:
+    def _plan(
+        self, carrier: Carrier, source: Source, layout: Layout, choice: Choice, deadline: Deadline
+    ) -> wire.UpdateRequest:
         """What every engine is told of a push; the transport adds where to come for the bytes."""
-        assert self._end is not None
-        devices = [source.device, self._end.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
-        return wire.IpcPrepare(
+        devices = [source.device, carrier.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
+        return wire.UpdateRequest(
             push=secrets.token_hex(8),
             address="",
             secret="",
@@ -260,34 +309,36 @@ class Sender:
             digest="" if self._verify == "off" else digest.algorithm_for(*devices),
             keep=self._keep,
             stream=choice.staging == "none",
+            slots=choice.slots,
         )
 
     def _prepare(
-        self, end: TrainerEnd, plan: wire.IpcPrepare, layout: Layout, deadline: Deadline, seconds: dict[str, float]
-    ) -> dict[str, list[str]]:
-        # Here, and not in the threads that ask the engines: the first of them makes the arena.
-        requests = {url: end.request(plan, url) for url in self._fleet.engines}
+        self, carrier: Carrier, plan: wire.UpdateRequest, deadline: Deadline, seconds: dict[str, float]
+    ) -> None:
+        carrier.provide(plan)
+        self._introduce(carrier, deadline)
+        # Here, and not in the threads that ask the engines: a socket is not for several.
+        requests = {url: carrier.request(url, engine.transport) for url, engine in self._fleet.engines.items()}
 
-        def make(engine: Engine) -> wire.IpcPrepare:
+        def make(engine: Engine) -> wire.UpdateRequest:
             return msgspec.structs.replace(
                 requests[engine.client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
             )
 
         with _timed(seconds, "prepare"):
-            noticed = self._fleet.prepare(make, deadline)
-            end.meet(plan, layout, self._fleet.peers, deadline)
-        return noticed
+            self._fleet.prepare(make, deadline)
+            carrier.meet(self._fleet.peers, deadline)
 
-    def _transfer(self, end: TrainerEnd, source: Source, layout: Layout, seconds: dict[str, float]) -> Sent:
+    def _transfer(self, carrier: Carrier, source: Source, layout: Layout, seconds: dict[str, float]) -> Sent:
         self._machine.move("accepted")
         with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
             staging.synchronize(source.device)
-            sent = end.send(source.tensors(), progress)
+            sent = carrier.send(source.tensors(), progress)
         self._machine.move("staged")
         return sent
 
     def _stream(
-        self, end: TrainerEnd, source: Source, layout: Layout, push: str, label: str, deadline: Deadline,
+        self, carrier: Carrier, source: Source, layout: Layout, push: str, label: str, deadline: Deadline,
         seconds: dict[str, float],
     ) -> tuple[Sent, dict[str, wire.CommitReply]]:  # fmt: skip
         """The bytes travel while the engines are stopped: memory for no stage is needed."""
@@ -297,9 +348,9 @@ class Sender:
             try:
                 with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
                     staging.synchronize(source.device)
-                    sent = end.send(source.tensors(), progress)
+                    sent = carrier.send(source.tensors(), progress)
             except BaseException as error:
-                end.call_off(error)
+                carrier.call_off(error)
                 # What became of the engines is theirs to say.
                 replies = self._fleet.outcome(commits, label, deadline)
                 raise TransferFailed(
@@ -320,21 +371,22 @@ class Sender:
         with _timed(seconds, "commit"):
             return self._fleet.outcome(self._fleet.commit(request, deadline), request.version, deadline)
 
-    def _failed(self, end: TrainerEnd | None, push: str, error: BaseException) -> None:
+    def _failed(self, push: str, error: BaseException) -> None:
         self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
+        carrier = self._carrier
         try:
-            if end is not None:
-                end.call_off(error)
+            if carrier is not None:
+                carrier.call_off(error)
             # An engine that is still in its commit could not be told in time, and ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
                 self._fleet.abort(push)
-            if end is not None and isinstance(error, LeaseHeld):
+            if carrier is not None and isinstance(error, LeaseHeld):
                 # Two trainers that each hold some of the engines would keep each other from the rest.
-                self._fleet.release(end.address)
-            if end is not None and isinstance(error, (PushTimeout, TransferFailed)):
+                self._release(carrier)
+            if carrier is not None and isinstance(error, (PushTimeout, TransferFailed)):
                 # Whatever broke, be it a socket whose file somebody removed, the next push begins with new ones.
-                end.close()
-                self._end = self._chosen = None
+                carrier.close()
+                self._carrier = self._chosen = None
         finally:
             self._machine.move("aborted")
 

@@ -12,7 +12,7 @@ from weightsync import digest, staging
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.layout import Entry, Layout
 from weightsync.transports.base import Bucket, Incoming
-from weightsync.wire import IpcPrepare
+from weightsync.wire import UpdateRequest
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Stages:
     _own: list[torch.Tensor] = field(default_factory=list)
 
     def fill(
-        self, incoming: Incoming, request: IpcPrepare, layout: Layout, kept: Staged | None
+        self, incoming: Incoming, request: UpdateRequest, layout: Layout, kept: Staged | None
     ) -> tuple[Staged, float]:
         """Take every bucket; the stage, and the seconds that verifying it took.
 
@@ -51,21 +51,22 @@ class Stages:
         else:
             stage, arena = whole, incoming.arena
         check = _Check(self.rank, request)
-        for bucket in incoming.buckets():
-            if whole is None:
-                start = bucket.number * request.bucket_bytes
-                staging.copy(stage[start : start + bucket.data.numel()], bucket.data)
-                staging.synchronize(stage.device)
-            pieces = layout.pieces(bucket.number, request.bucket_bytes)
-            ended = (piece.entry for piece in pieces if piece.last)
-            check.compare(bucket, ((entry, stage[entry.offset : entry.offset + entry.nbytes]) for entry in ended))
+        try:
+            for bucket in incoming.buckets(stage if whole is None else None):
+                pieces = layout.pieces(bucket.number, request.bucket_bytes)
+                ended = (piece.entry for piece in pieces if piece.last)
+                check.compare(bucket, ((entry, stage[entry.offset : entry.offset + entry.nbytes]) for entry in ended))
+        except BaseException:
+            # A transport that was interrupted may still write there: the next push gets other memory.
+            self._own = [memory for memory in self._own if memory.data_ptr() != stage.data_ptr()]
+            raise
         return Staged(request.push, layout, stage, arena), check.seconds
 
-    def stream(self, incoming: Incoming, request: IpcPrepare, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
         check = _Check(self.rank, request)
         part = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for bucket in incoming.buckets():
+        for bucket in incoming.buckets(None):
             done: list[tuple[Entry, torch.Tensor]] = []
             for piece in layout.pieces(bucket.number, request.bucket_bytes):
                 if piece.start == 0:
@@ -105,7 +106,7 @@ class Stages:
 class _Check:
     """Compares tensors with what the trainer held, unless the push is not to be verified."""
 
-    def __init__(self, rank: int, request: IpcPrepare):
+    def __init__(self, rank: int, request: UpdateRequest):
         self._rank = rank
         self._algorithm = "" if request.verify == "off" else request.digest
         if self._algorithm and self._algorithm not in digest.ALGORITHMS:

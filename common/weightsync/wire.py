@@ -65,7 +65,8 @@ class RankInfo(Message, frozen=True):
     """One rank of an engine: a process that holds a full or partial copy of the weights.
 
     ``device`` is a torch device type (``"cpu"``, ``"cuda"``), ``device_uuid`` names the accelerator under any
-    remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device.
+    remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device. ``transports`` are
+    those it has what it needs for, ``settings`` the environment variables that both ends should agree on.
     """
 
     rank: int
@@ -73,6 +74,8 @@ class RankInfo(Message, frozen=True):
     device: str
     device_uuid: str = ""
     free_bytes: int = 0
+    transports: tuple[Text, ...] = ("ipc_zmq",)
+    settings: dict[Text, Text] = {}
 
 
 # --- HTTP: trainer -> engine front end --------------------------------------------------------------------------------
@@ -100,14 +103,15 @@ class OpenReply(Message, frozen=True):
     instance: str = ""
 
 
-class IpcPrepare(Message, frozen=True):
+class UpdateRequest(Message, frozen=True):
     """Ask every rank to check the manifest and to fetch the bytes from the sender at ``address``.
 
-    ``secret`` proves to the sender, over ZMQ, that a rank was asked by it. The checkpoint crosses as one stream of
-    bytes (see `layout.Layout`), ``bucket_bytes`` at a time. ``owner`` takes the engine's lease, ``holder`` names it to
-    others. ``instance`` is the engine that the sender opened. Tensors are checked by the digest of that name
-    (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version before to be kept, ``stream`` for the
-    bytes to be fetched by the commit, where memory has no room for a stage.
+    The same for every transport. ``secret`` proves to the sender, over ZMQ, that a rank was asked by it; ``server_key``
+    is the sender's CURVE key, where the address is one of TCP. The checkpoint crosses as one stream of bytes (see
+    `layout.Layout`), ``bucket_bytes`` at a time, bucket k in slot k modulo ``slots`` of the sender's arena. ``owner``
+    takes the engine's lease, ``holder`` names it to others. ``instance`` is the engine that the sender opened. Tensors
+    are checked by the digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version
+    before to be kept, ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
     """
 
     push: Text
@@ -123,9 +127,61 @@ class IpcPrepare(Message, frozen=True):
     digest: Text = ""
     keep: bool = False
     stream: bool = False
+    server_key: Text = ""
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
 
 
-class PrepareReply(Message, frozen=True):
+class InitNcclGroup(Message, frozen=True):
+    """Have every rank join the group ``group_name`` of ``world_size`` ranks, at the store of its rank 0, the trainer.
+
+    The engine's ranks become ``rank_offset`` and those that follow. ``members`` lists who is to join, by URL, with its
+    number of ranks, in the order of the group; the trainer's ranks come before. ``address`` names the sender.
+    """
+
+    group_name: Text
+    master_address: Text
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
+    backend: Literal["nccl", "gloo"]
+    timeout_s: Timeout
+    address: Text = ""
+    owner: Text = ""
+    holder: Text = ""
+    instance: Text = ""
+    members: tuple[tuple[Text, Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], ...] = ()
+
+
+class RegisterNixl(Message, frozen=True):
+    """Have every rank make its NIXL agent, and connect it to the sender's agent, whose ``metadata`` this is."""
+
+    agent: Text
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    timeout_s: Timeout
+    address: Text = ""
+    owner: Text = ""
+    holder: Text = ""
+    instance: Text = ""
+
+
+class RankJoined(Message, frozen=True):
+    """One rank's answer: ``device`` and ``interface`` will move the bytes, ``agent`` is its NIXL agent."""
+
+    rank: int
+    device: str = ""
+    interface: str = ""
+    agent: str = ""
+    metadata: bytes = b""
+
+
+class JoinReply(Message, frozen=True):
+    """Every rank's answer."""
+
+    ranks: tuple[RankJoined, ...]
+    instance: str = ""
+
+
+class UpdateReply(Message, frozen=True):
     """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push."""
 
     version: str = ""
@@ -258,6 +314,17 @@ class CudaHandle(Message, frozen=True, tag="cuda"):
     event_sync_required: bool
 
 
+class NixlHandle(Message, frozen=True, tag="nixl"):
+    """What NIXL needs to read a sender's memory: ``metadata`` of its agent, and where the arena is in its memory."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    nbytes: int
+    device_id: int
+    memory: Literal["DRAM", "VRAM"]
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped."""
 
@@ -268,15 +335,15 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """sender -> rank: bucket k lies in slot k modulo two of this arena.
+    """sender -> rank: bucket k lies in slot k modulo `UpdateRequest.slots` of this arena.
 
-    ``handle`` says how to map it, and is absent where this rank has it mapped. ``alive`` names all arenas that the
-    sender still has, so that others can be unmapped.
+    ``handle`` says how to reach it, and is absent where this rank knows, or where the bytes come by themselves.
+    ``alive`` names all arenas that the sender still has, so that others can be unmapped.
     """
 
     push: str
     arena: str
-    handle: ShmHandle | CudaHandle | None = None
+    handle: ShmHandle | CudaHandle | NixlHandle | None = None
     alive: tuple[str, ...] = ()
 
 
@@ -286,6 +353,12 @@ class Filled(Message, frozen=True, tag="filled"):
     push: str
     index: int
     digests: tuple[int, ...] = ()
+
+
+class Still(Message, frozen=True, tag="still"):
+    """sender -> rank: the push goes on; there is nothing to answer. A rank that is gone cannot be sent it."""
+
+    push: str
 
 
 class Taken(Message, frozen=True, tag="taken"):
@@ -311,7 +384,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 FromRank = Hello | Taken | Prepared | Failed
-FromSender = Offer | Filled | Failed
+FromSender = Offer | Filled | Still | Failed
 
 M = TypeVar("M")
 

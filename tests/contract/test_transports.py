@@ -1,9 +1,12 @@
 """One suite for every transport and both its ends. A new transport passes by adding its name to `TRANSPORTS`."""
 
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -12,63 +15,96 @@ import torch
 
 from tests.helpers import plan_of
 from weightsync import wire
+from weightsync.carrier import Carrier
 from weightsync.errors import PushTimeout, SourceError, TransferFailed
 from weightsync.layout import Layout, spec_of
 from weightsync.stage import Stages
 from weightsync.transports.base import Deadline, Peer
-from weightsync.transports.ipc_zmq import EngineIpcZmq, TrainerIpcZmq
+from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
 
 CPU = torch.device("cpu")
-TRANSPORTS = {"ipc_zmq": (lambda: TrainerIpcZmq(CPU), lambda: EngineIpcZmq(CPU))}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
+A, B = "http://127.0.0.1:8001", "http://localhost:8002"
 
 
-@pytest.fixture(params=TRANSPORTS)
-def rig(request, monkeypatch, tmp_path):
+@pytest.fixture(params=TRAINER_ENDS)
+def transport(request):
+    return request.param
+
+
+@pytest.fixture
+def rig(transport, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    rig = Rig(*TRANSPORTS[request.param])
+    rig = Rig(transport)
     yield rig
     rig.close()
 
 
 class Rig:
-    """A trainer end, the engine ends of two engines with two ranks and one, and a push from end to end."""
+    """A trainer's carrier, the engine ends of two engines with two ranks and one, and a push from end to end."""
 
-    def __init__(self, trainer, engine):
-        self.trainer = trainer()
-        self.peers = {Peer("http://a", 0): engine(), Peer("http://a", 1): engine(), Peer("http://b", 0): engine()}
+    def __init__(self, transport):
+        self.transport = transport
+        self.carrier = Carrier(CPU)
+        self.peers = {peer: ENGINE_ENDS[transport](CPU) for peer in (Peer(A, 0), Peer(A, 1), Peer(B, 0))}
         self.cancelled = threading.Event()
         self.threads = ThreadPoolExecutor(len(self.peers))
         self.stages = {}
         self.pushes = 0
+        self.instances = {A: "a", B: "b"}
 
-    def push(self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None):
+    def hellos(self):
+        """What the engines said when they were opened, as far as transports care."""
+        return {
+            url: (self.transport, hello(url, self.instances[url], sum(peer.engine == url for peer in self.peers)))
+            for url in {peer.engine: None for peer in self.peers}
+        }
+
+    def join(self, asked):
+        """Every rank of the engines that are told something gets ready."""
+        return {
+            url: wire.JoinReply(
+                tuple(end.join(message, peer.rank) for peer, end in self.peers.items() if peer.engine == url),
+                self.instances[url],
+            )
+            for url, message in asked.items()
+        }
+
+    def push(self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False):
         """Send; what each rank received, as tensors, before anything else can be sent."""
         self.pushes += 1
         layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
-        push = f"push-{self.pushes}"
-        plan = plan_of(push, layout, bucket_bytes, timeout_s)
-        requests = {p.engine: self.trainer.request(plan, p.engine) for p in self.peers}
-        jobs = {
-            peer: self.threads.submit(self._receive, end, requests[peer.engine], layout, peer.rank)
-            for peer, end in self.peers.items()
-            if peer not in absent
-        }
+        plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, slots=slots, stream=stream)
+        deadline, jobs = Deadline(timeout_s), {}
+        self.carrier.provide(plan)
         try:
-            self.trainer.meet(plan, layout, set(self.peers), Deadline(timeout_s))
-            self.trainer.send(iter(tensors), None)
+            self.carrier.introduce(self.hellos(), self.join, deadline)
+            requests = {url: self.carrier.request(url, self.transport) for url in self.hellos()}
+            jobs = {
+                peer: self.threads.submit(self._receive, end, requests[peer.engine], layout, peer.rank)
+                for peer, end in self.peers.items()
+                if peer not in absent
+            }
+            self.carrier.meet({self.transport: set(self.peers)}, deadline)
+            self.carrier.send(iter(tensors), None)
         except BaseException as error:
-            self.trainer.call_off(error)
+            self.carrier.call_off(error)
+            self.carrier.close()  # as a sender does
             raise
         finally:
-            outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
-            self.outcomes = outcomes
-        return {peer: [entry.view(job.result()) for entry in layout.entries] for peer, job in jobs.items()}
+            self.outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
+        received = {peer: job.result() for peer, job in jobs.items()}
+        if stream:
+            return received
+        return {peer: [entry.view(stage) for entry in layout.entries] for peer, stage in received.items()}
 
     def _receive(self, end, request, layout, rank):
         stages = self.stages.setdefault(end, Stages(rank, CPU))
         try:
             incoming = end.meet(request, layout, rank, self.cancelled)
+            if request.stream:
+                end.confirm(request.push, 0.0)
+                return [tensor.clone() for _, tensor in stages.stream(incoming, request, layout)]
             staged, verify_s = stages.fill(incoming, request, layout, None)
         except Exception as error:
             end.fail(request.push, error)
@@ -79,9 +115,18 @@ class Rig:
     def close(self):
         self.cancelled.set()
         self.threads.shutdown()
-        for end in (self.trainer, *self.peers.values()):
+        for end in (self.carrier, *self.peers.values()):
             end.close()
             end.close()
+
+
+def hello(url, instance, ranks):
+    """Of an engine on the CPU."""
+    infos = tuple(wire.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
+    return wire.OpenReply(
+        protocol=wire.PROTOCOL, engine="test", engine_version="", package_version="", host="", model="", version="",
+        ranks=infos, instance=instance,
+    )  # fmt: skip
 
 
 def bits(tensor):
@@ -151,8 +196,8 @@ def test_tiny_pushes(rig, only):
 
 
 def test_a_rank_that_does_not_come_is_named_by_the_deadline_and_the_others_let_go(rig):
-    absent = Peer("http://a", 1)
-    with pytest.raises(PushTimeout, match=r"within 1 s.*rank 1 of http://a") as raised:
+    absent = Peer(A, 1)
+    with pytest.raises(PushTimeout, match=r"within 1 s.*rank 1 of http://127.0.0.1:8001") as raised:
         rig.push(random_tensors(), 4096, timeout_s=1.0, absent={absent})
     assert "rank 0" not in str(raised.value)
     assert all(isinstance(error, PushTimeout | TransferFailed) for error in rig.outcomes.values())
@@ -181,11 +226,26 @@ def test_a_tensor_that_changed_shape_is_named(rig):
 
 def test_an_aborted_rank_fails_the_push_by_name(rig):
     rig.cancelled.set()
-    with pytest.raises(TransferFailed, match=r"rank \d of http://.: the push was aborted"):
+    with pytest.raises(TransferFailed, match=r"rank \d of http://.*: the push was aborted"):
         rig.push(random_tensors(), 512)
     rig.cancelled.clear()
     tensors = random_tensors(2)
     assert_equal(rig.push(tensors, 512), tensors)
+
+
+def test_a_stream_brings_every_tensor_without_a_stage(rig):
+    tensors = random_tensors()
+    for received in rig.push(tensors, 4096, stream=True).values():
+        for got, want in zip(received, tensors, strict=True):
+            assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("slots", [3, 64])
+def test_an_arena_may_hold_more_than_two_buckets(rig, slots):
+    tensors = random_tensors()
+    for seed in range(2):
+        assert_equal(rig.push(random_tensors(seed), 4096, slots=slots), random_tensors(seed))
+    assert_equal(rig.push(tensors, 4096, slots=slots), tensors)
 
 
 RANK = """
@@ -193,45 +253,137 @@ import sys, threading, torch
 from weightsync import wire
 from weightsync.layout import Layout
 from weightsync.stage import Stages
-from weightsync.transports.ipc_zmq import EngineIpcZmq
-request = wire.from_json(sys.stdin.buffer.readline(), wire.IpcPrepare)
+from weightsync.transports.registry import ENGINE_ENDS
 cpu = torch.device("cpu")
-end, layout = EngineIpcZmq(cpu), Layout(request.manifest)
-staged, verify_s = Stages(0, cpu).fill(end.meet(request, layout, 0, threading.Event()), request, layout, None)
-print(sum(int(entry.view(staged.data)[0]) for entry in layout.entries), flush=True)
-end.confirm(request.push, verify_s)
-sys.stdin.readline()
+end, stages = ENGINE_ENDS[sys.argv[1]](cpu), Stages(0, cpu)
+while line := sys.stdin.buffer.readline():
+    kind, line = line.split(b" ", 1)
+    if kind == b"join":
+        kinds = {"nccl": wire.InitNcclGroup, "nixl": wire.RegisterNixl}
+        reply = wire.JoinReply((end.join(wire.from_json(line, kinds[sys.argv[1]]), 0),), "a")
+        sys.stdout.buffer.write(wire.to_json(reply) + b"\\n")
+        sys.stdout.buffer.flush()
+        continue
+    request = wire.from_json(line, wire.UpdateRequest)
+    layout = Layout(request.manifest)
+    try:
+        staged, verify_s = stages.fill(end.meet(request, layout, 0, threading.Event()), request, layout, None)
+        end.confirm(request.push, verify_s)
+        print(sum(int(entry.view(staged.data)[0]) for entry in layout.entries), flush=True)
+    except Exception as error:
+        end.fail(request.push, error)
+        print(type(error).__name__, flush=True)
 """
 
 
-def test_the_trainer_holds_two_buckets_beyond_its_weights():
-    tensors = [torch.full((1 << 20,), number, dtype=torch.int32) for number in range(64)]  # 256 MiB
-    bucket_bytes, peer, layout = (
-        4 << 20,
-        Peer("http://a", 0),
-        Layout([spec_of(f"t{n}", t) for n, t in enumerate(tensors)]),
-    )
-    trainer = TrainerIpcZmq(CPU)
+class Child:
+    """One rank in a process of its own, that can be killed and frozen; it is the only one of its engine."""
+
+    def __init__(self, transport):
+        self.transport, self.carrier, self.pushes = transport, Carrier(CPU), 0
+        self.start("first")
+
+    def start(self, instance):
+        self.instance = instance
+        command = [sys.executable, "-c", RANK, self.transport]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def tell(self, kind, message):
+        self.process.stdin.write(kind + b" " + wire.to_json(message) + b"\n")
+        self.process.stdin.flush()
+
+    def join(self, asked):
+        self.tell(b"join", asked[A])
+        reply = wire.from_json(self.process.stdout.readline(), wire.JoinReply)
+        return {A: wire.JoinReply(reply.ranks, self.instance)}
+
+    def push(self, tensors, bucket_bytes, timeout_s=30.0):
+        """What the child says it received; ``tensors`` may do things between one and the next."""
+        tensors = iter(tensors)
+        self.pushes += 1
+        first = next(tensors)
+        count = first.numel()
+        layout = Layout([spec_of(f"t{n}", torch.empty(count, dtype=first.dtype)) for n in range(TENSORS)])
+        plan, deadline = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s), Deadline(timeout_s)
+        self.carrier.provide(plan)
+        try:
+            self.carrier.introduce({A: (self.transport, hello(A, self.instance, 1))}, self.join, deadline)
+            self.tell(b"push", self.carrier.request(A, self.transport))
+            self.carrier.meet({self.transport: {Peer(A, 0)}}, deadline)
+            self.carrier.send(itertools.chain([first], tensors), None)
+        except BaseException as error:
+            self.carrier.call_off(error)
+            self.carrier.close()
+            raise
+        return self.process.stdout.readline().decode().strip()
+
+    def close(self):
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.communicate(timeout=10)
+        self.carrier.close()
+
+
+TENSORS = 64
+RIGHT = str(sum(range(TENSORS)))
+
+
+def numbers(size=1 << 20):
+    return [torch.full((size,), number, dtype=torch.int32) for number in range(TENSORS)]
+
+
+@pytest.fixture
+def child(transport):
+    child = Child(transport)
+    yield child
+    child.close()
+
+
+def test_the_trainer_holds_two_buckets_beyond_its_weights(child):
+    tensors, bucket_bytes = numbers(), 4 << 20  # 256 MiB
+    child.push(numbers(1024), 4096)  # whatever a library takes once
     before = psutil.Process().memory_info().rss
-    plan = plan_of("push", layout, bucket_bytes, 30.0)
-    request = trainer.request(plan, peer.engine)
-    with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        rank.stdin.write(wire.to_json(request) + b"\n")
-        rank.stdin.flush()
-        trainer.meet(plan, layout, {peer}, Deadline(30.0))
-        trainer.send(iter(tensors), None)
-        grown = psutil.Process().memory_info().rss - before
-        assert int(rank.stdout.readline()) == sum(range(64))
-        rank.communicate(b"\n", timeout=30)
-    trainer.close()
-    assert grown < 2 * bucket_bytes + (8 << 20)
+    assert child.push(tensors, bucket_bytes) == RIGHT
+    assert psutil.Process().memory_info().rss - before < 2 * bucket_bytes + (8 << 20)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_freezes_on_the_way_is_named_and_a_new_one_is_pushed_to(child, sent):
+    assert child.push(numbers(), 4 << 20) == RIGHT
+
+    def struck():
+        for number, tensor in enumerate(numbers()):
+            if number == TENSORS // 2:
+                child.process.send_signal(sent)
+            yield tensor
+
+    limit_s, begin = 6.0, time.monotonic()
+    with pytest.raises((TransferFailed, PushTimeout), match=r"rank 0 of http://127.0.0.1:8001") as raised:
+        child.push(struck(), 4 << 20, timeout_s=limit_s)
+    took_s = time.monotonic() - begin
+    assert took_s < limit_s + 2
+    if sent == signal.SIGKILL:
+        assert not isinstance(raised.value, PushTimeout), "death is noticed before the deadline"
+    child.process.kill()
+    child.process.communicate()
+    child.start("second")
+    assert child.push(numbers(), 4 << 20) == RIGHT
+
+
+@pytest.mark.slow
+def test_a_tensor_of_three_gib(rig):
+    del rig.peers[Peer(A, 1)], rig.peers[Peer(B, 0)]
+    tensor = torch.zeros(3 << 30, dtype=torch.uint8)
+    tensor[:: 1 << 20] = torch.arange(3 << 10).to(torch.uint8)
+    (received,) = rig.push([tensor], 64 << 20, timeout_s=200.0)[Peer(A, 0)]
+    assert torch.equal(received, tensor)
 
 
 def test_closing_twice_leaves_nothing(rig, tmp_path):
     rig.push([torch.ones(10)], 512)
     mine = f"weightsync-{os.getpid()}-"
     assert any(name.startswith(mine) for name in os.listdir("/dev/shm"))
-    rig.trainer.close()
-    rig.trainer.close()
+    rig.carrier.close()
+    rig.carrier.close()
     assert not any(name.startswith(mine) for name in os.listdir("/dev/shm"))
-    assert os.listdir(tmp_path / "weightsync") == []
+    assert not (tmp_path / "weightsync").exists() or os.listdir(tmp_path / "weightsync") == []

@@ -203,7 +203,9 @@ def test_the_command_line_with_a_wrong_key_says_so_and_changes_nothing(engine, m
 
 
 def prepare(address):
-    return wire.IpcPrepare(push="p", address=address, secret="s", bucket_bytes=512, timeout_s=60.0, manifest=MANIFEST)
+    return wire.UpdateRequest(
+        push="p", address=address, secret="s", bucket_bytes=512, timeout_s=60.0, manifest=MANIFEST
+    )
 
 
 def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):

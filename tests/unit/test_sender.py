@@ -197,7 +197,7 @@ def test_a_body_that_is_too_large_is_refused(engine):
 
 
 def test_addresses_that_are_no_sender_are_not_dialled(engine):
-    request = wire.IpcPrepare(
+    request = wire.UpdateRequest(
         push="p", address="tcp://127.0.0.1:1", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=()
     )
     with Sender([engine.url]) as sender:

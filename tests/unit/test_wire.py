@@ -8,7 +8,7 @@ from weightsync.wire import TensorSpec
 
 GOLDEN_JSON = {
     wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"): b'{"protocol":[1,0],"package_version":"0.1.0"}',
-    wire.IpcPrepare(
+    wire.UpdateRequest(
         push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
         manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
     ): b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'

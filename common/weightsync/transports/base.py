@@ -1,22 +1,24 @@
 """What a transport offers to the drivers.
 
-A transport moves the stream of `layout.Layout` from one trainer process to every rank of every engine, and nothing
-else: it knows neither models nor engines. The trainer end is driven by `sender.Sender`, the engine end by
+A transport moves the stream of `layout.Layout` from an arena of the trainer to every rank of every engine, and nothing
+else: it knows neither models nor engines. The trainer end is driven by `carrier.Carrier`, the engine end by
 `receiver.Receiver`, in a thread that never touches the model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import NamedTuple, Protocol
 
 import torch
 
+from weightsync import wire
 from weightsync.errors import PushTimeout, WeightSyncError
 from weightsync.layout import Layout
-from weightsync.wire import IpcPrepare
+from weightsync.staging import Arena
+from weightsync.wire import UpdateRequest
 
 
 class Deadline:
@@ -57,49 +59,59 @@ Progress = Callable[[int], None]
 """Called with the bytes announced so far after every bucket."""
 
 
-class Sent(NamedTuple):
-    """Seconds of a transfer: ``gather_s`` copying the trainer's tensors, ``digest_s`` hashing them, ``verify_s`` the
-    slowest rank's checking."""
-
-    gather_s: float
-    digest_s: float
-    verify_s: float
-
-
 class Bucket(NamedTuple):
-    """Part of the stream. ``data``, 1-D uint8, must not be read once the next bucket was asked for; ``digests`` are
-    those of the tensors that end in it."""
+    """Part of the stream. ``data``, 1-D uint8, must not be read once the next bucket was asked for, unless it lies in
+    memory of the reader's; ``digests`` are those of the tensors that end in it."""
 
     number: int
     data: torch.Tensor
     digests: tuple[int, ...]
 
 
+Introduction = wire.InitNcclGroup | wire.RegisterNixl
+"""What an engine is told before the first push, where a transport has something to prepare."""
+
+
 class TrainerEnd(Protocol):
-    """Sends; lives as long as the sender."""
+    """Sends; lives as long as the sender, or until a push fails."""
 
-    device: torch.device
-    """Where the bytes are packed."""
-    address: str
-    """Where this end is dialled; names it to `EngineEnd.release`."""
+    def address(self, engine: str) -> str:
+        """Where the engine at this URL finds this end; names it to `EngineEnd.release`."""
 
-    def free_bytes(self) -> int:
-        """Memory that an arena could take, in bytes."""
+    def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+        """What is to be told to which engine, by URL, before it can take part; nothing where it was told already.
 
-    def request(self, plan: IpcPrepare, engine: str) -> IpcPrepare:
+        ``engines`` are all that will. Raises `UnsupportedOption` for what cannot work.
+        """
+
+    def introduced(self, replies: Mapping[str, wire.JoinReply], deadline: Deadline) -> None:
+        """Every engine has taken what `introduce` told it. Raises `TransferFailed` or `PushTimeout`, by name."""
+
+    def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
         """The message that makes an engine's ranks come for the bytes: ``plan`` with this end's address and secret."""
 
-    def meet(self, plan: IpcPrepare, layout: Layout, peers: set[Peer], deadline: Deadline) -> None:
-        """Return once every peer has come for the bytes. Raises `TransferFailed` or `PushTimeout`, naming the peers."""
+    def meet(
+        self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
+    ) -> None:
+        """Return once every peer has come for the bytes, which will lie in the first of ``arenas``, the sender's.
 
-    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None) -> Sent:
-        """Send the stream to whom `meet` has met; returns once every peer has it, and verified. Raises as `meet`."""
+        Raises `TransferFailed` or `PushTimeout`, naming the peers.
+        """
+
+    def acquire(self, bucket: int) -> None:
+        """Wait until the slot of this bucket may be written. Raises as `meet`."""
+
+    def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
+        """The bucket lies in its slot: let it travel. Raises as `meet`."""
+
+    def finish(self) -> float:
+        """Wait until every peer has the stream, verified; seconds that took the slowest. Raises as `meet`."""
 
     def call_off(self, error: BaseException) -> None:
         """Tell the peers that no more will come."""
 
-    def served(self) -> None:
-        """What was sent last is served: where engines keep the version before, the next push must leave it intact."""
+    def forget(self) -> None:
+        """The arenas are about to be given back."""
 
     def close(self) -> None:
         """Release everything; idempotent."""
@@ -111,16 +123,25 @@ class Incoming(Protocol):
     arena: str
     """Names the sender's memory."""
     whole: torch.Tensor | None
-    """All buckets one after the other, where the sender's memory holds the whole stream: it then is the stage."""
+    """All buckets one after the other, where the sender's memory is mapped and holds the stream: it is the stage."""
 
-    def buckets(self) -> Iterator[Bucket]:
-        """Every bucket in order. Raises `TransferFailed` or `PushTimeout`."""
+    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
+        """Every bucket in order, each brought to its place in ``stage``, 1-D, where there is one.
+
+        Raises `TransferFailed` or `PushTimeout`.
+        """
 
 
 class EngineEnd(Protocol):
     """Receives, in one rank; lives as long as the rank and serves one push after another."""
 
-    def meet(self, request: IpcPrepare, layout: Layout, rank: int, over: Event) -> Incoming:
+    def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
+        """Get ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
+
+    def check(self, request: UpdateRequest) -> None:
+        """Raise `TransferFailed` at once for what must not be dialled."""
+
+    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
         """Come for the bytes. ``over`` is set when the push is called off. Raises `TransferFailed` or `PushTimeout`."""
 
     def confirm(self, push: str, verify_s: float) -> None:

@@ -1,0 +1,129 @@
+"""Trainer side: all that moves the bytes of a sender's pushes. One arena is packed, whatever carries it to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from weightsync import staging, wire
+from weightsync.layout import Layout
+from weightsync.transports.base import Deadline, Introduction, Peer, Progress, TrainerEnd
+from weightsync.transports.packing import Packer
+from weightsync.transports.registry import TRAINER_ENDS
+from weightsync.wire import UpdateRequest
+
+Post = Callable[[Mapping[str, Introduction]], Mapping[str, wire.JoinReply]]
+"""Tells engines, by URL, what a transport has to say before a push; returns their replies."""
+
+
+class Sent(NamedTuple):
+    """Seconds of a transfer: ``gather_s`` copying the trainer's tensors, ``digest_s`` hashing them, ``verify_s`` the
+    slowest rank's checking."""
+
+    gather_s: float
+    digest_s: float
+    verify_s: float
+
+
+class Carrier:
+    """The arenas of one sender and a trainer end for every transport in use. ``device`` is where the arenas are."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._ends: dict[str, TrainerEnd] = {}
+        #: The next push goes into the first; a second holds what is served, where engines keep that.
+        self._arenas: list[staging.Arena] = []
+        self._plan: UpdateRequest | None = None
+        self._layout: Layout | None = None
+        self._meeting: list[TrainerEnd] = []
+
+    def free_bytes(self) -> int:
+        """Memory that an arena could take, in bytes."""
+        return staging.free_bytes(self.device) if self.device.type == "cuda" else staging.free_shared_bytes()
+
+    def introduce(self, engines: Mapping[str, tuple[str, wire.OpenReply]], post: Post, deadline: Deadline) -> None:
+        """Make every engine ready to be pushed to; ``engines`` says by URL over what. Those that are, hear nothing.
+
+        Raises `UnsupportedOption`, `TransferFailed`, `PushTimeout`, and what ``post`` raises.
+        """
+        used = {transport for transport, _ in engines.values()}
+        for name in self._ends.keys() - used:
+            self._ends.pop(name).close()
+        for name in sorted(used):
+            if name not in self._ends:
+                self._ends[name] = TRAINER_ENDS[name](self.device)
+            those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
+            if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
+                self._ends[name].introduced(post(asked), deadline)
+
+    def provide(self, plan: UpdateRequest) -> None:
+        """Have the arenas that a push needs: those of the push before, where it has its size."""
+        self._plan, self._layout = plan, Layout(plan.manifest)
+        nbytes = plan.slots * plan.bucket_bytes
+        count = 2 if plan.keep and self._layout.nbytes <= nbytes else 1
+        if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes:
+            return
+        self._free()
+        for _ in range(count):
+            cuda = self.device.type == "cuda"
+            self._arenas.append(staging.CudaArena(nbytes, self.device) if cuda else staging.ShmArena(nbytes))
+
+    def _free(self) -> None:
+        for end in self._ends.values():
+            end.forget()
+        while self._arenas:
+            self._arenas.pop().close()
+
+    def address(self, engine: str, transport: str) -> str:
+        """What the engine knows this sender by; empty if it was never told."""
+        return self._ends[transport].address(engine) if transport in self._ends else ""
+
+    def request(self, engine: str, transport: str) -> UpdateRequest:
+        """What an engine is to be asked for the push that memory was provided for."""
+        assert self._plan is not None, "provide() comes first"
+        return self._ends[transport].request(self._plan, engine)
+
+    def meet(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
+        """Return once every rank, by transport, has come for the bytes. Raises `TransferFailed` or `PushTimeout`."""
+        assert self._plan is not None
+        assert self._layout is not None
+        self._meeting = []
+        for name, those in peers.items():
+            self._meeting.append(self._ends[name])
+            self._ends[name].meet(self._plan, self._layout, self._arenas, those, deadline)
+
+    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None) -> Sent:
+        """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`."""
+        assert self._plan is not None
+        assert self._layout is not None
+        plan = self._plan
+        packer = Packer(self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest)
+        for packed in packer.fill(tensors, self._acquire):
+            for end in self._meeting:
+                end.announce(packed.number, packed.digests)
+            if progress is not None:
+                progress(packed.nbytes)
+        return Sent(packer.gather_s, packer.digest_s, max(end.finish() for end in self._meeting))
+
+    def _acquire(self, bucket: int) -> None:
+        for end in self._meeting:
+            end.acquire(bucket)
+
+    def call_off(self, error: BaseException) -> None:
+        """Tell the ranks that no more will come."""
+        for end in self._meeting:
+            end.call_off(error)
+        self._meeting = []
+
+    def served(self) -> None:
+        """What was sent last is served: where engines keep the version before, the next push must leave it intact."""
+        self._meeting = []
+        self._arenas.reverse()
+
+    def close(self) -> None:
+        """Release everything; idempotent, and it can be used again."""
+        self._free()
+        while self._ends:
+            self._ends.popitem()[1].close()

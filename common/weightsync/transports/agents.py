@@ -1,0 +1,214 @@
+"""NIXL agents: made on a chosen device, with errors in words, memory that they reach, and reads that are reposted."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.wire import NixlHandle
+
+#: Largest piece that one descriptor moves, in bytes; see ARCHITECTURE.md for the measurement.
+CHUNK_BYTES: Final = 16 << 20
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+_LOCAL: Final = "NIXL_INIT_AGENT"
+_HINTS: Final = {
+    "REMOTE_DISCONNECT": "the peer has ended, or the network between is down",
+    "BACKEND": "the transport below NIXL failed; run with UCX_LOG_LEVEL=info on both sides, and see that a device of "
+    "UCX_NET_DEVICES reaches the peer and that memory is not from an allocator with expandable segments",
+    "NOT_FOUND": "the memory or the agent is not registered; push again",
+    "INVALID_PARAM": "the addresses lie outside of what was registered; push again",
+    "NOT_ALLOWED": "the peer's metadata belongs to another run of it; push again",
+    "CANCELED": "the transfer was given up",
+}
+
+
+def available() -> bool:
+    """Whether NIXL is installed here."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raise what NIXL raises as `TransferFailed`: ``what`` says who and which bytes."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:  # NIXL's own have no base but these
+        raise TransferFailed(f"{what}: {explained(error)}") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0].startswith("nixl"):
+            raise TransferFailed(f"{what}: {explained(error)}") from error
+        raise
+
+
+def explained(error: BaseException) -> str:
+    """An error of NIXL, with what helps against it."""
+    text = f"{type(error).__name__}: {error}"
+    return text + next((f" ({hint})" for mark, hint in _HINTS.items() if mark in str(error).upper()), "")
+
+
+def nic_for(device: torch.device, rank: int) -> str:
+    """The network device that a rank is given, where the host has RDMA devices; empty leaves the choice to UCX.
+
+    The one nearest to a GPU by its place on the PCI bus, else one after another by rank: left to themselves all ranks
+    of a host take the first.
+    """
+    devices = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    if not devices:
+        return ""
+    node = _numa_node(device)
+    near = [name for name in devices if node and _read(_INFINIBAND / name / "device" / "numa_node") == node] or devices
+    return f"{near[rank % len(near)]}:1"
+
+
+def _numa_node(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    properties: Any = torch.cuda.get_device_properties(device)
+    bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return _read(Path("/sys/bus/pci/devices") / bus / "numa_node")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+class Agent:
+    """One NIXL agent. ``device`` is where its memory is, ``rank`` spreads agents over network devices.
+
+    It has no thread of its own, which would spin for ever on a core of the engine's: who waits keeps it going.
+    """
+
+    def __init__(self, device: torch.device, rank: int):
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        except ImportError as error:
+            raise UnsupportedOption(f"nixl is not installed here ({error}): pip install 'weightsync[nixl]'") from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which is not ours
+        self.name = f"weightsync-{os.getpid()}-{secrets.token_hex(6)}"
+        self.nic = nic_for(device, rank)
+        self.memory = "VRAM" if device.type == "cuda" else "DRAM"
+        self._device_id = (device.index or 0) if device.type == "cuda" else 0
+        strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        with translated("a NIXL agent could not be made"):
+            config = nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
+            self.nixl: Any = nixl_agent(self.name, config)
+            self.nixl.create_backend("UCX", {"ucx_devices": self.nic} if self.nic else {})
+
+    def metadata(self) -> bytes:
+        """What others need to reach this agent and the memory it has registered."""
+        return bytes(self.nixl.get_agent_metadata())
+
+    def register(self, memory: torch.Tensor) -> Any:
+        """Make ``memory``, 1-D uint8, reachable; what `deregister` takes."""
+        with translated(f"{memory.numel()} bytes on {memory.device} could not be registered"):
+            return self.nixl.register_memory([(memory.data_ptr(), memory.numel(), self._device_id, "")], self.memory)
+
+    def deregister(self, registered: Any) -> None:
+        """Undo `register`."""
+        with contextlib.suppress(Exception):  # what is left goes with the agent
+            self.nixl.deregister_memory(registered)
+
+    def handle(self, memory: torch.Tensor) -> NixlHandle:
+        """What another agent needs to read ``memory``, which is registered."""
+        return NixlHandle(
+            agent=self.name,
+            metadata=self.metadata(),
+            address=memory.data_ptr(),
+            nbytes=memory.numel(),
+            device_id=self._device_id,
+            memory="VRAM" if self.memory == "VRAM" else "DRAM",
+        )
+
+    def know(self, agent: str, metadata: bytes, who: str) -> None:
+        """Take another agent's metadata, beside what is known of it, and connect."""
+        with translated(f"{who} could not be reached over NIXL"):
+            found = self.nixl.add_remote_agent(metadata)
+            found = found.decode() if isinstance(found, bytes) else found
+            if found != agent:
+                raise TransferFailed(f"{who} said it was the agent {agent!r}, its metadata are those of {found!r}")
+            self.nixl.make_connection(agent)
+
+    def notices(self) -> dict[str, list[bytes]]:
+        """What other agents have sent since; looking keeps transfers going."""
+        with translated("NIXL cannot go on"):
+            found: dict[str, list[bytes]] = self.nixl.get_new_notifs()
+            return found
+
+    def notify(self, agent: str, notice: bytes, who: str) -> None:
+        """Send a few bytes to another agent."""
+        with translated(f"{who} could not be reached over NIXL"):
+            self.nixl.send_notif(agent, notice)
+
+    def forget(self, agent: str) -> None:
+        """Drop what is known of another agent, and the connection."""
+        with contextlib.suppress(Exception):  # it was not known
+            self.nixl.remove_remote_agent(agent)
+
+
+class Reads:
+    """Requests that bring pieces of another agent's memory into ``memory``, made once and posted for every push.
+
+    ``spans`` are (offset there, offset here, bytes) of each bucket.
+    """
+
+    def __init__(self, agent: Agent, remote: NixlHandle, memory: torch.Tensor, spans: Sequence[tuple[int, int, int]]):
+        self._agent, self.remote = agent, remote
+        self.memory = memory
+        here: list[tuple[int, int, int]] = []
+        there: list[tuple[int, int, int]] = []
+        self._indices: list[list[int]] = []
+        for theirs, ours, nbytes in spans:
+            first = len(here)
+            for done in range(0, nbytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, nbytes - done)
+                here.append((memory.data_ptr() + ours + done, size, agent._device_id))
+                there.append((remote.address + theirs + done, size, remote.device_id))
+            self._indices.append(list(range(first, len(here))))
+        self._sides: list[Any] = []
+        self._requests: list[Any] = []
+        with translated(f"reads from {remote.agent} could not be prepared"):
+            if here:
+                self._sides = [
+                    agent.nixl.prep_xfer_dlist(_LOCAL, here, agent.memory),
+                    agent.nixl.prep_xfer_dlist(remote.agent, there, remote.memory),
+                ]
+            for indices in self._indices:
+                ours_, theirs_ = self._sides if indices else (None, None)
+                self._requests.append(
+                    agent.nixl.make_prepped_xfer("READ", ours_, indices, theirs_, indices) if indices else None
+                )
+
+    def post(self, bucket: int, notice: bytes) -> None:
+        """Begin to read a bucket; ``notice`` reaches the other agent when it is here."""
+        if self._requests[bucket] is not None and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
+            raise RuntimeError("NIXL_ERR_BACKEND when posting")
+
+    def done(self, bucket: int) -> bool:
+        """Whether a bucket that was posted is here. Raises what NIXL raises."""
+        if self._requests[bucket] is None:
+            return True
+        state = self._agent.nixl.check_xfer_state(self._requests[bucket])
+        if state == "ERR":
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        return bool(state == "DONE")
+
+    def release(self) -> None:
+        """Give the requests up, also those under way."""
+        for held in (*self._requests, *self._sides):
+            if held is not None:
+                with contextlib.suppress(Exception):  # NIXL frees what is under way when that has ended
+                    held.release()
+        self._requests.clear()
+        self._sides.clear()

@@ -1,0 +1,357 @@
+"""Across hosts by broadcast: one process group of the trainer and every rank of every engine; NCCL on GPUs, gloo else.
+
+A group that a peer has left is of no use to anybody; it is dropped, and the next push makes a new one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket as sockets
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from threading import Event
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from weightsync import wire
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.layout import Layout
+from weightsync.staging import Arena, device_uuid
+from weightsync.transports import groups
+from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
+from weightsync.transports.control import (
+    LOOK_UP_S,
+    Call,
+    EngineControl,
+    Talk,
+    TrainerControl,
+    host_of,
+    interface_of,
+    local_address,
+)
+from weightsync.transports.groups import FAILED, JOINED, MADE, Group, Joining, all_there
+from weightsync.wire import Filled, InitNcclGroup, Offer, UpdateRequest
+
+#: Broadcasts that a rank has posted and not yet seen the end of.
+_IN_FLIGHT: Final = 2
+#: How often a broadcast is looked at.
+_LOOK_S: Final = 0.001
+
+
+class Trainer:
+    """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._control = TrainerControl(remote=True)
+        self._group: Group | None = None
+        self._asked: InitNcclGroup | None = None
+        self._store: Any = None
+        #: Who is in the group: each engine's instance by URL.
+        self._known: dict[str, str] = {}
+        self._names: list[str] = []
+        self._here = ""
+        self._push: _Push | None = None
+
+    def address(self, engine: str) -> str:
+        """See `base.TrainerEnd`."""
+        return self._control.address(engine)
+
+    def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+        """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
+        instances = {url: hello.instance for url, hello in engines.items()}
+        if self._group is not None and instances == self._known:
+            return {}
+        self._leave()
+        named = [(f"rank {rank.rank} of {url}", rank) for url, hello in engines.items() for rank in hello.ranks]
+        on_gpus = self._device.type == "cuda" and all(rank.device == "cuda" for _, rank in named)
+        if on_gpus:
+            groups.preflight(groups.settings(), device_uuid(self._device), named)
+        ways = sorted({local_address(host_of(url)) for url in engines}, key=lambda a: a.startswith(("127.", "::1")))
+        self._here = ways[0]
+        family = sockets.AF_INET6 if ":" in self._here else sockets.AF_INET
+        listening = sockets.create_server((self._here, 0), family=family, backlog=1024)
+        port = int(listening.getsockname()[1])
+        self._store = dist.TCPStore(
+            self._here, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+        members = tuple((url, len(hello.ranks)) for url, hello in engines.items())
+        self._names = ["the trainer", *(name for name, _ in named)]
+        self._asked = InitNcclGroup(
+            group_name=f"weightsync-{secrets.token_hex(8)}",
+            master_address=self._here,
+            master_port=port,
+            rank_offset=1,
+            world_size=1 + len(named),
+            backend="nccl" if on_gpus else "gloo",
+            timeout_s=timeout_s,
+            members=members,
+        )
+        asked: dict[str, Introduction] = {}
+        offset = 1
+        for url, count in members:
+            asked[url] = msgspec.structs.replace(
+                self._asked, rank_offset=offset, address=self.address(url), instance=instances[url]
+            )
+            offset += count
+        self._known = instances
+        return asked
+
+    def introduced(self, replies: Mapping[str, wire.JoinReply], deadline: Deadline) -> None:
+        """See `base.TrainerEnd`."""
+        if self._group is not None or self._asked is None:
+            return
+        store = dist.PrefixStore(self._asked.group_name, self._store)
+
+        def check(missing: str) -> None:
+            numbers = [int(word.strip(",")) for word in missing.split()[1:]]
+            for number in numbers:
+                if store.check([f"{FAILED}/{number}"]):
+                    said = store.get(f"{FAILED}/{number}").decode(errors="replace")
+                    raise TransferFailed(f"{self._names[number]} could not join the group: {said}")
+            deadline.check(f"{', '.join(self._names[number] for number in numbers)} to join the group")
+
+        others = range(1, self._asked.world_size)
+        all_there(store, JOINED, others, check)
+        try:
+            self._group = Group(self._store, self._asked, 0, self._here, max(deadline.left(), 0.1))
+        except RuntimeError as error:
+            raise TransferFailed(f"the group could not be made: {error}") from error
+        store.set(f"{MADE}/0", "1")
+        all_there(store, MADE, others, check)
+
+    def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
+        """See `base.TrainerEnd`."""
+        return self._control.invite(plan, engine)
+
+    def meet(
+        self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
+    ) -> None:
+        """See `base.TrainerEnd`."""
+        assert self._group is not None, "introduced() comes first"
+        name = self._group.name
+        self._push = _Push(self._group, Talk(self._control, plan.push, peers, deadline), arenas[0], plan, layout)
+        self._push.talk.meet(lambda _: Offer(push=plan.push, arena=name))
+        if plan.stream:
+            self._push.talk.all_prepared("the ranks to be ready")
+
+    def _pushing(self) -> _Push:
+        assert self._push is not None, "meet() comes first"
+        return self._push
+
+    def acquire(self, bucket: int) -> None:
+        """See `base.TrainerEnd`."""
+        self._pushing().sent(bucket - self._pushing().plan.slots)
+
+    def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
+        """See `base.TrainerEnd`."""
+        self._pushing().send(bucket, digests)
+
+    def finish(self) -> float:
+        """See `base.TrainerEnd`."""
+        return self._pushing().finish()
+
+    def call_off(self, error: BaseException) -> None:
+        """See `base.TrainerEnd`; a group with a broadcast half-way is of no use any more."""
+        if self._push is not None:
+            self._push.talk.call_off(error)
+            if self._push.pending():
+                self._leave()
+            self._push = None
+
+    def forget(self) -> None:
+        """See `base.TrainerEnd`."""
+        self._push = None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.drop(self._push.works if self._push is not None else ())
+        self._group = self._asked = self._store = None
+        self._known = {}
+
+    def close(self) -> None:
+        """Leave the group, release the socket; idempotent."""
+        self._leave()
+        self._control.close()
+
+
+class _Push:
+    """One push of the trainer end."""
+
+    def __init__(self, group: Group, talk: Talk, arena: Arena, plan: UpdateRequest, layout: Layout):
+        self._group, self.talk, self._arena, self.plan, self._layout = group, talk, arena, plan, layout
+        self.works: list[Any] = []
+        self._sent = -1
+
+    def send(self, bucket: int, digests: tuple[int, ...]) -> None:
+        size = self.plan.bucket_bytes
+        self.talk.announce(bucket, digests)
+        slot = (bucket % self.plan.slots) * size
+        data = self._arena.bytes[slot : slot + min(size, self._layout.nbytes - bucket * size)]
+        self.works.append(self._group.broadcast(data, self.talk.deadline.left()) if data.numel() else None)
+
+    def sent(self, bucket: int) -> None:
+        """Wait until a bucket, and all before it, have left."""
+        while self._sent < bucket:
+            work, number = self.works[self._sent + 1], self._sent + 1
+            if work is not None:
+                self.talk.wait(
+                    lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
+                    f"bucket {number} to be broadcast", look_up_s=_LOOK_S,
+                )  # fmt: skip
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    gone = self.talk.call_off(error) or self.talk.without(number)
+                    raise TransferFailed(
+                        f"bucket {number} could not be broadcast to {', '.join(sorted(map(str, gone)))}: {error}"
+                    ) from error
+            self._sent += 1
+
+    def finish(self) -> float:
+        last = len(self.works) - 1
+        self.sent(last)
+        if self.plan.stream:
+            self.talk.all_taken(last)
+        return self.talk.all_prepared("the ranks to hold and verify everything")
+
+    def pending(self) -> bool:
+        return any(work is not None for work in self.works[self._sent + 1 :])
+
+
+class Engine:
+    """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._control = EngineControl(remote=True)
+        self.confirm = self._control.confirm
+        self._joining: Joining | None = None
+        #: Where buckets go that have no stage: made once.
+        self._buckets: list[torch.Tensor] = []
+        self._incoming: _Incoming | None = None
+
+    def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
+        """See `base.EngineEnd`; checks what can be, then joins in a thread."""
+        if not isinstance(asked, InitNcclGroup):
+            raise UnsupportedOption(f"nccl has no use for {type(asked).__name__}")
+        number = asked.rank_offset + rank
+        if asked.backend == "nccl" and self._device.type != "cuda":
+            raise UnsupportedOption(f"rank {rank} is on {self._device.type}, where there is no NCCL: use gloo")
+        here = groups.reach(asked, rank)
+        self._leave()
+        self._joining = Joining(asked, number, here)
+        uuid = device_uuid(self._device)
+        return wire.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
+
+    def check(self, request: UpdateRequest) -> None:
+        """See `base.EngineEnd`."""
+        self._control.check(request.address, request.server_key)
+
+    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> _Incoming:
+        """See `base.EngineEnd`."""
+        joining = self._joining
+        if joining is None:
+            raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
+        deadline = Deadline(request.timeout_s)
+        group = joining.wait(deadline, over)
+        call, offer = self._control.meet(request, rank, (group.name,), over)
+        if offer.arena != group.name:
+            raise TransferFailed(f"rank {rank} is in the group {group.name}, the push comes by {offer.arena}")
+        self._incoming = _Incoming(call, request, layout, group, self._provide)
+        return self._incoming
+
+    def _provide(self, nbytes: int) -> list[torch.Tensor]:
+        if not self._buckets or self._buckets[0].numel() < nbytes:
+            self._buckets.clear()
+            self._buckets += [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_IN_FLIGHT)]
+        return self._buckets
+
+    def fail(self, push: str, error: BaseException) -> None:
+        """See `base.EngineEnd`; a group with a broadcast half-way is of no use any more."""
+        self._control.fail(push, error)
+        if self._incoming is not None and self._incoming.pending:
+            self._leave()
+
+    def release(self, address: str) -> bool:
+        """See `base.EngineEnd`."""
+        if address != self._control.address:
+            return False
+        self._control.hang_up()
+        self._leave()
+        return True
+
+    def _leave(self) -> None:
+        if self._joining is not None:
+            self._joining.leave(
+                [posted.work for posted in self._incoming.pending] if self._incoming is not None else ()
+            )
+            self._buckets.clear()  # a broadcast that was given up may still write there
+        self._joining = self._incoming = None
+
+    def close(self) -> None:
+        """Leave the group, release the socket; idempotent."""
+        self._leave()
+        self._control.close()
+
+
+class _Posted(NamedTuple):
+    """A broadcast: what announced it, what torch calls a work, where it writes."""
+
+    filled: Filled
+    work: Any
+    place: torch.Tensor
+
+
+class _Incoming:
+    """See `base.Incoming`."""
+
+    whole: torch.Tensor | None = None
+
+    def __init__(
+        self, call: Call, request: UpdateRequest, layout: Layout, group: Group,
+        provide: Callable[[int], list[torch.Tensor]],
+    ):  # fmt: skip
+        self._call, self._request, self._layout, self._group, self._provide = call, request, layout, group, provide
+        self.arena = group.name
+        #: Broadcasts that are under way.
+        self.pending: deque[_Posted] = deque()
+
+    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
+        """See `base.Incoming`; the broadcast after the one that is waited for is posted as soon as it is announced."""
+        size, count = self._request.bucket_bytes, self._layout.buckets(self._request.bucket_bytes)
+        own = self._provide(size) if stage is None else []
+        # Without a stage the other buffer is still being read.
+        ahead = _IN_FLIGHT if stage is not None else 1
+        announced: deque[Filled] = deque()
+        heard = posted = 0
+        for number in range(count):
+            while not self.pending or ((work := self.pending[0].work) is not None and not work.is_completed()):
+                self._call.check(f"the broadcast of bucket {number}")
+                while announced and len(self.pending) < ahead:
+                    nbytes = min(size, self._layout.nbytes - posted * size)
+                    place = own[posted % _IN_FLIGHT] if stage is None else stage[posted * size :]
+                    self.pending.append(self._post(announced.popleft(), place[:nbytes]))
+                    posted += 1
+                message = self._call.heard(_LOOK_S if self.pending else LOOK_UP_S)
+                if message is not None:
+                    announced.append(self._call.expect(message, heard))
+                    heard += 1
+            filled, work, place = self.pending[0]
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
+            self.pending.popleft()
+            self._call.taken(number)
+            yield Bucket(number, place, filled.digests)
+
+    def _post(self, filled: Filled, place: torch.Tensor) -> _Posted:
+        work = self._group.broadcast(place, self._call.deadline.left()) if place.numel() else None
+        return _Posted(filled, work, place)

@@ -1,0 +1,53 @@
+"""The transports by name. A new one is a file beside these and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from weightsync import staging, wire
+from weightsync.errors import UnsupportedOption
+from weightsync.transports import agents, ipc_zmq, nccl, nixl
+from weightsync.transports.base import EngineEnd, TrainerEnd
+
+#: ``device`` is where the trainer's arena is.
+TRAINER_ENDS: Final[dict[str, Callable[[torch.device], TrainerEnd]]] = {
+    "ipc_zmq": ipc_zmq.Trainer,
+    "nccl": nccl.Trainer,
+    "nixl": nixl.Trainer,
+}
+#: ``device`` is where the rank's weights are.
+ENGINE_ENDS: Final[dict[str, Callable[[torch.device], EngineEnd]]] = {
+    "ipc_zmq": ipc_zmq.Engine,
+    "nccl": nccl.Engine,
+    "nixl": nixl.Engine,
+}
+
+
+def available() -> tuple[str, ...]:
+    """The transports that this process has what it needs for."""
+    return tuple(name for name in TRAINER_ENDS if name != "nixl" or agents.available())
+
+
+def pick(asked: str, url: str, hello: wire.OpenReply) -> tuple[str, str]:
+    """The transport to an engine, and why that one. Raises `UnsupportedOption` where the one asked for cannot be."""
+    same_host = hello.host == staging.host_id()
+    there = set(TRAINER_ENDS).intersection(*(rank.transports for rank in hello.ranks))
+    if asked == "ipc_zmq" and not same_host:
+        raise UnsupportedOption(
+            f"{url} runs on another host (or in a container with its own /dev/shm): transport ipc_zmq needs engine and "
+            'trainer to share one; run containers with --ipc=host, or pass transport="nixl", "nccl" or "auto"'
+        )
+    if asked not in ("auto", *there):
+        raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(there))}")
+    if asked not in ("auto", *available()):
+        raise UnsupportedOption(f"the trainer has no transport {asked}: pip install 'weightsync[{asked}]'")
+    if asked != "auto":
+        return asked, "asked for"
+    if same_host:
+        return "ipc_zmq", "the same host: the ranks read the trainer's memory where it is"
+    if "nixl" in available() and "nixl" in there:
+        return "nixl", "another host, and both sides have NIXL"
+    return "nccl", f"another host, and {'the engine' if 'nixl' in available() else 'the trainer'} has no NIXL"
