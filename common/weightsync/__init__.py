@@ -1,6 +1,7 @@
 """Push new weights from an RL trainer into running vLLM and SGLang engines."""
 
-from weightsync.sender import EngineResult, PushResult, Sender
+from weightsync.results import EngineResult, PushResult
+from weightsync.sender import Sender
 from weightsync.wire import PACKAGE_VERSION as __version__
 
 __all__ = ["EngineResult", "PushResult", "Sender", "__version__"]

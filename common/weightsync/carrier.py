@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from weightsync import staging, wire
@@ -38,6 +40,10 @@ class Carrier:
         self._plan: UpdateRequest | None = None
         self._layout: Layout | None = None
         self._meeting: list[TrainerEnd] = []
+        #: What `send` announced of a push whose stream the arena holds whole: the digests of each bucket.
+        self._announced: list[tuple[int, ...]] = []
+        self._served: tuple[staging.Arena, UpdateRequest, list[tuple[int, ...]]] | None = None
+        self.closed = False
 
     def free_bytes(self) -> int:
         """Memory that an arena could take, in bytes."""
@@ -48,10 +54,7 @@ class Carrier:
 
         Raises `UnsupportedOption`, `TransferFailed`, `PushTimeout`, and what ``post`` raises.
         """
-        used = {transport for transport, _ in engines.values()}
-        for name in self._ends.keys() - used:
-            self._ends.pop(name).close()
-        for name in sorted(used):
+        for name in sorted({transport for transport, _ in engines.values()}):
             if name not in self._ends:
                 self._ends[name] = TRAINER_ENDS[name](self.device)
             those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
@@ -61,6 +64,9 @@ class Carrier:
     def provide(self, plan: UpdateRequest) -> None:
         """Have the arenas that a push needs: those of the push before, where it has its size."""
         self._plan, self._layout = plan, Layout(plan.manifest)
+        if self._served is not None and plan.push == self._served[1].push:
+            return  # the arena is filled already
+        self._served = None
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and self._layout.nbytes <= nbytes else 1
         if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes:
@@ -71,10 +77,16 @@ class Carrier:
             self._arenas.append(staging.CudaArena(nbytes, self.device) if cuda else staging.ShmArena(nbytes))
 
     def _free(self) -> None:
+        self._served = None
         for end in self._ends.values():
             end.forget()
         while self._arenas:
             self._arenas.pop().close()
+
+    def dismiss(self, engine: str, transport: str) -> None:
+        """An engine was told to forget this sender."""
+        if transport in self._ends:
+            self._ends[transport].dismiss(engine)
 
     def address(self, engine: str, transport: str) -> str:
         """What the engine knows this sender by; empty if it was never told."""
@@ -90,9 +102,11 @@ class Carrier:
         assert self._plan is not None
         assert self._layout is not None
         self._meeting = []
+        first = self._served[0] if self._served is not None else self._arenas[0]
+        arenas = sorted(self._arenas, key=lambda arena: arena is not first)
         for name, those in peers.items():
             self._meeting.append(self._ends[name])
-            self._ends[name].meet(self._plan, self._layout, self._arenas, those, deadline)
+            self._ends[name].meet(self._plan, self._layout, arenas, those, deadline)
 
     def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None) -> Sent:
         """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`."""
@@ -100,12 +114,36 @@ class Carrier:
         assert self._layout is not None
         plan = self._plan
         packer = Packer(self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest)
+        self._announced.clear()
         for packed in packer.fill(tensors, self._acquire):
-            for end in self._meeting:
-                end.announce(packed.number, packed.digests)
+            self._announce(packed.number, packed.digests)
+            self._announced.append(packed.digests)
             if progress is not None:
                 progress(packed.nbytes)
-        return Sent(packer.gather_s, packer.digest_s, max(end.finish() for end in self._meeting))
+        return Sent(packer.gather_s, packer.digest_s, self._finish())
+
+    def again(self) -> UpdateRequest | None:
+        """What was served last, as a push anew that `resend` sends; None where the arena does not hold it."""
+        if self._served is None:
+            return None
+        arena, plan, announced = self._served
+        plan = msgspec.structs.replace(plan, push=secrets.token_hex(8))
+        self._served = arena, plan, announced
+        return plan
+
+    def resend(self, progress: Progress | None) -> Sent:
+        """Send what lies in the arena since the push before; nothing is packed. Raises as `meet`."""
+        assert self._served is not None, "again() comes first"
+        for number, digests in enumerate(self._served[2]):
+            self._announce(number, digests)
+        return Sent(0.0, 0.0, self._finish())
+
+    def _announce(self, number: int, digests: tuple[int, ...]) -> None:
+        for end in self._meeting:
+            end.announce(number, digests)
+
+    def _finish(self) -> float:
+        return max(end.finish() for end in self._meeting)
 
     def _acquire(self, bucket: int) -> None:
         for end in self._meeting:
@@ -120,10 +158,22 @@ class Carrier:
     def served(self) -> None:
         """What was sent last is served: where engines keep the version before, the next push must leave it intact."""
         self._meeting = []
+        if self._served is not None:
+            return  # it was served to others before
+        assert self._plan is not None
+        assert self._layout is not None
+        if self._layout.nbytes <= self._plan.slots * self._plan.bucket_bytes and not self._plan.stream:
+            self._served = self._arenas[0], self._plan, list(self._announced)
+        self._arenas.reverse()
+
+    def rolled_back(self) -> None:
+        """The version before is what is served."""
+        self._served = None
         self._arenas.reverse()
 
     def close(self) -> None:
-        """Release everything; idempotent, and it can be used again."""
+        """Release everything; idempotent."""
+        self.closed = True
         self._free()
         while self._ends:
             self._ends.popitem()[1].close()

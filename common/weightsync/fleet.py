@@ -51,6 +51,7 @@ class Engine:
 
     ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
     ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
+    ``interfaces``: what its ranks said they will use.
     """
 
     client: EngineClient
@@ -61,6 +62,7 @@ class Engine:
     stopped: bool = False
     leased: bool = False
     noticed: list[str] = field(default_factory=list)
+    interfaces: str = ""
 
     @property
     def peers(self) -> set[Peer]:
@@ -77,7 +79,7 @@ class Fleet:
         self._pause, self._transport = pause, transport
         self._clients = [EngineClient(url, token) for url in urls]
         self._token = token
-        self._threads = ThreadPoolExecutor(2 * len(urls), thread_name_prefix="weightsync-engine")
+        self._threads = ThreadPoolExecutor(max(32, 2 * len(urls)), thread_name_prefix="weightsync-engine")
         self.engines: dict[str, Engine] = {}
         try:
             self._open(deadline)
@@ -112,13 +114,40 @@ class Fleet:
         """By URL, how each engine is reached and what it said of itself."""
         return {url: (engine.transport, engine.hello) for url, engine in self.engines.items()}
 
-    def reopen(self, deadline: Deadline) -> None:
-        """Greet every engine again: some were restarted."""
+    def add(self, url: str, deadline: Deadline) -> None:
+        """One more engine. Raises as `Sender` when built."""
+        client = EngineClient(url, self._token)
+        if client.url in self.engines:
+            raise UnsupportedOption(f"{client.url} is among the engines already")
+        self._admit(client, client.open(deadline))
+        self._clients.append(client)
+
+    def remove(self, url: str) -> None:
+        """One engine less. Raises `UnsupportedOption` for one that is not there, or is the last."""
+        if url not in self.engines or len(self.engines) == 1:
+            raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.engines)}")
+        self._clients.remove(self.engines.pop(url).client)
+
+    @contextmanager
+    def only(self, url: str) -> Iterator[None]:
+        """Inside, the fleet is this one engine."""
+        whole = self._clients, self.engines
+        engine = self.engines[url]
+        self._clients, self.engines = [engine.client], {url: engine}
+        try:
+            yield
+        finally:
+            self._clients, self.engines = whole
+
+    def reopen(self, deadline: Deadline) -> list[str]:
+        """Greet every engine again; returns those that were restarted."""
         before = {url: engine.hello.instance for url, engine in self.engines.items()}
+        noticed = {url: engine.noticed for url, engine in self.engines.items()}
         self._open(deadline)
+        restarted = [url for url, engine in self.engines.items() if engine.hello.instance != before[url]]
         for url, engine in self.engines.items():
-            if engine.hello.instance != before[url]:
-                engine.noticed.append("restarted since this sender last met it")
+            engine.noticed = noticed[url] + ["restarted since this sender last met it"] * (url in restarted)
+        return restarted
 
     def join(self, asked: Mapping[str, Introduction], deadline: Deadline) -> dict[str, wire.JoinReply]:
         """Tell engines, by URL, what a transport has to say before a push."""
@@ -129,8 +158,10 @@ class Fleet:
             named = msgspec.structs.replace(asked[client.url], owner=self.owner, holder=self.holder)
             return client.join(named, deadline)
 
-        replies = zip(self._clients, self.all(run), strict=True)
-        return {client.url: reply for client, reply in replies if reply is not None}
+        replies = {c.url: reply for c, reply in zip(self._clients, self.all(run), strict=True) if reply is not None}
+        for url, reply in replies.items():
+            self.engines[url].interfaces = ", ".join(sorted({rank.interface for rank in reply.ranks} - {""}))
+        return replies
 
     def prepare(self, make: Callable[[Engine], wire.UpdateRequest], deadline: Deadline) -> None:
         """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened."""

@@ -152,16 +152,16 @@ class Replica:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
         async with self._alone("joining", asked.timeout_s):
+            if not self._call.ranks:
+                await self._introduce_ranks()
+            method = "register_nixl"
+            if isinstance(asked, wire.InitNcclGroup):
+                method = "init_nccl_group"
+                check_world(asked, len(self._call.ranks))
             self._lease.take(asked.owner, asked.holder, asked.address)
             try:
                 if self._machine.allows("abort"):
                     await self._forget(f"push {self._push} is superseded")
-                if not self._call.ranks:
-                    await self._introduce_ranks()
-                method = "register_nixl"
-                if isinstance(asked, wire.InitNcclGroup):
-                    method = "init_nccl_group"
-                    check_world(asked, len(self._call.ranks))
                 replies = await self._call(method, wire.to_json(asked), asked.timeout_s)
                 return wire.JoinReply(tuple(collect(replies, wire.RankJoined)), self.instance)
             finally:

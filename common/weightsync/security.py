@@ -25,6 +25,8 @@ _SWEEP_AFTER_S: Final = 10.0
 #: Longest path of a Unix socket that Linux takes, in bytes, and that less the socket's own name.
 _MAX_SOCKET_PATH: Final = 107
 _MAX_SOCKET_DIRECTORY: Final = 90
+#: How long a sender on another host is given to take a connection.
+_PROBE_S: Final = 0.2
 #: A public key as ZMQ spells it.
 _CURVE_KEY_CHARS: Final = 40
 
@@ -149,11 +151,18 @@ def listens(path: Path) -> bool:
 
 
 def owner_lives(address: str) -> bool:
-    """Whether the sender at an address is still there, as far as that can be seen: another host's is taken to be.
+    """Whether the sender at an address is still there; one whose host does not answer at all is taken to be.
 
     Raises `TransferFailed` for an address that is none.
     """
     if address.startswith("tcp://"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+        except ConnectionRefusedError:
+            return False
+        except (OSError, ValueError):
+            return True
         return True
     return listens(Path(check_ipc_address(address).removeprefix("ipc://")))
 

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-import msgspec
 import torch
-from tqdm import tqdm
 
 from weightsync import digest, security, staging, wire
 from weightsync.carrier import Carrier, Sent
-from weightsync.errors import (
-    EngineRestarted,
-    LeaseHeld,
-    PushTimeout,
-    SourceError,
-    TransferFailed,
-    UnsupportedOption,
-    Weights,
-    WeightSyncError,
-)
-from weightsync.fleet import Engine, Fleet
+from weightsync.delivery import Delivery, introduce, release
+from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption
+from weightsync.fleet import Fleet
 from weightsync.layout import ALIGN_BYTES, Layout
+from weightsync.results import EngineResult, PushResult
 from weightsync.room import Choice, Staging, choose
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
@@ -34,42 +23,6 @@ from weightsync.sources.module import ModuleSource
 from weightsync.transports.base import Deadline, Progress
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
-
-
-@dataclass(frozen=True)
-class EngineResult:
-    """One engine's part of a push. ``seconds``: the steps of its commit.
-
-    ``pause_s``: how long new requests waited; with ``pause="wait"`` that includes what those in flight took to finish.
-
-    ``noticed`` says what the sender found out about it: that it was restarted, or served another version than expected.
-    ``transport`` is how the bytes got there, and ``transport_reason`` why so.
-    """
-
-    pause_s: float
-    seconds: dict[str, float]
-    transport: str
-    transport_reason: str
-    noticed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """What a push did.
-
-    ``nbytes`` counts the tensors, without padding. ``seconds``: ``prepare`` (the engines check the manifest),
-    ``transfer`` (the bytes travel while the engines serve; of it ``gather`` is packing on the trainer, ``digest`` its
-    hashing, ``verify`` the hashing of the slowest rank), ``commit`` (pause to resume, slowest engine) and ``total``.
-    ``verify`` is how it was checked, ``staging`` where the bytes waited, and ``staging_reason`` why there.
-    """
-
-    version: str
-    nbytes: int
-    seconds: dict[str, float]
-    engines: dict[str, EngineResult]
-    verify: wire.Verify
-    staging: Staging
-    staging_reason: str
 
 
 class Sender:
@@ -131,12 +84,14 @@ class Sender:
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._chosen: Choice | None = None
+        #: Label of what was pushed last.
+        self._served = ""
         deadline = Deadline(timeout_s)
         self._fleet = Fleet(engines, key, pause, transport, deadline)
         if self._fleet.peers.keys() != {"ipc_zmq"}:
             try:
                 # Groups are made and connections warmed up now, not in the first push.
-                self._introduce(self._provide_carrier(None), deadline)
+                introduce(self._provide_carrier(None), self._fleet, deadline)
             except BaseException:
                 self.close()
                 raise
@@ -152,7 +107,9 @@ class Sender:
         deadline = Deadline(self._timeout_s)
         try:
             return self._push(model, version, deadline)
-        except EngineRestarted:
+        except EngineRestarted as error:
+            if error.weights == "unknown":
+                raise
             self._fleet.reopen(deadline)
             return self._push(model, version, deadline)
 
@@ -165,37 +122,72 @@ class Sender:
         label = self._next_version() if version is None else version
         carrier = self._provide_carrier(source)
         choice = self._choose(carrier, layout)
-        plan = self._plan(carrier, source, layout, choice, deadline)
-        seconds: dict[str, float] = {}
+        plan = self._plan(carrier, source, layout, choice)
+
+        def send(progress: Progress | None) -> Sent:
+            staging.synchronize(source.device)
+            return carrier.send(source.tensors(), progress)
+
         self._machine.move("push")
-        try:
-            with self._fleet.renewed(plan.push, deadline):
-                self._prepare(carrier, plan, deadline, seconds)
-                if choice.staging == "none":
-                    sent, commits = self._stream(carrier, source, layout, plan.push, label, deadline, seconds)
-                else:
-                    sent = self._transfer(carrier, source, layout, seconds)
-            if choice.staging == "full":
-                commits = self._commit(self._request(plan.push, label, deadline), deadline, seconds)
-        except BaseException as error:
-            self._failed(plan.push, error)
-            self._tell(error)
-            raise
-        self._machine.move("committed")
-        carrier.served()
-        seconds.update(gather=sent.gather_s, digest=sent.digest_s, verify=sent.verify_s)
+        delivery = self._delivery(carrier, deadline)
+        sent, commits = delivery.push(plan, label, send, layout.nbytes)
+        self._served = label
+        seconds = {**delivery.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
         return PushResult(
             label, layout.payload_bytes, seconds, self._results(commits), self._verify, choice.staging, choice.reason
         )
+
+    def _delivery(self, carrier: Carrier | None, deadline: Deadline) -> Delivery:
+        return Delivery(self._fleet, carrier, self._machine, deadline, pause=self._pause, progress=self._progress)
 
     def _results(self, commits: dict[str, wire.CommitReply]) -> dict[str, EngineResult]:
         results = {}
         for url, reply in commits.items():
             engine = self._fleet.engines[url]
             noticed, engine.noticed = tuple(engine.noticed), []
-            results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, engine.reason, noticed)
+            reason = "; ".join(filter(None, (engine.reason, engine.interfaces and f"over {engine.interfaces}")))
+            results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, reason, noticed)
         return results
+
+    def add_engine(self, url: str) -> EngineResult | None:
+        """Have another engine take part. Raises as building a sender, and as `push`.
+
+        It is brought to the version that the others serve, at once and from the memory that still holds it; the others
+        are left alone. Where that memory does not hold a whole version it returns None, and the next push is the first.
+        """
+        self._machine.check("push")
+        deadline = Deadline(self._timeout_s)
+        self._fleet.add(url, deadline)
+        self._chosen = None  # a rank with less memory may be among them
+        return self._catch_up(url, deadline)
+
+    def remove_engine(self, url: str) -> None:
+        """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
+        self._machine.check("push")
+        self._release([url])
+        self._fleet.remove(url)
+
+    def catch_up(self) -> dict[str, EngineResult]:
+        """Bring the engines that were restarted since to the version that the others serve. Raises as `push`.
+
+        The bytes come from the memory that still holds them; nothing of the model is needed. Where that does not hold a
+        whole version nothing happens, and the next push reaches them.
+        """
+        self._machine.check("push")
+        deadline = Deadline(self._timeout_s)
+        results = {url: self._catch_up(url, deadline) for url in self._fleet.reopen(deadline)}
+        return {url: result for url, result in results.items() if result is not None}
+
+    def _catch_up(self, url: str, deadline: Deadline) -> EngineResult | None:
+        carrier = self._carrier
+        plan = carrier.again() if carrier is not None else None
+        if carrier is None or plan is None:
+            return None
+        with self._fleet.only(url):
+            self._machine.move("push")
+            _, commits = self._delivery(carrier, deadline).push(plan, self._served, carrier.resend, 0)
+            return self._results(commits)[url]
 
     def rollback(self) -> PushResult:
         """Serve the version before again, which the engines kept (``keep_previous=True``). Raises as `push`.
@@ -210,20 +202,12 @@ class Sender:
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
                 engines=dict.fromkeys(self._fleet.engines, "unchanged"),
             )
-        request = msgspec.structs.replace(self._request(secrets.token_hex(8), kept.pop(), deadline), rollback=True)
-        seconds: dict[str, float] = {}
         self._machine.move("rollback")
-        try:
-            commits = self._commit(request, deadline, seconds)
-        except BaseException as error:
-            self._failed(request.push, error)
-            self._tell(error)
-            raise
-        self._machine.move("committed")
-        if self._carrier is not None:
-            self._carrier.served()
-        seconds["total"] = time.perf_counter() - start
-        return PushResult(request.version, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
+        delivery = self._delivery(self._carrier, deadline)
+        self._served = kept.pop()
+        commits = delivery.rollback(self._served)
+        seconds = {**delivery.seconds, "total": time.perf_counter() - start}
+        return PushResult(self._served, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
 
     def status(self, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
@@ -236,14 +220,14 @@ class Sender:
         if not self._machine.allows("close"):
             return
         self._machine.move("close")
+        self._release(self._fleet.engines)
         if self._carrier is not None:
-            self._release(self._carrier)
             self._carrier.close()
         self._fleet.close()
 
-    def _release(self, carrier: Carrier) -> None:
-        engines = self._fleet.engines
-        self._fleet.release({url: carrier.address(url, engine.transport) for url, engine in engines.items()})
+    def _release(self, urls: Iterable[str]) -> None:
+        if self._carrier is not None:
+            release(self._carrier, self._fleet, urls)
 
     def __enter__(self) -> Sender:
         return self
@@ -262,7 +246,7 @@ class Sender:
 
         Its arenas lie on the trainer's GPU where all that read them can, otherwise in the host's memory.
         """
-        if self._carrier is None:
+        if self._carrier is None or self._carrier.closed:
             ranks, remote = self._fleet.ranks, self._fleet.peers.keys() - {"ipc_zmq"}
             device = torch.device("cpu")
             if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
@@ -273,9 +257,6 @@ class Sender:
                     device = gpu
             self._carrier, self._chosen = Carrier(device), None
         return self._carrier
-
-    def _introduce(self, carrier: Carrier, deadline: Deadline) -> None:
-        carrier.introduce(self._fleet.hellos(), lambda asked: self._fleet.join(asked, deadline), deadline)
 
     def _choose(self, carrier: Carrier, layout: Layout) -> Choice:
         """How the bytes travel; it stays while the model does."""
@@ -291,9 +272,7 @@ class Sender:
             self._chosen = choose(layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep)
         return self._chosen
 
-    def _plan(
-        self, carrier: Carrier, source: Source, layout: Layout, choice: Choice, deadline: Deadline
-    ) -> wire.UpdateRequest:
+    def _plan(self, carrier: Carrier, source: Source, layout: Layout, choice: Choice) -> wire.UpdateRequest:
         """What every engine is told of a push; the transport adds where to come for the bytes."""
         devices = [source.device, carrier.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
         return wire.UpdateRequest(
@@ -301,7 +280,7 @@ class Sender:
             address="",
             secret="",
             bucket_bytes=choice.bucket_bytes,
-            timeout_s=deadline.left(),
+            timeout_s=self._timeout_s,
             manifest=tuple(entry.spec for entry in layout.entries),
             owner=self._fleet.owner,
             holder=self._fleet.holder,
@@ -312,110 +291,6 @@ class Sender:
             slots=choice.slots,
         )
 
-    def _prepare(
-        self, carrier: Carrier, plan: wire.UpdateRequest, deadline: Deadline, seconds: dict[str, float]
-    ) -> None:
-        carrier.provide(plan)
-        self._introduce(carrier, deadline)
-        # Here, and not in the threads that ask the engines: a socket is not for several.
-        requests = {url: carrier.request(url, engine.transport) for url, engine in self._fleet.engines.items()}
-
-        def make(engine: Engine) -> wire.UpdateRequest:
-            return msgspec.structs.replace(
-                requests[engine.client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
-            )
-
-        with _timed(seconds, "prepare"):
-            self._fleet.prepare(make, deadline)
-            carrier.meet(self._fleet.peers, deadline)
-
-    def _transfer(self, carrier: Carrier, source: Source, layout: Layout, seconds: dict[str, float]) -> Sent:
-        self._machine.move("accepted")
-        with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
-            staging.synchronize(source.device)
-            sent = carrier.send(source.tensors(), progress)
-        self._machine.move("staged")
-        return sent
-
-    def _stream(
-        self, carrier: Carrier, source: Source, layout: Layout, push: str, label: str, deadline: Deadline,
-        seconds: dict[str, float],
-    ) -> tuple[Sent, dict[str, wire.CommitReply]]:  # fmt: skip
-        """The bytes travel while the engines are stopped: memory for no stage is needed."""
-        self._machine.move("stream")
-        with _timed(seconds, "commit"):
-            commits = self._fleet.commit(self._request(push, label, deadline), deadline)
-            try:
-                with _timed(seconds, "transfer"), _bar(layout.nbytes, self._progress) as progress:
-                    staging.synchronize(source.device)
-                    sent = carrier.send(source.tensors(), progress)
-            except BaseException as error:
-                carrier.call_off(error)
-                # What became of the engines is theirs to say.
-                replies = self._fleet.outcome(commits, label, deadline)
-                raise TransferFailed(
-                    f"every engine has committed, but sending did not end well: {error}",
-                    engines=dict.fromkeys(replies, "committed"),
-                ) from error
-            return sent, self._fleet.outcome(commits, label, deadline)
-
-    def _request(self, push: str, label: str, deadline: Deadline) -> wire.CommitRequest:
-        return wire.CommitRequest(
-            push=push, version=label, pause=self._pause, timeout_s=max(deadline.left(), 0.1), owner=self._fleet.owner
-        )
-
-    def _commit(
-        self, request: wire.CommitRequest, deadline: Deadline, seconds: dict[str, float]
-    ) -> dict[str, wire.CommitReply]:
-        deadline.check("the engines to be asked to commit")
-        with _timed(seconds, "commit"):
-            return self._fleet.outcome(self._fleet.commit(request, deadline), request.version, deadline)
-
-    def _failed(self, push: str, error: BaseException) -> None:
-        self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
-        carrier = self._carrier
-        try:
-            if carrier is not None:
-                carrier.call_off(error)
-            # An engine that is still in its commit could not be told in time, and ends by itself.
-            if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
-                self._fleet.abort(push)
-            if carrier is not None and isinstance(error, LeaseHeld):
-                # Two trainers that each hold some of the engines would keep each other from the rest.
-                self._release(carrier)
-            if carrier is not None and isinstance(error, (PushTimeout, TransferFailed)):
-                # Whatever broke, be it a socket whose file somebody removed, the next push begins with new ones.
-                carrier.close()
-                self._carrier = self._chosen = None
-        finally:
-            self._machine.move("aborted")
-
-    def _tell(self, error: BaseException) -> None:
-        """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised."""
-        urls = self._fleet.engines
-        untold: dict[str, Weights] = {url: "dirty" if engine.stopped else "unchanged" for url, engine in urls.items()}
-        if isinstance(error, WeightSyncError):
-            told = {url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()}
-            error.settle({**untold, **told})
-        elif isinstance(error, (RuntimeError, OSError, ValueError)):
-            raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error
-
     def _next_version(self) -> str:
         versions = [engine.version for engine in self._fleet.engines.values()]
         return str(max((int(v) for v in versions if v.isdecimal()), default=0) + 1)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[phase] = time.perf_counter() - start
-
-
-@contextmanager
-def _bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
-    if not shown:
-        yield None
-        return
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="push") as bar:
-        yield lambda sent: bar.update(sent - bar.n) and None

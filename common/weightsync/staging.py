@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.wire import CudaHandle, ShmHandle
+from weightsync.handles import CudaHandle, ShmHandle
 
 SHM_DIRECTORY: Final = Path("/dev/shm")
 _SHM_PREFIX: Final = "weightsync-"

@@ -130,8 +130,8 @@ class ReferenceFrontEnd:
         return None if dirty else self._sink.generate(prompt, tokens)
 
 
-def serve(folder: Path, port: int, device: torch.device, waits: bool = False) -> None:
-    """Serve the model in ``folder`` on loopback until told to stop."""
+def serve(folder: Path, port: int, device: torch.device, waits: bool = False, host: str = "127.0.0.1") -> None:
+    """Serve the model in ``folder`` at this host's address ``host`` until told to stop."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -161,7 +161,7 @@ def serve(folder: Path, port: int, device: torch.device, waits: bool = False) ->
         Route("/generate", generate, methods=["POST"]),
         admin_routes(lambda: replica, security.engine_token()),
     ]
-    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.run(Starlette(routes=routes), host=host, port=port, log_level="warning")
 
 
 class ReferenceEngine:
@@ -229,10 +229,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weightsync.testing", description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="this host's address that it listens at")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--wait-for-initial-weights", action="store_true", help="serve nothing before the first push")
     args = parser.parse_args()
-    serve(args.model, args.port, torch.device(args.device), args.wait_for_initial_weights)
+    serve(args.model, args.port, torch.device(args.device), args.wait_for_initial_weights, args.host)
 
 
 if __name__ == "__main__":

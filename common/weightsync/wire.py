@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from weightsync.errors import Weights
+from weightsync.handles import CudaHandle, NixlHandle, ShmHandle
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
@@ -292,37 +293,6 @@ class RankReply(Message, frozen=True):
 
 
 # --- ZMQ: sender <-> engine rank --------------------------------------------------------------------------------------
-
-
-class ShmHandle(Message, frozen=True, tag="shm"):
-    """A file of the shared-memory mount."""
-
-    path: str
-    nbytes: int
-
-
-class CudaHandle(Message, frozen=True, tag="cuda"):
-    """What CUDA needs to map another process's allocation, each field as torch hands it out."""
-
-    device_uuid: str
-    handle: bytes
-    storage_nbytes: int
-    storage_offset_bytes: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
-
-
-class NixlHandle(Message, frozen=True, tag="nixl"):
-    """What NIXL needs to read a sender's memory: ``metadata`` of its agent, and where the arena is in its memory."""
-
-    agent: str
-    metadata: bytes
-    address: int
-    nbytes: int
-    device_id: int
-    memory: Literal["DRAM", "VRAM"]
 
 
 class Hello(Message, frozen=True, tag="hello"):

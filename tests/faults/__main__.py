@@ -21,8 +21,9 @@ from tests.faults.run import suffer
 from tools import servers
 from weightsync.layout import Layout
 from weightsync.sources import open_source
+from weightsync.transports.registry import TRAINER_ENDS
 
-ROW = "{:<44} {:<10} {:<26} {:<11} {:>8} {:>6} {:>9} {:>7}  {}"
+ROW = "{:<36} {:<9} {:<8} {:<26} {:<11} {:>8} {:>6} {:>9} {:>7}  {}"
 #: Large enough for both engines' own needs, small enough to be filled.
 SHM_BYTES = 2 << 30
 
@@ -31,6 +32,7 @@ def main() -> int:
     """Run the faults; returns 1 if one of them had an outcome that must not be."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference"])
+    parser.add_argument("--transport", action="append", choices=list(TRAINER_ENDS), help="default: every one")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
     parser.add_argument("--seed", type=int, default=0)
@@ -45,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ws-") as scratch:
         os.environ["XDG_RUNTIME_DIR"] = scratch
         os.environ.pop("WEIGHTSYNC_TOKEN", None)
-        print(ROW.format("fault", "engine", "phase", "outcome", "detected", "mixed", "restarted", "mended", ""))
+        print(ROW.format("fault", "engine", "by", "phase", "outcome", "detected", "mixed", "restarted", "mended", ""))
         for engine in asked.engine or ["vllm", "sglang"]:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
@@ -65,9 +67,9 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
     try:
         specs = open_source(rig.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
-        faults = [
-            fault for fault in catalogue(tp, tensors - 1) if re.search(asked.only, f"{fault.what}, {fault.phase}")
-        ]
+        transports = asked.transport or list(TRAINER_ENDS)
+        every = [fault for transport in transports for fault in catalogue(tp, tensors - 1, transport)]
+        faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
         if "OWN_SHM" not in os.environ:
             print("skipped: shared-memory mount full (needs a mount namespace of its own: run as root)")
             faults = [fault for fault in faults if fault.special != "full disk"]
@@ -76,7 +78,7 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
             rig.push_clean("A")
             push_s = time.monotonic() - begin
             rig.push_clean("B")
-            faults += at_random(asked.seed, asked.rounds, tp, push_s, tensors, buckets)
+            faults += at_random(asked.seed, asked.rounds, tp, push_s, tensors, buckets, transports)
         return [_shown(suffer(rig, fault)) for fault in faults]
     finally:
         rig.close()
@@ -84,10 +86,11 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
 
 def _shown(outcome: Outcome) -> Outcome:
     fault: Fault = outcome.fault
-    options = "".join(f", {name}={value}" for name, value in fault.options.items() if f"{value}" not in ("none",))
+    options = "".join(f", {name}={value}" for name, value in fault.options.items() if name == "keep_previous")
+    phase = fault.phase + ("" if "kept" in fault.what else options)
     print(
         ROW.format(
-            fault.what, outcome.engine, fault.phase + ("" if "kept" in fault.what else options), outcome.left,
+            fault.what, outcome.engine, fault.transport, phase, outcome.left,
             f"{outcome.detect_s:.1f} s", outcome.mixed, outcome.restarted, "yes" if outcome.mended else "NO",
             f"WRONG: {outcome.wrong}" if outcome.wrong else outcome.error,
         ),
@@ -99,7 +102,8 @@ def _shown(outcome: Outcome) -> Outcome:
 def _keep(path: Path, outcomes: list[Outcome], asked: argparse.Namespace) -> None:
     rows = [
         {
-            "fault": o.fault.what, "phase": o.fault.phase, "options": o.fault.options, "outcome": o.left,
+            "fault": o.fault.what, "transport": o.fault.transport, "phase": o.fault.phase,
+            "options": o.fault.options, "outcome": o.left,
             "trainer_was_told": o.claimed, "error": o.error, "detected_s": round(o.detect_s, 2), "answers": o.answers,
             "mixed": o.mixed, "survivors_restarted": o.restarted, "mended": o.mended, "wrong": o.wrong,
         }

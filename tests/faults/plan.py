@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 UNCHANGED, COMMITTED, DIRTY = "unchanged", "committed", "dirty"
@@ -27,6 +28,11 @@ class Fault:
     signal: str = ""
     delay_s: float = 0.0
 
+    @property
+    def transport(self) -> str:
+        """What the bytes travel by."""
+        return self.options.get("transport", "ipc_zmq")
+
 
 def do(point: str, action: str, **where: Any) -> dict[str, Any]:
     """An order to the injector."""
@@ -36,26 +42,39 @@ def do(point: str, action: str, **where: Any) -> dict[str, Any]:
 STREAM = {"staging": "none"}
 KEEP = {"keep_previous": True}
 U, C, D = (UNCHANGED,), (COMMITTED,), (DIRTY,)
-PREPARE = "update_weights_via_ipc_zmq"
+#: Phases in which it matters what the bytes travel by; what follows is the same for all.
+ON_THE_WAY = ("prepare", "meet", "transfer", "stream")
 
 
-def catalogue(tp: int, last: int) -> list[Fault]:
+def catalogue(tp: int, last: int, transport: str) -> list[Fault]:
     """Every fault at every place, for an engine with ``tp`` ranks whose loader takes tensors 0 to ``last``."""
     rank = tp - 1
-    return [*_signals(rank, last), *_exceptions(tp, rank, last), *_buckets(rank), *_connections(rank), *_world(rank)]
+    route = f"update_weights_via_{transport}"
+    faults = [
+        *_signals(rank, last, route), *_exceptions(tp, rank, last), *_buckets(rank), *_connections(rank, route),
+        *_world(rank),
+    ]  # fmt: skip
+    if transport == "ipc_zmq":
+        return faults
+    return [
+        replace(fault, options={**fault.options, "transport": transport})
+        for fault in faults
+        if fault.phase in ON_THE_WAY and not fault.spoil and not fault.special and "clock" not in fault.what
+    ]
 
 
-def _signals(rank: int, last: int) -> list[Fault]:
+def _signals(rank: int, last: int, route: str) -> list[Fault]:
     """Processes that die or freeze."""
     faults = []
     for action, verb in (("kill", "SIGKILL"), ("stop", "SIGSTOP")):
         trainer, front, worker = f"{verb} trainer", f"{verb} front end", f"{verb} worker"
         faults += [
-            Fault(trainer, "prepare", U, do("trainer was answered", action, route=PREPARE)),
+            Fault(trainer, "prepare", U, do("trainer was answered", action, route=route)),
             Fault(trainer, "transfer", U, do("trainer packs", action, number=1)),
             Fault(trainer, "commit", U + C, do("trainer asks", action, route="commit")),
             Fault(trainer, "commit, after it", C, do("trainer was answered", action, route="commit")),
-            Fault(trainer, "stream", D, do("trainer packs", action, number=1), STREAM),
+            # The engines are asked to commit while the first buckets are packed: it may not have come to that.
+            Fault(trainer, "stream", U + D, do("trainer packs", action, number=1), STREAM),
             Fault(front, "prepare", U, do("front end prepares", action)),
             Fault(front, "commit", U + C, do("front end commits", action)),
             Fault(front, "commit, after it", C, do("front end committed", action)),
@@ -105,12 +124,13 @@ def _buckets(rank: int) -> list[Fault]:
     return [*faults, *(Fault(f"push {how}", "prepare", U, spoil=how) for how in spoilt)]
 
 
-def _connections(rank: int) -> list[Fault]:
+def _connections(rank: int, route: str) -> list[Fault]:
     """A connection that ends after each message."""
     return [
-        Fault("request lost", "prepare", U, do("trainer is cut off", "cut", route=PREPARE)),
-        Fault("reply lost", "prepare", U, do("trainer was answered", "cut", route=PREPARE)),
-        Fault("request lost", "commit", U, do("trainer is cut off", "cut", route="commit")),
+        Fault("request lost", "prepare", U, do("trainer is cut off", "cut", route=route)),
+        Fault("reply lost", "prepare", U, do("trainer was answered", "cut", route=route)),
+        # Of one of the two engines that are asked at once.
+        Fault("request lost", "commit", U + C, do("trainer is cut off", "cut", route="commit")),
         Fault("reply lost", "commit", U + C, do("trainer was answered", "cut", route="commit")),
         Fault("socket cut after hello and offer", "transfer", U, do("rank met", "cut", rank=rank)),
         Fault("socket gone at offer", "transfer", U + C, do("trainer tells", "cut", kind="Offer")),
@@ -136,14 +156,16 @@ def _world(rank: int) -> list[Fault]:
     ]
 
 
-def at_random(seed: int, rounds: int, tp: int, push_s: float, tensors: int, buckets: int) -> list[Fault]:
+def at_random(
+    seed: int, rounds: int, tp: int, push_s: float, tensors: int, buckets: int, transports: Sequence[str]
+) -> list[Fault]:
     """Faults at random instants: signals at a random time of a push, exceptions and flips at a random place."""
     chance = random.Random(seed)
     faults = []
     anything = (UNCHANGED, COMMITTED, DIRTY)
     for _ in range(rounds):
         rank, kind = chance.randrange(tp), chance.random()
-        options = chance.choice([{}, {}, KEEP, STREAM])
+        options = {**chance.choice([{}, {}, KEEP, STREAM]), "transport": transports[len(faults) % len(transports)]}
         if kind < 0.5:
             # Engines that die take half a minute to come back, so it is mostly others that do.
             victim = chance.choices(["trainer", "worker", "front end"], [6, 3, 2])[0]

@@ -39,7 +39,7 @@ def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
                     parameter.add_(0.01)
             sender.push(trained)
             assert served_digest(engine) == digest_of(trained.state_dict().items())
-        assert sender._end.device.type == "cuda"
+        assert sender._carrier.device.type == "cuda"
     tokens, logprobs = engine.generate(PROMPT, 8)
     with torch.inference_mode():
         logits = trained(torch.tensor([PROMPT + tokens], device="cuda")).logits[0, len(PROMPT) - 1 : -1].float()

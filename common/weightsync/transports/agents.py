@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.wire import NixlHandle
+from weightsync.handles import NixlHandle
 
 #: Largest piece that one descriptor moves, in bytes; see ARCHITECTURE.md for the measurement.
 CHUNK_BYTES: Final = 16 << 20

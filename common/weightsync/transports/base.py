@@ -110,6 +110,9 @@ class TrainerEnd(Protocol):
     def call_off(self, error: BaseException) -> None:
         """Tell the peers that no more will come."""
 
+    def dismiss(self, engine: str) -> None:
+        """The engine at this URL was told to forget this end: it is to be introduced again."""
+
     def forget(self) -> None:
         """The arenas are about to be given back."""
 

@@ -6,6 +6,7 @@ touched.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket as sockets
@@ -29,6 +30,11 @@ from weightsync.wire import InitNcclGroup
 _REACH_S: Final = 2.0
 #: Between two looks at the store.
 _STORE_S: Final = 0.002
+#: Between two looks at what is pending in a group that was dropped.
+_PENDING_S: Final = 0.1
+#: Who lets a group go has it; an interpreter that ends takes it and keeps it.
+_LETTING_GO: Final = threading.Lock()
+atexit.register(_LETTING_GO.acquire, timeout=2.0)
 JOINED, MADE, FAILED = "joined", "made", "failed"
 #: What NCCL reads that may differ between ranks.
 _OWN_SETTINGS: Final = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO", "NCCL_CONF")
@@ -104,15 +110,20 @@ class Group:
 
     def drop(self, works: Sequence[Any] = ()) -> None:
         """End it. What is pending ends by its own deadline, which nobody here has to wait for."""
-        group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_end, args=([group, *works],), name="weightsync-group", daemon=True).start()
+        if self._group is not None:
+            # In nobody's hands but the thread's: with gloo, who lets go last waits for what is pending.
+            held, self._group = [self._group, *filter(None, works)], None
+            threading.Thread(target=_end, args=(held, not self._cuda), name="weightsync-group", daemon=True).start()
 
 
-def _end(group_and_works: list[Any]) -> None:
+def _end(group_and_works: list[Any], waits: bool) -> None:
     with contextlib.suppress(RuntimeError):
         group_and_works[0].abort()
-    group_and_works.clear()
+    # Here and not inside of gloo: a thread that comes back from there while the interpreter ends takes it down.
+    while waits and not all(work.is_completed() for work in group_and_works[1:]):
+        time.sleep(_PENDING_S)
+    with _LETTING_GO:
+        group_and_works.clear()
 
 
 @contextlib.contextmanager

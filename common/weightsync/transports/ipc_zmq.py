@@ -12,6 +12,7 @@ import torch
 
 from weightsync import staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.handles import CudaHandle, ShmHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
 from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
@@ -82,6 +83,9 @@ class Trainer:
             self._talk.call_off(error)
             self._talk = None
 
+    def dismiss(self, engine: str) -> None:
+        """See `base.TrainerEnd`."""
+
     def forget(self) -> None:
         """See `base.TrainerEnd`; the ranks learn with the next offer which arenas are left."""
 
@@ -123,7 +127,7 @@ class Engine:
     def _map(self, offer: Offer, nbytes: int) -> torch.Tensor:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap what is old before mapping what is new
-        if isinstance(offer.handle, (wire.ShmHandle, wire.CudaHandle)):
+        if isinstance(offer.handle, (ShmHandle, CudaHandle)):
             self._arenas[offer.arena] = staging.attach(offer.handle)
         arena = self._arenas.get(offer.arena)
         if arena is None:

@@ -164,6 +164,11 @@ class Trainer:
                 self._leave()
             self._push = None
 
+    def dismiss(self, engine: str) -> None:
+        """See `base.TrainerEnd`; the group is one short."""
+        if engine in self._known:
+            self._leave()
+
     def forget(self) -> None:
         """See `base.TrainerEnd`."""
         self._push = None
@@ -234,7 +239,7 @@ class Engine:
         self._joining: Joining | None = None
         #: Where buckets go that have no stage: made once.
         self._buckets: list[torch.Tensor] = []
-        self._incoming: _Incoming | None = None
+        self._incoming: Incoming | None = None
 
     def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
         """See `base.EngineEnd`; checks what can be, then joins in a thread."""
@@ -253,7 +258,7 @@ class Engine:
         """See `base.EngineEnd`."""
         self._control.check(request.address, request.server_key)
 
-    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> _Incoming:
+    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
         joining = self._joining
         if joining is None:
@@ -263,7 +268,7 @@ class Engine:
         call, offer = self._control.meet(request, rank, (group.name,), over)
         if offer.arena != group.name:
             raise TransferFailed(f"rank {rank} is in the group {group.name}, the push comes by {offer.arena}")
-        self._incoming = _Incoming(call, request, layout, group, self._provide)
+        self._incoming = Incoming(call, request, layout, group, self._provide)
         return self._incoming
 
     def _provide(self, nbytes: int) -> list[torch.Tensor]:
@@ -308,7 +313,7 @@ class _Posted(NamedTuple):
     place: torch.Tensor
 
 
-class _Incoming:
+class Incoming:
     """See `base.Incoming`."""
 
     whole: torch.Tensor | None = None

@@ -17,6 +17,7 @@ import torch
 
 from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
 from weightsync.transports.agents import Agent, Reads, translated
@@ -30,7 +31,7 @@ from weightsync.transports.control import (
     interface_of,
     local_address,
 )
-from weightsync.wire import Filled, NixlHandle, Offer, RegisterNixl, Taken, UpdateRequest
+from weightsync.wire import Filled, Offer, RegisterNixl, Taken, UpdateRequest
 
 #: Buckets that a rank has posted and not yet seen the end of: enough to hide the way of one message.
 _IN_FLIGHT: Final = 2
@@ -84,6 +85,7 @@ class Trainer:
             self._agents = {agent: peer for agent, peer in self._agents.items() if peer.engine != url}
             silent.update({rank.agent: Peer(url, rank.rank) for rank in reply.ranks})
             for rank in reply.ranks:
+                self._agent.forget(rank.agent)  # its end of an older connection is gone
                 self._agent.know(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
         self._agents.update(silent)
         while silent:
@@ -162,6 +164,10 @@ class Trainer:
         if self._talk is not None:
             self._talk.call_off(error)
             self._talk = None
+
+    def dismiss(self, engine: str) -> None:
+        """See `base.TrainerEnd`."""
+        self._known.pop(engine, None)
 
     def forget(self) -> None:
         """See `base.TrainerEnd`."""

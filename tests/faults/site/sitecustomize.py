@@ -77,9 +77,9 @@ def receiver(module):
         sink.load = faulty
 
     @around(module.Receiver, "prepare")
-    def prepare(original, self, request):
+    def prepare(original, self, *args):
         at("rank prepares", rank=self._sink.rank)
-        return original(self, request)
+        return original(self, *args)
 
     @around(module.Receiver, "_quiesce")
     def quiesce(original, self):
@@ -107,47 +107,52 @@ def arm_post_load(sink):
             return original(*args, **kwargs)
 
 
-def ipc_zmq(module):
-    @around(module.EngineIpcZmq, "meet")
-    def meet(original, self, request, layout, rank, over):
+def control(module):
+    @around(module.EngineControl, "meet")
+    def meet(original, self, request, rank, mapped, over):
         self.fault_rank = rank
         at("rank meets", rank=rank)
-        incoming = original(self, request, layout, rank, over)
-        incoming.fault_rank = rank
+        call, offer = original(self, request, rank, mapped, over)
+        call.fault_rank = rank
         if at("rank met", rank=rank) == "cut":
             self._sockets[0].disconnect(request.address)
-        return incoming
+        return call, offer
 
-    @around(module.EngineIpcZmq, "confirm")
+    @around(module.EngineControl, "confirm")
     def confirm(original, self, push, verify_s):
         action = at("rank confirms", rank=self.fault_rank)
         if action != "drop":
             original(self, push, verify_s)
 
-    @around(module.IpcIncoming, "buckets")
-    def buckets(original, self):
-        for bucket in original(self):
-            action = at("rank takes", bucket=bucket.number, rank=self.fault_rank)
-            if action == "flip":
-                bucket.data[bucket.data.numel() // 2] ^= 1
-            if action == "cut":
-                self._socket.disconnect(self._request.address)
-            yield bucket
-
-    @around(module._Transfer, "_send")
+    @around(module.Talk, "_send")
     def send(original, self, peer, message):
         kind = type(message).__name__
         action = at("trainer tells", kind=kind, number=getattr(message, "index", 0))
         if action == "drop":
             return
         if action == "cut":
-            self._end._socket.unbind(self._end.address)
+            for address in self._control._addresses.values():
+                self._control.socket.unbind(address)
         if action == "reorder":
             message = type(message)(push=message.push, index=message.index + 1, digests=message.digests)
         original(self, peer, message)
         if action == "duplicate":
             original(self, peer, message)
 
+
+def incoming(module):
+    @around(module.Incoming, "buckets")
+    def buckets(original, self, stage):
+        for bucket in original(self, stage):
+            action = at("rank takes", bucket=bucket.number, rank=self._call.fault_rank)
+            if action == "flip":
+                bucket.data[bucket.data.numel() // 2] ^= 1
+            if action == "cut":
+                self._call._socket.disconnect(self._request.address)
+            yield bucket
+
+
+def carrier(module):
     @around(module, "Packer")
     def packer(original, *args):
         made = original(*args)
@@ -157,7 +162,7 @@ def ipc_zmq(module):
             for packed in fill(tensors, acquire):
                 action = at("trainer packs", number=packed.number)
                 if action == "flip":
-                    made._arena[packed.number % 2 * made._bucket_bytes + 1000] ^= 1
+                    made._arena[packed.number % made._slots * made._bucket_bytes + 1000] ^= 1
                 yield packed
                 if action == "truncate":
                     return
@@ -190,9 +195,9 @@ def client(module):
 
 def replica(module):
     @around(module.Replica, "prepare")
-    async def prepare(original, self, asked):
+    async def prepare(original, self, asked, method):
         at("front end prepares")
-        return await original(self, asked)
+        return await original(self, asked, method=method)
 
     @around(module.Replica, "_commit")
     async def commit(original, self, asked):
@@ -204,7 +209,11 @@ def replica(module):
 
 PATCHES = {
     "weightsync.receiver": receiver,
-    "weightsync.transports.ipc_zmq": ipc_zmq,
+    "weightsync.transports.control": control,
+    "weightsync.transports.ipc_zmq": incoming,
+    "weightsync.transports.nccl": incoming,
+    "weightsync.transports.nixl": incoming,
+    "weightsync.carrier": carrier,
     "weightsync.client": client,
     "weightsync.replica": replica,
 }

@@ -1,0 +1,38 @@
+"""What another process needs to reach a sender's memory: fields of messages, each rebuilt by one function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
+    """A file of the shared-memory mount."""
+
+    path: str
+    nbytes: int
+
+
+class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
+    """What CUDA needs to map another process's allocation, each field as torch hands it out."""
+
+    device_uuid: str
+    handle: bytes
+    storage_nbytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):
+    """What NIXL needs to read a sender's memory: ``metadata`` of its agent, and where the arena is in its memory."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    nbytes: int
+    device_id: int
+    memory: Literal["DRAM", "VRAM"]

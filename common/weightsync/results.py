@@ -1,0 +1,44 @@
+"""What a push tells its caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightsync import wire
+from weightsync.room import Staging
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """One engine's part of a push. ``seconds``: the steps of its commit.
+
+    ``pause_s``: how long new requests waited; with ``pause="wait"`` that includes what those in flight took to finish.
+
+    ``noticed`` says what the sender found out about it: that it was restarted, or served another version than expected.
+    ``transport`` is how the bytes got there, and ``transport_reason`` why so.
+    """
+
+    pause_s: float
+    seconds: dict[str, float]
+    transport: str
+    transport_reason: str
+    noticed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push did.
+
+    ``nbytes`` counts the tensors, without padding. ``seconds``: ``prepare`` (the engines check the manifest),
+    ``transfer`` (the bytes travel while the engines serve; of it ``gather`` is packing on the trainer, ``digest`` its
+    hashing, ``verify`` the hashing of the slowest rank), ``commit`` (pause to resume, slowest engine) and ``total``.
+    ``verify`` is how it was checked, ``staging`` where the bytes waited, and ``staging_reason`` why there.
+    """
+
+    version: str
+    nbytes: int
+    seconds: dict[str, float]
+    engines: dict[str, EngineResult]
+    verify: wire.Verify
+    staging: Staging
+    staging_reason: str

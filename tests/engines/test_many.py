@@ -1,0 +1,94 @@
+"""One sender and both engines at once, by each transport and by several."""
+
+import time
+
+import pytest
+
+from tools import models, servers
+from weightsync import Sender, security, wire
+from weightsync.client import EngineClient
+from weightsync.errors import UnsupportedOption
+from weightsync.transports.base import Deadline
+
+from .conftest import NEW_TOKENS, PROMPT, assert_agrees, differ
+
+KIND = "qwen3"
+
+
+@pytest.fixture(scope="module")
+def both(model_folder):
+    """vLLM with two ranks and SGLang with one, both started on model A."""
+    a, b = model_folder(KIND, 0), model_folder(KIND, 1)
+    with servers.start("vllm", a, tp=2) as vllm, servers.start("sglang", a, tp=1) as sglang:
+        yield [vllm, sglang], a, b
+
+
+def answers(running):
+    return [servers.greedy(server, PROMPT, NEW_TOKENS) for server in running]
+
+
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
+def test_one_sender_feeds_both_engines(both, transport):
+    running, a, b = both
+    with Sender([server.url for server in running], transport=transport) as sender:
+        sender.push(models.load_reference(a), version="a")
+        before = answers(running)
+        for version, folder in (("b", b), ("a again", a), ("b again", b)):
+            result = sender.push(models.load_reference(folder), version=version)
+        assert {engine.transport for engine in result.engines.values()} == {transport}
+        assert {status.version for status in sender.status().values()} == {"b again"}
+    for server, old, new in zip(running, before, answers(running), strict=True):
+        assert differ(new, old)
+        assert_agrees(server, models.load_reference(b), new)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+def test_weights_are_streamed_in_by_every_transport(both, transport):
+    running, a, b = both
+    with Sender([server.url for server in running], transport=transport, staging="none") as sender:
+        sender.push(models.load_reference(a))
+        sender.push(models.load_reference(b))
+    for server, answer in zip(running, answers(running), strict=True):
+        assert_agrees(server, models.load_reference(b), answer)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+def test_every_version_can_be_kept_and_gone_back_to(both, transport):
+    running, a, b = both
+    with Sender([server.url for server in running], transport=transport, keep_previous=True) as sender:
+        for folder in (b, a, b):
+            sender.push(models.load_reference(folder))
+        sender.rollback()
+    for server, answer in zip(running, answers(running), strict=True):
+        assert_agrees(server, models.load_reference(a), answer)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+def test_an_engine_joins_late_and_leaves_between_pushes(both, transport):
+    running, a, b = both
+    first, late = running
+    with Sender([first.url], transport=transport) as sender:
+        sender.push(models.load_reference(b), version="b")
+        instance = sender.status()[first.url].instance
+        joined = sender.add_engine(late.url)  # nothing of the model is at hand here
+        assert joined.transport == transport
+        assert {status.version for status in sender.status().values()} == {"b"}
+        assert_agrees(late, models.load_reference(b), servers.greedy(late, PROMPT, NEW_TOKENS))
+        assert list(sender.push(models.load_reference(a)).engines) == [first.url, late.url]
+        sender.remove_engine(late.url)
+        assert list(sender.push(models.load_reference(b)).engines) == [first.url]
+        assert sender.status()[first.url].instance == instance
+    assert_agrees(late, models.load_reference(a), servers.greedy(late, PROMPT, NEW_TOKENS))
+
+
+def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
+    running, _, _ = both
+    client = EngineClient(running[0].url, security.sender_token())
+    begin = time.monotonic()
+    asked = wire.InitNcclGroup(
+        group_name="g", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo",
+        timeout_s=60.0, owner="test",
+    )  # fmt: skip
+    with pytest.raises(UnsupportedOption, match="world_size 2 is too small: this engine's 2 ranks are 1 to 2"):
+        client.join(asked, Deadline(30.0))
+    assert time.monotonic() - begin < 5
