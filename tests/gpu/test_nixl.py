@@ -15,13 +15,15 @@ pytestmark = pytest.mark.skipif(
 
 def test_ranks_read_from_device_memory_into_device_memory(model_folder):
     trained = models.load_reference(model_folder("llama", 1)).cuda()
-    with ReferenceEngine(model_folder("llama", 0), device="cuda") as engine:
-        with Sender([engine.url], transport="nixl") as sender:
-            for _ in range(3):
-                with torch.no_grad():
-                    for parameter in trained.parameters():
-                        parameter.add_(0.01)
-                sender.push(trained)
-                (rank,) = sender.status(digest=True)[engine.url].ranks
-                assert rank.digest == digest_of(trained.state_dict().items())
-            assert sender._carrier.device.type == "cuda"
+    with (
+        ReferenceEngine(model_folder("llama", 0), device="cuda") as engine,
+        Sender([engine.url], transport="nixl") as sender,
+    ):
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.add_(0.01)
+            sender.push(trained)
+            (rank,) = sender.status(digest=True)[engine.url].ranks
+            assert rank.digest == digest_of(trained.state_dict().items())
+        assert sender._carrier.device.type == "cuda"

@@ -1,0 +1,123 @@
+"""Who takes part, and what it costs the others when that changes."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.contract.test_transports import CPU, A, B, Rig, assert_equal, random_tensors
+from weightsync import wire
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.transports.base import Peer
+from weightsync.transports.registry import ENGINE_ENDS
+
+
+class Counting(Rig):
+    """Notes which engines were told something before each push."""
+
+    def join(self, asked):
+        self.told = sorted(asked)
+        return super().join(asked)
+
+    def pushed(self, seed=0):
+        self.told = []
+        tensors = random_tensors(seed)
+        assert_equal(self.push(tensors, 4096), tensors)
+        return self.told
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made = []
+
+    def make(transport):
+        made.append(Counting(transport))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+@pytest.mark.parametrize(("transport", "told"), [("ipc_zmq", []), ("nccl", [A, B]), ("nixl", [B])])
+def test_only_whom_it_concerns_hears_of_a_restarted_engine(make, transport, told):
+    rig = make(transport)
+    assert rig.pushed() == ([] if transport == "ipc_zmq" else [A, B])
+    assert rig.pushed(1) == []
+    rig.peers[Peer(B, 0)].close()
+    rig.peers[Peer(B, 0)] = ENGINE_ENDS[transport](CPU)
+    rig.instances[B] = "b again"
+    rig.carrier.dismiss(B, transport)
+    assert rig.pushed(2) == told
+    assert rig.pushed(3) == []
+
+
+@pytest.mark.parametrize("transport", ENGINE_ENDS)
+def test_engines_leave_and_come_back_between_pushes(make, transport):
+    rig = make(transport)
+    rig.pushed()
+    left = rig.peers.pop(Peer(B, 0))
+    rig.pushed(1)
+    rig.peers[Peer(B, 0)] = left
+    rig.pushed(2)
+
+
+def test_eight_engines_join_one_group_at_once(make):
+    rig = make("nccl")
+    for number in range(3, 8):
+        url = f"http://127.0.0.1:{9000 + number}"
+        rig.peers[Peer(url, 0)], rig.instances[url] = ENGINE_ENDS["nccl"](CPU), str(number)
+    rig.threads._max_workers = len(rig.peers)
+    assert len(rig.pushed()) == 7
+
+
+def test_the_trainers_own_default_group_is_neither_needed_nor_touched(make):
+    assert not dist.is_initialized()
+    make("nccl").pushed()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        default = dist.group.WORLD
+        make("nccl").pushed()
+        assert dist.group.WORLD is default
+        alone = torch.ones(3)
+        dist.all_reduce(alone)
+        assert alone.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def asked(backend="gloo", **more):
+    fields = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "timeout_s": 60.0}
+    return wire.InitNcclGroup(group_name="g", backend=backend, **{**fields, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ({"master_address": "0.0.0.0"}, UnsupportedOption, "nobody's: give the trainer's own address"),
+        ({"master_address": "::"}, UnsupportedOption, "nobody's"),
+        ({}, TransferFailed, r"rank 0 cannot reach the trainer's store at 127.0.0.1 port 9 from lo \(127.0.0.1\)"),
+        ({"master_address": "no.such.host.invalid"}, TransferFailed, "there is no way from here to no.such.host"),
+        ({"backend": "nccl"}, UnsupportedOption, "rank 0 is on cpu, where there is no NCCL: use gloo"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once_and_by_name(more, error, said):
+    end, begin = ENGINE_ENDS["nccl"](CPU), time.monotonic()
+    with pytest.raises(error, match=said):
+        end.join(asked(**more), 0)
+    assert time.monotonic() - begin < 5
+    end.close()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+def test_every_rank_says_which_way_it_goes(make, transport):
+    rig, ways = make(transport), []
+    rig.join, join = (lambda asked: ways.append(join(asked)) or ways[-1]), rig.join
+    tensors = random_tensors()
+    assert_equal(rig.push(tensors, 4096), tensors)
+    found = {rank.interface for reply in ways[0].values() for rank in reply.ranks}
+    assert found == {"lo (127.0.0.1)"} or transport == "nixl"
+    assert all(found)
