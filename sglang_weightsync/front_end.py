@@ -12,9 +12,8 @@ from typing import Any
 from sglang_weightsync import compat
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from weightsync import wire
-from weightsync.calls import COMMIT_CALL_S, Calls
+from weightsync.calls import COMMIT_CALL_S, Calls, settle
 from weightsync.errors import ApplyFailed, PushTimeout, TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.receiver import settle
 
 _KEEP_REASON = (
     "requests in flight would go on with KV of the old weights, and the radix cache would hand that KV to others; "

@@ -15,10 +15,9 @@ from starlette.datastructures import State
 from vllm_weightsync import compat
 from vllm_weightsync.extension import WorkerExtension
 from weightsync import security, wire
-from weightsync.calls import COMMIT_CALL_S, Calls
+from weightsync.calls import COMMIT_CALL_S, Calls, settle
 from weightsync.client import START_LINES
 from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
-from weightsync.receiver import settle
 from weightsync.replica import Replica, restored
 from weightsync.routes import HealthGuard, admin_routes
 

@@ -1,4 +1,5 @@
-"""Calls from an engine's front end to its ranks: one at a time, each with a deadline, none ever given up half-way.
+"""Calls from an engine's front end to its ranks: one at a time, each with a deadline, none ever given up half-way; and
+what the ranks' replies come to.
 
 An engine that is told to forget a call may find the late reply in the place of the next one. So a call that takes too
 long is left to end by itself; who waited for it is told, and the next call waits for its turn.
@@ -9,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psutil
 
-from weightsync.errors import EngineUnreachable, PushTimeout
-from weightsync.wire import RankInfo
+from weightsync import errors
+from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
+from weightsync.wire import Done, RankInfo, RankReply, from_json
 
 Replies = Sequence[bytes | str]
+_R = TypeVar("_R")
 
 #: For calls of a commit: giving up on one that may still load leaves nobody knowing what is served.
 COMMIT_CALL_S: Final = 600.0
@@ -83,3 +86,25 @@ def _fault(pid: int) -> str:
     if status == psutil.STATUS_ZOMBIE:
         return _ENDED
     return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
+
+
+def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
+    """The replies of all ranks. Raises what the worst of the failed ranks reported, with every message."""
+    decoded = [from_json(reply, RankReply) for reply in replies]
+    failed = [reply.error for reply in decoded if reply.error is not None]
+    if failed:
+        worst = max(failed, key=lambda reply: SEVERITY.index(reply.weights))
+        messages = dict.fromkeys(reply.message for reply in failed)
+        raise errors.named(worst.error)("; ".join(messages), weights=worst.weights)
+    return [from_json(reply.body, kind) for reply in decoded]
+
+
+def settle(replies: Sequence[bytes | str]) -> None:
+    """Return if every rank applied. Else raise; ``weights`` are dirty unless no rank wrote anything."""
+    try:
+        collect(replies, Done)
+    except WeightSyncError as error:
+        decoded = [from_json(reply, RankReply) for reply in replies]
+        if all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded):
+            raise
+        raise ApplyFailed(str(error), weights="dirty") from error

@@ -10,17 +10,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from threading import Event
 from typing import Final, TypeVar
 
 import msgspec
 import torch
 
-from weightsync import errors, staging
+from weightsync import staging
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.errors import (
-    SEVERITY,
     ApplyFailed,
     DigestMismatch,
     TransferFailed,
@@ -392,25 +391,3 @@ def error_reply(error: BaseException) -> ErrorReply:
     if isinstance(error, WeightSyncError):
         return ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
     return ErrorReply(error="WeightSyncError", message=f"{type(error).__name__}: {error}", weights="unknown")
-
-
-def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
-    """The replies of all ranks. Raises what the worst of the failed ranks reported, with every message."""
-    decoded = [from_json(reply, RankReply) for reply in replies]
-    failed = [reply.error for reply in decoded if reply.error is not None]
-    if failed:
-        worst = max(failed, key=lambda reply: SEVERITY.index(reply.weights))
-        messages = dict.fromkeys(reply.message for reply in failed)
-        raise errors.named(worst.error)("; ".join(messages), weights=worst.weights)
-    return [from_json(reply.body, kind) for reply in decoded]
-
-
-def settle(replies: Sequence[bytes | str]) -> None:
-    """Return if every rank applied. Else raise; ``weights`` are dirty unless no rank wrote anything."""
-    try:
-        collect(replies, Done)
-    except WeightSyncError as error:
-        decoded = [from_json(reply, RankReply) for reply in replies]
-        if all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded):
-            raise
-        raise ApplyFailed(str(error), weights="dirty") from error

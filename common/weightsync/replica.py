@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 from weightsync import staging, wire
-from weightsync.calls import COMMIT_CALL_S, Calls, Replies
+from weightsync.calls import COMMIT_CALL_S, Calls, Replies, collect
 from weightsync.errors import (
     ApplyFailed,
     EngineRestarted,
@@ -26,7 +26,6 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.lease import Lease
-from weightsync.receiver import collect
 from weightsync.session import REPLICA, Machine
 from weightsync.transports.base import Introduction
 from weightsync.transports.groups import check_world
