@@ -7,7 +7,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test lint demo bench faults soak streams clean
+.PHONY: env test lint demo bench bench-transports faults soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -26,8 +26,11 @@ demo:  ## push new weights into a running engine: make demo ENGINE=vllm|sglang
 	@$(PYTHON) tools/env.py trainer $(ENGINE)
 	.venv/bin/python examples/demo.py --engine $(ENGINE) $(ARGS)
 
-bench: env
+bench: env  ## pushes into the engines beside their own ways to load
 	.venv/bin/python benchmarks/bench.py $(ARGS)
+
+bench-transports: env  ## transports beside the bare libraries below them, and how cost grows: make bench-transports ARGS=scale
+	.venv/bin/python benchmarks/transports.py $(ARGS)
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)

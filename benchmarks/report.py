@@ -53,7 +53,7 @@ def about(engine: str) -> Record:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hardware": {
-            "cpu": _cpu(),
+            "cpu": cpu(),
             "cores": len(psutil.Process().cpu_affinity() or []),
             "memory_bytes": psutil.virtual_memory().total,
             "kernel": platform.release(),
@@ -69,7 +69,7 @@ def about(engine: str) -> Record:
     }
 
 
-def _cpu() -> str:
+def cpu() -> str:
     """The processor's name with its family and model, which tell more on virtual machines."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -33,12 +33,19 @@ METHODS = {
     "weightsync_open": wire.Done,
     "weightsync_status": wire.StatusRequest,
     "update_weights_via_ipc_zmq": wire.UpdateRequest,
+    "update_weights_via_nccl": wire.UpdateRequest,
+    "update_weights_via_nixl": wire.UpdateRequest,
+    "init_nccl_group": wire.InitNcclGroup,
+    "register_nixl": wire.RegisterNixl,
     "weightsync_ready": wire.CommitRequest,
     "weightsync_commit": wire.CommitRequest,
     "weightsync_restore": wire.CommitRequest,
     "weightsync_abort": wire.AbortRequest,
 }
 FROM_RANK, FROM_SENDER = get_args(wire.FromRank), get_args(wire.FromSender)
+
+#: What takes an engine's lease, if only to be refused.
+TAKES_LEASE = {name for name, kind in ROUTES.items() if "holder" in kind.__struct_fields__}
 
 #: Shorter timeouts would be legitimate, and answered by a legitimate 504.
 SHORTEST_TIMEOUT_S = 5.0
@@ -52,8 +59,13 @@ TEXTS = [
     "ipc://weightsync-relative/control", "ipc:///tmp/weightsync-\0/control", "ipc:///tmp/weightsync-/../../control",
     "ipc:///etc/passwd", "ipc:///tmp/weightsync-" + "x" * 500 + "/control", "IPC:///tmp/weightsync-x/control",
     "ipc:///dev/shm/weightsync-none/control", "/dev/shm/weightsync-\0", "/dev/shm/weightsync-none",
-    "/dev/shm/../etc/passwd", "float32", "bfloat16", "complex128", "xxh3_64", "model.norm.weight", "lm_head.weight",
+    "/dev/shm/../etc/passwd", "127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "255.255.255.255", "224.0.0.1",
+    "fe80::1%lo", "127.0.0.1:1", "tcp://127.0.0.1:9", "tcp://[::1]:9", "tcp://0.0.0.0:9", "tcp://localhost:9",
+    "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999", "k" * 40, "float32", "bfloat16", "complex128", "xxh3_64",
+    "model.norm.weight", "lm_head.weight",
 ]  # fmt: skip
+#: A sender on another host, as far as its address can tell: two texts that would hardly ever meet.
+FAR = {"address": "tcp://127.0.0.1:9", "server_key": "k" * 40}
 INTEGERS = [-(1 << 63), -(1 << 31), -1, 0, 1 << 31, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 FLOATS = [nan, inf, -inf, -0.0, -1.5, 1e308, 5e-324]
 BLOBS = [
@@ -191,7 +203,8 @@ class Schema:
             return st.tuples(*fields).map(list)
         names = [field.encode_name for field in info.fields]
         tag = [(info.tag_field, info.tag)] if info.tag_field else []
-        return st.tuples(*fields).map(lambda values: Pairs([*tag, *zip(names, values, strict=True)]))
+        made = st.tuples(*fields).map(lambda values: Pairs([*tag, *zip(names, values, strict=True)]))
+        return made | made.map(_from_afar) if "server_key" in names else made
 
     @staticmethod
     def _faults():
@@ -209,6 +222,10 @@ class Schema:
 
 #: No digits: a shorter timeout may not come of it.
 _SCRATCHES = [b"", b"\0", b"\xff", b"{", b"}", b'"', b"\\", b",", b"\xc1", b"]]]]", b"\xdf\xff\xff\xff\xff"]
+
+
+def _from_afar(pairs):
+    return Pairs((name, FAR.get(name, value)) for name, value in pairs)
 
 
 def _scratched(raw, at, scratch):
@@ -248,10 +265,13 @@ _FINE = {
 
 
 @contextmanager
-def stranger(context, address):
-    """A socket of this user's at a sender that never asked it to come."""
+def stranger(context, address, server_key=""):
+    """A socket of this user's, or one that has learnt the key, at a sender that never asked it to come."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        if server_key:
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_serverkey = server_key.encode()
         socket.connect(address)
         yield socket
 
@@ -326,7 +346,6 @@ class Line:
 
     def send(self, route, body):
         """Post; the status and the answer."""
-        self.sent += 1
         head = {"Authorization": f"Bearer {self._token}"}
         try:
             self._connection.request("POST", f"{wire.PREFIX}/{route}", body, head)
@@ -340,6 +359,7 @@ class Line:
     def check(self, route, body):
         """Send what nobody should; the answer must be short, and blame the message."""
         status, reply = self.send(route, body)
+        self.sent += 1
         said = f"{route} {body[:300]!r} was answered with {status} {reply[:300]!r}"
         assert status == 200 or 400 <= status < 500, said
         assert len(reply) < LONGEST_ANSWER, said
@@ -348,6 +368,8 @@ class Line:
             wire.from_json(reply, wire.ErrorReply)
         else:
             wire.from_json(body, ROUTES[route])  # nothing but a message is answered with 200
+        if route in TAKES_LEASE and status != 400:
+            self.send("abort", b"{}")  # it was a message: whoever it names must not keep the next ones out
 
     def close(self):
         """Hang up."""

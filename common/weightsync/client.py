@@ -72,7 +72,12 @@ class EngineClient:
 
     def renew(self, owner: str, deadline: Deadline) -> None:
         """Keep the lease through a push. Raises `LeaseHeld` if another has it."""
-        self._post("lease", wire.LeaseRequest(owner=owner), wire.Done, deadline)
+        try:
+            self._post("lease", wire.LeaseRequest(owner=owner), wire.Done, deadline)
+        except EngineUnreachable as error:
+            if isinstance(error.__cause__, requests.ConnectTimeout):  # a network that is slow to come back
+                raise PushTimeout(f"{self.url} took no connection within {deadline.seconds:g} s") from error
+            raise
 
     def commit(self, request: wire.CommitRequest, deadline: Deadline) -> wire.CommitReply:
         """Make a prepared push, or the version before, the served one.

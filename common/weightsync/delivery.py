@@ -13,7 +13,15 @@ from tqdm import tqdm
 
 from weightsync import wire
 from weightsync.carrier import Carrier, Sent
-from weightsync.errors import LeaseHeld, PushTimeout, SourceError, TransferFailed, Weights, WeightSyncError
+from weightsync.errors import (
+    EngineUnreachable,
+    LeaseHeld,
+    PushTimeout,
+    SourceError,
+    TransferFailed,
+    Weights,
+    WeightSyncError,
+)
 from weightsync.fleet import Engine, Fleet
 from weightsync.session import Machine
 from weightsync.transports.base import Deadline, Progress
@@ -149,7 +157,7 @@ class Delivery:
             if carrier is not None and isinstance(error, LeaseHeld):
                 # Two trainers that each hold some of the engines would keep each other from the rest.
                 release(carrier, self._fleet, self._fleet.engines)
-            if carrier is not None and isinstance(error, (PushTimeout, TransferFailed)):
+            if carrier is not None and isinstance(error, (PushTimeout, TransferFailed, EngineUnreachable)):
                 # Whatever broke, be it a socket whose file somebody removed, the next push begins with new ones.
                 carrier.close()
         finally:

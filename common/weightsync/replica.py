@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
-from weightsync import staging, wire
+from weightsync import security, staging, wire
 from weightsync.calls import COMMIT_CALL_S, Calls, Replies, collect
 from weightsync.errors import (
     ApplyFailed,
@@ -150,6 +150,7 @@ class Replica:
         """Take the lease, then have every rank get a transport ready. Raises `UnsupportedOption`, `TransferFailed`."""
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
+        security.check_host_address(asked.address)
         async with self._alone("joining", asked.timeout_s):
             if not self._call.ranks:
                 await self._introduce_ranks()
@@ -170,6 +171,8 @@ class Replica:
         """Take the lease, then have every rank check the manifest and come for the bytes."""
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
+        # Before the lease is given to who is there: whether one lives is asked at that address.
+        security.check_address(asked.address, asked.server_key, remote=method != "update_weights_via_ipc_zmq")
         async with self._alone("prepare", asked.timeout_s):
             try:
                 self._lease.take(asked.owner, asked.holder, asked.address)

@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -27,6 +28,7 @@ _MAX_SOCKET_PATH: Final = 107
 _MAX_SOCKET_DIRECTORY: Final = 90
 #: How long a sender on another host is given to take a connection.
 _PROBE_S: Final = 0.2
+_TCP_ADDRESS: Final = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
 #: A public key as ZMQ spells it.
 _CURVE_KEY_CHARS: Final = 40
 
@@ -185,13 +187,31 @@ def check_ipc_address(address: str) -> str:
 
 def check_tcp_address(address: str, server_key: str) -> str:
     """The address, if it is of TCP, by number and with a CURVE key. Raises `TransferFailed`."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    found = _TCP_ADDRESS.fullmatch(address)
     try:
-        number = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        fits = not (number.is_unspecified or number.is_multicast) and 0 < int(port) < 1 << 16 and port.isdecimal()
+        number = ipaddress.ip_address(found.group(1).strip("[]") if found else "")
+        fits = (
+            found is not None
+            and not (number.is_unspecified or number.is_multicast)
+            and 0 < int(found.group(2)) < 1 << 16
+        )
     except ValueError:
         fits = False
     keyed = len(server_key) == _CURVE_KEY_CHARS and server_key.isascii() and server_key.isprintable()
-    if not (address.startswith("tcp://") and address.isascii() and fits and keyed):
+    if not (fits and keyed):
         raise TransferFailed(f"refused to dial {address!r}: not a sender's TCP address, by number and with its key")
     return address
+
+
+def check_address(address: str, server_key: str, *, remote: bool) -> None:
+    """Raise `TransferFailed` for what must not be dialled: ``remote`` senders have a TCP address, others a socket."""
+    if remote:
+        check_tcp_address(address, server_key)
+    else:
+        check_ipc_address(address)
+
+
+def check_host_address(address: str) -> None:
+    """Raise `TransferFailed` unless the address is empty or one of TCP, by number."""
+    if address:
+        check_tcp_address(address, "k" * _CURVE_KEY_CHARS)

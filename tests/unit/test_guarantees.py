@@ -7,9 +7,9 @@ import time
 
 import pytest
 import requests
-import torch
 
 from tests.helpers import plan_of
+from tests.unit.by_hand import Trainer
 from tools import models
 from weightsync import Sender, cli, wire
 from weightsync.errors import (
@@ -24,8 +24,8 @@ from weightsync.layout import Layout, digest_of
 from weightsync.security import engine_token
 from weightsync.sources import open_source
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.ipc_zmq import TrainerIpcZmq
 from weightsync.transports.packing import Packer
+from weightsync.transports.registry import TRAINER_ENDS
 
 PROMPT = list(b"guarantees")
 
@@ -74,7 +74,7 @@ def flip_in(monkeypatch, bucket):
     def fill(self, tensors, acquire):
         for packed in original(self, tensors, acquire):
             if packed.number == bucket:
-                self._arena[packed.number % 2 * self._bucket_bytes + 700] ^= 4
+                self._arena[packed.number % self._slots * self._bucket_bytes + 700] ^= 4
             yield packed
 
     monkeypatch.setattr(Packer, "fill", fill)
@@ -226,14 +226,14 @@ def test_a_trainer_that_vanished_is_succeeded_at_once(engine, model_folder, a):
 
 def prepared_by_hand(engine, model, timeout_s, trainer):
     layout = Layout(open_source(model).specs)
-    request = trainer.request(plan_of("by-hand", layout, 1 << 20, timeout_s, owner="hand", holder="a hand"), engine.url)
+    request = trainer.ask(plan_of("by-hand", layout, 1 << 20, timeout_s, owner="hand", holder="a hand"), engine.url)
     headers = {"Authorization": f"Bearer {engine_token()}"}
     url = f"{engine.url}/weightsync/update_weights_via_ipc_zmq"
     assert requests.post(url, data=wire.to_json(request), headers=headers, timeout=30).ok
 
 
 def test_a_stuck_push_expires_and_can_be_aborted(engine, a, capsys):
-    trainer = TrainerIpcZmq(torch.device("cpu"))
+    trainer = Trainer()
     prepared_by_hand(engine, a, 1.0, trainer)
     assert cli.main(["status", engine.url]) == 0
     assert "receiving" in capsys.readouterr().out
@@ -306,19 +306,22 @@ def test_a_closed_sender_says_so(engine, a):
 
 
 SPAWN = """
-import gc, torch, weightsync.transports.ipc_zmq as ipc
-end = ipc.TrainerIpcZmq(torch.device("cpu"))
+import gc, sys, torch, zmq
+from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
+end = TRAINER_ENDS[sys.argv[1]](torch.device("cpu"))
+end.address("http://127.0.0.1:1")
 end.itself = end
 del end
 gc.collect()
-end = ipc.EngineIpcZmq(torch.device("cpu"))
-end._sockets.append(end._context.socket(ipc.zmq.DEALER))
+end = ENGINE_ENDS[sys.argv[1]](torch.device("cpu"))
+end._control._sockets.append(end._control._context.socket(zmq.DEALER))
 end.itself = end
 """
 
 
-def test_ends_that_are_forgotten_in_a_cycle_do_not_hang_the_interpreter():
-    subprocess.run([sys.executable, "-c", SPAWN], timeout=60, check=True)
+@pytest.mark.parametrize("transport", TRAINER_ENDS)
+def test_ends_that_are_forgotten_in_a_cycle_do_not_hang_the_interpreter(transport):
+    subprocess.run([sys.executable, "-c", SPAWN, transport], timeout=60, check=True)
 
 
 def test_a_push_leaves_no_thread_behind(engine, a):

@@ -96,14 +96,19 @@ def test_digest_sees_names_values_and_dtypes_but_not_order():
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 40))
 def test_the_arena_holds_the_model_where_memory_allows_and_leaves_room_for_a_stage_elsewhere(stream_bytes, free):
-    chosen = choose(stream_bytes, free, free, None, "full", False).bucket_bytes
-    assert chosen % ALIGN_BYTES == 0
-    assert chosen >= ALIGN_BYTES
-    if 2 * chosen >= stream_bytes:
-        assert 2 * chosen <= max(0.8 * free, 32 << 20, stream_bytes + 2 * ALIGN_BYTES)
+    chosen = choose(stream_bytes, free, free, None, "full", False)
+    bucket, arena = chosen.bucket_bytes, chosen.slots * chosen.bucket_bytes
+    assert bucket % ALIGN_BYTES == 0
+    assert bucket >= ALIGN_BYTES
+    assert chosen.slots >= 2
+    if arena >= stream_bytes:
+        assert arena <= stream_bytes + max(bucket, 2 * ALIGN_BYTES)
     elif free > 1 << 30:
         assert stream_bytes > 0.79 * free
-        assert 2 * chosen <= free / 15
+        assert arena <= free / 15
+    if chosen.slots > 2:  # then it is filled in parts, none of which is large
+        assert arena >= stream_bytes
+        assert bucket <= 64 << 20
 
 
 def test_an_asked_bucket_size_is_rounded_up_to_alignment():

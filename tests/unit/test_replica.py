@@ -18,11 +18,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tests.helpers import plan_of
+from tests.unit import by_hand
 from tests.unit.test_session import DictSink
 from tools import models
 from weightsync import Sender, calls, client, errors, layout, lease, receiver, replica, routes, security, testing, wire
-from weightsync.transports.base import Deadline, Peer
-from weightsync.transports.ipc_zmq import TrainerIpcZmq
+from weightsync.transports.base import Peer
 
 FORGET = wire.AbortRequest(push="v1", owner="one")
 SERVING = {x: [("serving", x)] * 2 for x in range(4)}
@@ -49,24 +49,25 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
     def close(self):
         for rank in self.ranks:
             rank.abort()
-            rank._end.close()
+            for end in rank._ends.values():
+                end.close()
         self._loop.shutdown()
 
 
-class Trainer(TrainerIpcZmq):  # by hand: it calls the methods of a replica
+class Trainer(by_hand.Trainer):  # by hand: it calls the methods of a replica
     def __init__(self, replica, owner):
-        super().__init__(torch.device("cpu"))
+        super().__init__()
         self.replica, self.owner, self.layout = replica, owner, layout.Layout(DictSink().expected().specs)
 
     async def stage(self, push, value=None, **more):
-        self.plan = plan_of(push, self.layout, 1024, owner=self.owner, holder=self.owner, keep=True, **more)
-        await self.replica.prepare(self.request(self.plan, "http://a"))
+        plan = plan_of(push, self.layout, 1024, owner=self.owner, holder=self.owner, keep=True, **more)
+        await self.replica.prepare(self.ask(plan, "http://a"), "update_weights_via_ipc_zmq")
         if value is not None:
             await self.transfer(value)
 
     async def transfer(self, value):
         peers = {Peer("http://a", 0), Peer("http://a", 1)}
-        await asyncio.to_thread(self.meet, self.plan, self.layout, peers, Deadline(5))
+        await asyncio.to_thread(self.await_all, peers, 5)
         await asyncio.to_thread(self.send, WEIGHTS[value].values(), None)
 
     async def commit(self, push, **more):

@@ -20,6 +20,7 @@ import zmq
 
 from tests import fuzz
 from tests.helpers import plan_of
+from tests.unit.by_hand import Trainer
 from tools import models
 from weightsync import Sender, cli, security, staging, wire
 from weightsync.client import EngineClient
@@ -29,10 +30,11 @@ from weightsync.receiver import Receiver
 from weightsync.sink import Expected
 from weightsync.testing import ReferenceEngine
 from weightsync.transports.base import Deadline, Peer
-from weightsync.transports.ipc_zmq import TrainerIpcZmq
+from weightsync.transports.registry import TRAINER_ENDS
 
 KEY = "The-Key-Of-These-Tests-0123456789abcdef"
 CPU = torch.device("cpu")
+CURVE_KEY = zmq.curve_keypair()[0].decode()
 MANIFEST = (wire.TensorSpec("a", "float32", (4,)),)
 #: Says everything it can: every logger at debug, and the HTTP server at its most talkative.
 TALKATIVE = """
@@ -74,7 +76,7 @@ def context():
 
 @pytest.fixture
 def trainer():
-    trainer = TrainerIpcZmq(CPU)
+    trainer = Trainer()
     yield trainer
     trainer.close()
 
@@ -202,28 +204,41 @@ def test_the_command_line_with_a_wrong_key_says_so_and_changes_nothing(engine, m
 # --- what is dialled --------------------------------------------------------------------------------------------------
 
 
-def prepare(address):
+def prepare(address, **more):
     return wire.UpdateRequest(
-        push="p", address=address, secret="s", bucket_bytes=512, timeout_s=60.0, manifest=MANIFEST
+        push="p", address=address, secret="s", bucket_bytes=512, timeout_s=60.0, manifest=MANIFEST, **more
     )
 
 
 def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
-    body = wire.to_json(prepare(trainer.address))
+    body = wire.to_json(prepare(trainer.here))
     for key in ("", "wrong", KEY + "x"):
         assert post(engine, "update_weights_via_ipc_zmq", body, key).status_code == 401
-    assert trainer._socket.poll(300) == 0
+    assert trainer.control.socket.poll(300) == 0
     assert post(engine, "status", b"{}").json()["holder"] == ""
 
 
-def test_with_the_key_nothing_is_dialled_but_a_senders_socket_in_a_private_directory(engine):
+@pytest.mark.parametrize("transport", TRAINER_ENDS)
+def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport):
     with fuzz.Traps() as traps:
         for address in (*traps.texts, *fuzz.TEXTS):
-            reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(prepare(address)))
+            asked = prepare(address, server_key=CURVE_KEY)
+            reply = post(engine, f"update_weights_via_{transport}", wire.to_json(asked))
             assert 400 <= reply.status_code < 500, address
             post(engine, "abort", wire.to_json(wire.AbortRequest(release=address[:1000], owner="o")))
         assert traps.sprung() == []
     assert post(engine, "status", b"{}").json()["state"] == "serving"
+
+
+@pytest.mark.parametrize("transport", TRAINER_ENDS)
+def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_keeps_others_out(engine, transport):
+    with fuzz.Traps() as traps:
+        (trap,) = [text for text in traps.texts if text.startswith("tcp://")]
+        asked = prepare(trap, owner="o", holder="nobody")  # without its key no transport may dial it
+        assert post(engine, f"update_weights_via_{transport}", wire.to_json(asked)).status_code == 409
+        holder = post(engine, "status", b"{}").json()["holder"]
+        post(engine, "abort", b"{}")
+        assert (holder, traps.sprung()) == ("", [])
 
 
 @pytest.mark.parametrize("place", ["{0}/./weightsync-a", "{0}//weightsync-a", "{0}/weightsync-b/../weightsync-a"])
@@ -325,16 +340,14 @@ def flood(send):
 
 
 def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(trainer, context):
-    layout = Layout(MANIFEST)
-    plan = plan_of("p", layout, 512, 1.0)
-    trainer.request(plan, "here")
+    trainer.ask(plan_of("p", Layout(MANIFEST), 512, 1.0), "here")
     with (
-        fuzz.stranger(context, trainer.address) as stranger,
+        fuzz.stranger(context, trainer.here) as stranger,
         flood(lambda frame: stranger.send(frame, zmq.DONTWAIT)),
     ):
         start = time.monotonic()
         with pytest.raises(PushTimeout, match="still missing: rank 0 of here"):
-            trainer.meet(plan, layout, {Peer("here", 0)}, Deadline(1.0))
+            trainer.await_all({Peer("here", 0)}, 1.0)
         took = time.monotonic() - start
     assert took < FLOOD_S / 2
 
@@ -354,7 +367,7 @@ def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context
     with context.socket(zmq.ROUTER) as sender:
         sender.setsockopt(zmq.LINGER, 0)
         sender.bind(address)
-        receiver.prepare(msgspec.structs.replace(prepare(address), timeout_s=0.5))
+        receiver.prepare(msgspec.structs.replace(prepare(address), timeout_s=0.5), "ipc_zmq")
         rank, _ = sender.recv_multipart()
         with flood(lambda frame: sender.send_multipart([rank, frame], zmq.DONTWAIT)):
             start = time.monotonic()
@@ -370,9 +383,9 @@ def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context
 
 
 def test_a_frame_beyond_the_limit_does_not_reach_a_trainer(trainer, context):
-    with fuzz.stranger(context, trainer.address) as stranger:
+    with fuzz.stranger(context, trainer.here) as stranger:
         stranger.send(bytes(1))
-        assert trainer._socket.poll(10_000)
-        trainer._socket.recv_multipart()
+        assert trainer.control.socket.poll(10_000)
+        trainer.control.socket.recv_multipart()
         stranger.send(bytes(wire.MAX_FRAME_BYTES + 1))
-        assert trainer._socket.poll(1000) == 0
+        assert trainer.control.socket.poll(1000) == 0

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import plan_of
+from tests.unit.by_hand import Trainer
 from tools import models, servers
 from weightsync import Sender, security, staging, wire
 from weightsync.errors import (
@@ -30,7 +31,6 @@ from weightsync.layout import Layout, digest_of
 from weightsync.security import engine_token
 from weightsync.sources import open_source
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.ipc_zmq import TrainerIpcZmq
 
 PROMPT = list(b"reference")
 
@@ -63,7 +63,8 @@ def test_a_push_is_served(engine, trained):
     tokens, logprobs = engine.generate(PROMPT, 8)
     own = models.reference_logprobs(trained, PROMPT + tokens, len(PROMPT))
     assert sum(abs(x - y) for x, y in zip(logprobs, own, strict=True)) / 8 < 0.1  # bf16 rounds by batch shape
-    assert (result.version, result.transport) == ("trained", "ipc_zmq")
+    assert (result.version, result.engines[engine.url].transport) == ("trained", "ipc_zmq")
+    assert "the same host" in result.engines[engine.url].transport_reason
     assert result.nbytes == sum(p.numel() * p.element_size() for p in trained.parameters())
     assert set(result.seconds) == {"prepare", "transfer", "gather", "digest", "verify", "commit", "total"}
 
@@ -237,7 +238,7 @@ def test_an_engine_that_shares_no_memory_is_refused_with_advice(model_folder):
         ) as far,
         pytest.raises(UnsupportedOption, match=f"{far.url} runs on another host.*--ipc=host"),
     ):
-        Sender([far.url])
+        Sender([far.url], transport="ipc_zmq")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_an_engine_that_shares_no_memory_is_refused_with_advice(model_folder):
         ({"engines": []}, "one or more"),
         ({"engines": "http://x"}, "list"),
         ({"engines": ["http://x", "http://x"]}, "different"),
-        ({"transport": "carrier pigeon"}, "there is auto, ipc_zmq"),
+        ({"transport": "carrier pigeon"}, "there is auto, ipc_zmq, nccl, nixl"),
         ({"pause": "never"}, "there is retract, wait, abort, keep"),
         ({"bucket_bytes": 1}, "at least 512"),
     ],
@@ -281,12 +282,12 @@ def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
 def prepare_by_hand(engine, trainer, model, push):
     """Make an engine come for a push that is never sent."""
     layout = Layout(open_source(model).specs)
-    request = trainer.request(plan_of(push, layout, 1 << 20, 60.0, owner="by hand"), engine.url)
+    request = trainer.ask(plan_of(push, layout, 1 << 20, 60.0, owner="by hand"), engine.url)
     assert post(engine, "update_weights_via_ipc_zmq", wire.to_json(request)).status_code == 200
 
 
 def test_a_sender_that_died_after_prepare_is_superseded_by_the_next(engine, trained):
-    dead = TrainerIpcZmq(torch.device("cpu"))
+    dead = Trainer()
     prepare_by_hand(engine, dead, trained, "abandoned")
     with Sender([engine.url]) as sender:
         assert sender.status()[engine.url].state == "receiving"
@@ -296,9 +297,9 @@ def test_a_sender_that_died_after_prepare_is_superseded_by_the_next(engine, trai
 
 
 def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, trained):
-    gone = TrainerIpcZmq(torch.device("cpu"))
+    gone = Trainer()
     layout = Layout(open_source(trained).specs)
-    request = gone.request(plan_of("gone", layout, 1 << 20, 60.0), engine.url)
+    request = gone.ask(plan_of("gone", layout, 1 << 20, 60.0), engine.url)
     gone.close()
     reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
     assert reply.status_code == 409

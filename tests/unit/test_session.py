@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.helpers import plan_of
+from tests.unit.by_hand import Trainer
 from weightsync import errors, receiver, wire
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.layout import Layout, digest_of, spec_of
 from weightsync.receiver import Receiver, handle
 from weightsync.session import PUSH, REPLICA, Machine, diagram
 from weightsync.sink import Expected
-from weightsync.transports.base import Deadline, Peer
-from weightsync.transports.ipc_zmq import TrainerIpcZmq
+from weightsync.transports.base import Peer
 
 TABLES = {"replica": (REPLICA, ("serving", "unsynced"), "serving"), "push": (PUSH, ("idle",), "idle")}
 
@@ -102,10 +102,10 @@ class DictSink:
 
 
 class Rig:
-    """A real receiver, a real trainer end, and pushes of tensors that are full of one number."""
+    """A real receiver, a real carrier, and pushes of tensors that are full of one number."""
 
     def __init__(self, keep):
-        self.sink, self.trainer, self.keep = DictSink(), TrainerIpcZmq(torch.device("cpu")), keep
+        self.sink, self.trainer, self.keep = DictSink(), Trainer(), keep
         self.receiver = Receiver(self.sink)
         self.layout = Layout(self.sink.expected().specs)
         self.pushes = 0
@@ -125,11 +125,11 @@ class Rig:
         """A push that its trainer does not send."""
         self.pushes += 1
         self.plan = plan_of(f"push-{self.pushes}", self.layout, 1024, keep=self.keep)
-        return self.ask("update_weights_via_ipc_zmq", self.trainer.request(self.plan, "http://a"))
+        return self.ask("update_weights_via_ipc_zmq", self.trainer.ask(self.plan, "http://a"))
 
     def stage(self, value):
         """Send what `prepare` announced."""
-        self.trainer.meet(self.plan, self.layout, {Peer("http://a", 0)}, Deadline(20.0))
+        self.trainer.await_all({Peer("http://a", 0)})
         self.trainer.send((torch.full_like(tensor, value) for tensor in self.sink.weights.values()), None)
 
     def commit(self, **more):
@@ -158,9 +158,10 @@ class Rig:
 
     def close(self):
         self.receiver.abort()
-        self.receiver.release(self.trainer.address)
+        self.receiver.release(self.trainer.here)
         self.trainer.close()
-        self.receiver._end.close()
+        for end in self.receiver._ends.values():
+            end.close()
 
     def bring(self, state, then):
         """Bring the receiver into a state and do ``then`` there."""
@@ -192,7 +193,7 @@ def message(rig, name):
         "restore": ("weightsync_restore", rig.asked()),
         "abort": ("weightsync_abort", wire.AbortRequest()),
         "abort of another": ("weightsync_abort", wire.AbortRequest(push="another")),
-        "release": ("weightsync_abort", wire.AbortRequest(release=rig.trainer.address)),
+        "release": ("weightsync_abort", wire.AbortRequest(release=rig.trainer.here)),
         "status": ("weightsync_status", wire.StatusRequest(digest=True)),
         "open": ("weightsync_open", wire.OpenRequest(protocol=wire.PROTOCOL)),
     }[name]

@@ -1,54 +1,118 @@
 """Messages: what they look like on the wire is frozen."""
 
+from typing import get_args
+
 import msgspec
 import pytest
 
 from weightsync import wire
 from weightsync.wire import TensorSpec
 
-GOLDEN_JSON = {
-    wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"): b'{"protocol":[1,0],"package_version":"0.1.0"}',
-    wire.UpdateRequest(
-        push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
-        manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
-    ): b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
-       b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-       b'"keep":false,"stream":false}',
-    wire.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0):
+GOLDEN_JSON = [
+    (wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
+    (
+        wire.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
+                      settings={"NCCL": "2.27.5"}),
+        b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
+        b'"settings":{"NCCL":"2.27.5"}}',
+    ),
+    (
+        wire.UpdateRequest(
+            push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
+            manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
+        ),
+        b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
+        b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
+        b'"keep":false,"stream":false,"server_key":"","slots":2}',
+    ),
+    (wire.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
+    (
+        wire.InitNcclGroup(
+            group_name="g", master_address="10.0.0.1", master_port=29500, rank_offset=1, world_size=3, backend="gloo",
+            timeout_s=1.5, members=(("http://a", 2),),
+        ),
+        b'{"group_name":"g","master_address":"10.0.0.1","master_port":29500,"rank_offset":1,"world_size":3,'
+        b'"backend":"gloo","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
+        b'"members":[["http://a",2]]}',
+    ),
+    (
+        wire.RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
+        b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":""}',
+    ),
+    (
+        wire.JoinReply((wire.RankJoined(rank=1, device="cpu", interface="lo", agent="n", metadata=b"\0\xff"),), "i"),
+        b'{"ranks":[{"rank":1,"device":"cpu","interface":"lo","agent":"n","metadata":"AP8="}],"instance":"i"}',
+    ),
+    (
+        wire.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0),
         b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false,"instance":""}',
-    wire.LeaseRequest(owner="o"): b'{"owner":"o"}',
-    wire.ErrorReply(error="ManifestMismatch", message="m"):
+    ),
+    (wire.LeaseRequest(owner="o"), b'{"owner":"o"}'),
+    (
+        wire.ErrorReply(error="ManifestMismatch", message="m"),
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',
-}  # fmt: skip
+    ),
+]  # fmt: skip
 
-GOLDEN_MSGPACK = {
-    wire.Hello(push="p", secret="s", rank=1):
+FAR = wire.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
+GOLDEN_MSGPACK = [
+    (
+        wire.Hello(push="p", secret="s", rank=1),
         "85a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490",
-    wire.Offer(push="p", arena="a", handle=wire.ShmHandle(path="/d", nbytes=3)):
+    ),
+    (
+        wire.Offer(push="p", arena="a", handle=wire.ShmHandle(path="/d", nbytes=3)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "83a474797065a373686da470617468a22f64a66e627974657303a5616c69766590",
-    wire.Filled(push="p", index=2, digests=(1,)):
+    ),
+    (
+        wire.Offer(push="p", arena="a", handle=FAR, alive=("a",)),
+        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
+        "87a474797065a46e69786ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000"
+        "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
+    ),
+    (
+        wire.Filled(push="p", index=2, digests=(1,)),
         "84a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101",
-    wire.Taken(push="p", index=2): "83a474797065a574616b656ea470757368a170a5696e64657802",
-    wire.Prepared(push="p"):
+    ),
+    (wire.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
+    (wire.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
+    (
+        wire.Prepared(push="p"),
         "83a474797065a87072657061726564a470757368a170a87665726966795f73cb0000000000000000",
-    wire.Failed(push="p", error="E", message="m"):
+    ),
+    (
+        wire.Failed(push="p", error="E", message="m"),
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
-}  # fmt: skip
+    ),
+]
+FROM_SENDER = (wire.Offer, wire.Filled, wire.Still)
 
 
-@pytest.mark.parametrize("message", GOLDEN_JSON, ids=lambda m: type(m).__name__)
-def test_json_is_frozen(message):
-    assert wire.to_json(message) == GOLDEN_JSON[message]
-    assert wire.from_json(GOLDEN_JSON[message], type(message)) == message
+def named(golden):
+    return {
+        "argnames": ("message", "raw"),
+        "argvalues": golden,
+        "ids": [type(message).__name__ for message, _ in golden],
+    }
 
 
-@pytest.mark.parametrize("message", GOLDEN_MSGPACK, ids=lambda m: type(m).__name__)
-def test_msgpack_is_frozen(message):
-    frame = bytes.fromhex(GOLDEN_MSGPACK[message])
+@pytest.mark.parametrize(**named(GOLDEN_JSON))
+def test_json_is_frozen(message, raw):
+    assert wire.to_json(message) == raw
+    assert wire.from_json(raw, type(message)) == message
+
+
+@pytest.mark.parametrize(**named(GOLDEN_MSGPACK))
+def test_msgpack_is_frozen(message, raw):
+    frame = bytes.fromhex(raw)
     assert wire.pack(message) == frame
-    unpack = wire.unpack_from_sender if isinstance(message, wire.Offer | wire.Filled) else wire.unpack_from_rank
+    unpack = wire.unpack_from_sender if isinstance(message, FROM_SENDER) else wire.unpack_from_rank
     assert unpack(frame) == message
+
+
+def test_every_frame_is_frozen():
+    assert {type(message) for message, _ in GOLDEN_MSGPACK} == {*get_args(wire.FromRank), *get_args(wire.FromSender)}
 
 
 def test_fields_of_a_newer_minor_version_are_ignored():
@@ -60,6 +124,15 @@ def test_fields_of_a_newer_minor_version_are_ignored():
 def test_what_is_no_message_is_refused(body):
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
         wire.from_json(body, wire.OpenRequest)
+
+
+def test_a_message_of_a_sender_before_there_were_other_transports_is_understood():
+    body = b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,"manifest":[]}'
+    assert (wire.from_json(body, wire.UpdateRequest).slots, wire.from_json(body, wire.UpdateRequest).server_key) == (
+        2,
+        "",
+    )
+    assert wire.from_json(b'{"rank":0,"pid":1,"device":"cpu"}', wire.RankInfo).transports == ("ipc_zmq",)
 
 
 def test_a_pickle_is_no_message():

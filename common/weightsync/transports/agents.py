@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import logging
 import os
@@ -16,10 +17,9 @@ import torch
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.handles import NixlHandle
 
-#: Largest piece that one descriptor moves, in bytes; see ARCHITECTURE.md for the measurement.
-CHUNK_BYTES: Final = 16 << 20
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _LOCAL: Final = "NIXL_INIT_AGENT"
+_CHECKSUM_BYTES: Final = 16
 _HINTS: Final = {
     "REMOTE_DISCONNECT": "the peer has ended, or the network between is down",
     "BACKEND": "the transport below NIXL failed; run with UCX_LOG_LEVEL=info on both sides, and see that a device of "
@@ -84,6 +84,10 @@ def _read(path: Path) -> str:
         return ""
 
 
+def _checksum(metadata: bytes) -> bytes:
+    return hashlib.blake2b(metadata, digest_size=_CHECKSUM_BYTES).digest()
+
+
 class Agent:
     """One NIXL agent. ``device`` is where its memory is, ``rank`` spreads agents over network devices.
 
@@ -107,8 +111,9 @@ class Agent:
             self.nixl.create_backend("UCX", {"ucx_devices": self.nic} if self.nic else {})
 
     def metadata(self) -> bytes:
-        """What others need to reach this agent and the memory it has registered."""
-        return bytes(self.nixl.get_agent_metadata())
+        """What others need to reach this agent and the memory it has registered, with a checksum before it."""
+        found = bytes(self.nixl.get_agent_metadata())
+        return _checksum(found) + found
 
     def register(self, memory: torch.Tensor) -> Any:
         """Make ``memory``, 1-D uint8, reachable; what `deregister` takes."""
@@ -133,6 +138,10 @@ class Agent:
 
     def know(self, agent: str, metadata: bytes, who: str) -> None:
         """Take another agent's metadata, beside what is known of it, and connect."""
+        # NIXL takes what it is given at its word: metadata that are damaged end the process.
+        checksum, metadata = metadata[:_CHECKSUM_BYTES], metadata[_CHECKSUM_BYTES:]
+        if checksum != _checksum(metadata) or not metadata:
+            raise TransferFailed(f"the NIXL metadata of {who} are not what NIXL made; install the same weightsync")
         with translated(f"{who} could not be reached over NIXL"):
             found = self.nixl.add_remote_agent(metadata)
             found = found.decode() if isinstance(found, bytes) else found
@@ -170,12 +179,10 @@ class Reads:
         there: list[tuple[int, int, int]] = []
         self._indices: list[list[int]] = []
         for theirs, ours, nbytes in spans:
-            first = len(here)
-            for done in range(0, nbytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, nbytes - done)
-                here.append((memory.data_ptr() + ours + done, size, agent._device_id))
-                there.append((remote.address + theirs + done, size, remote.device_id))
-            self._indices.append(list(range(first, len(here))))
+            self._indices.append([len(here)] if nbytes else [])
+            if nbytes:
+                here.append((memory.data_ptr() + ours, nbytes, agent._device_id))
+                there.append((remote.address + theirs, nbytes, remote.device_id))
         self._sides: list[Any] = []
         self._requests: list[Any] = []
         with translated(f"reads from {remote.agent} could not be prepared"):

@@ -61,7 +61,7 @@ def local_address(host: str) -> str:
         with sockets.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
         raise TransferFailed(f"there is no way from here to {host}: {error}") from error
 
 
@@ -284,10 +284,7 @@ class EngineControl:
 
     def check(self, address: str, server_key: str) -> None:
         """Raise `TransferFailed` for an address that is not to be dialled."""
-        if self._remote:
-            security.check_tcp_address(address, server_key)
-        else:
-            security.check_ipc_address(address)
+        security.check_address(address, server_key, remote=self._remote)
 
     def _dial(self, address: str, server_key: str) -> Socket:
         self.check(address, server_key)

@@ -133,7 +133,9 @@ class Trainer:
                     self._noticed(agent, notice, plan.push, talk)
             return talk.without(bucket)
 
-        if bucket >= 0:
+        if bucket < 0:
+            missing()  # looking is what lets ranks read over TCP, also while the trainer packs
+        else:
             talk.wait(missing, f"bucket {bucket} to be read", _SPIN_S)
 
     def _noticed(self, agent: str, notice: bytes, push: str, talk: Talk) -> None:

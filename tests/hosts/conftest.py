@@ -1,0 +1,60 @@
+"""Three hosts, a trainer on one and engines on all of them."""
+
+import contextlib
+import subprocess
+
+import pytest
+
+from tests.hosts.network import Network, refusal
+from tests.hosts.programs import Engine, Trainer
+
+
+@pytest.fixture(scope="session")
+def network():
+    with contextlib.ExitStack() as made:
+        try:
+            network = Network("trainer", "a", "b")
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            if why := refusal(error):
+                pytest.skip(f"needs network namespaces, run the tests as root: {why}")
+            raise
+        made.callback(network.close)
+        yield network
+
+
+@pytest.fixture(scope="session")
+def engines(network, model_folder):
+    """By the name of their host."""
+    with contextlib.ExitStack() as running:
+        engines = {}
+        for name, host in network.hosts.items():
+            engines[name] = Engine(host, model_folder("llama", 0))
+            running.callback(engines[name].kill)
+        for engine in engines.values():
+            engine.wait()
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def near(engines):
+    """The engine on the trainer's own host."""
+    return engines["trainer"]
+
+
+@pytest.fixture(scope="session")
+def far(engines):
+    """Those on others."""
+    return engines["a"], engines["b"]
+
+
+@pytest.fixture(scope="session")
+def running_trainer(network):
+    with contextlib.closing(Trainer(network.hosts["trainer"])) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def trainer(running_trainer):
+    """Without a sender yet."""
+    yield running_trainer
+    assert not running_trainer.let_go()["error"]

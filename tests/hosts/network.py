@@ -1,0 +1,139 @@
+"""Hosts that are far from each other on one machine: network, mount, IPC and UTS namespaces, joined by a bridge.
+
+The machine's own interfaces are never touched: bridge and cables are made inside the namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+NETWORK = ipaddress.ip_network("10.77.0.0/24")
+PREFIX = "weightsync-"
+REFUSALS = ("not permitted", "denied", "not supported", "Unknown device type")
+#: Ends with its standard input, so that nothing outlives the tests.
+HOLD = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && echo ready && exec cat'
+NAMESPACES = ("--mount", "--ipc", "--uts")
+
+
+def run(*command):
+    """Run a command that must succeed; what it said is in the error."""
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def sweep():
+    """Remove the namespaces of tests that were killed."""
+    for path in Path("/run/netns").glob(f"{PREFIX}*"):
+        if not Path("/proc", path.name.removeprefix(PREFIX).partition("-")[0]).exists():
+            with contextlib.suppress(subprocess.CalledProcessError):  # another was faster
+                run("ip", "netns", "delete", path.name)
+
+
+def refusal(error):
+    """Why hosts may not be made here; empty where the error is another."""
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename} is missing"
+    said = f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+    return said if any(word in said for word in REFUSALS) else ""
+
+
+class Host:
+    """One host: an address, a /dev/shm, a run-time directory and a name that are its own."""
+
+    def __init__(self, name, namespace, address, token):
+        self.name, self.namespace, self.address = name, namespace, address
+        #: Short: a Unix socket's path takes 107 characters at most.
+        self._runtime = tempfile.TemporaryDirectory(prefix="wsh-")
+        ours = {"WEIGHTSYNC_TOKEN": token, "XDG_RUNTIME_DIR": self._runtime.name, "PYTHONPATH": str(ROOT)}
+        self._env = {**os.environ, **ours, "UCX_TLS": "tcp,self"}
+        self._holder = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, "unshare", *NAMESPACES, "sh", "-c", HOLD, name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ready(self):
+        """Wait until it can be entered."""
+        if self._holder.stdout.readline() != "ready\n":
+            said = self._holder.communicate(timeout=DEADLINE_S)[1]
+            raise subprocess.CalledProcessError(self._holder.returncode, self._holder.args, stderr=said)
+
+    def popen(self, *command, **options):
+        """Start a program on this host; the process is the program's own, and does not outlive this one."""
+        into = ["nsenter", "--target", str(self._holder.pid), "--net", *NAMESPACES, "setpriv", "--pdeathsig", "KILL"]
+        return subprocess.Popen([*into, *command], env=self._env, **options)
+
+    def close(self):
+        """Give its memory and its directory back."""
+        self._holder.kill()
+        self._holder.communicate(timeout=DEADLINE_S)
+        self._runtime.cleanup()
+
+
+class Network:
+    """Hosts by name, each on a cable to one bridge. Where that may not be, `refusal` knows what it raises."""
+
+    def __init__(self, *names):
+        sweep()
+        self._prefix = f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+        self._bridge = f"{self._prefix}-bridge"
+        self.hosts = {}
+        token = secrets.token_urlsafe(16)
+        with contextlib.ExitStack() as made:
+            self._namespace(self._bridge, made)
+            run("ip", "-n", self._bridge, "link", "add", "name", "bridge", "type", "bridge")
+            run("ip", "-n", self._bridge, "link", "set", "dev", "bridge", "up")
+            for number, name in enumerate(names, start=1):
+                namespace, address = f"{self._prefix}-{name}", str(NETWORK[number])
+                self._namespace(namespace, made)
+                self._cable(name, namespace, address)
+                host = self.hosts[name] = Host(name, namespace, address, token)
+                made.callback(host.close)
+                host.ready()
+            self._made = made.pop_all()
+
+    def _namespace(self, name, made):
+        run("ip", "netns", "add", name)
+        made.callback(run, "ip", "netns", "delete", name)
+        run("ip", "-n", name, "link", "set", "dev", "lo", "up")
+
+    def _cable(self, name, namespace, address):
+        there = ["peer", "name", "eth0", "netns", namespace]
+        run("ip", "-n", self._bridge, "link", "add", "name", name, "type", "veth", *there)
+        run("ip", "-n", self._bridge, "link", "set", "dev", name, "master", "bridge", "up")
+        run("ip", "-n", namespace, "address", "add", f"{address}/{NETWORK.prefixlen}", "dev", "eth0")
+        run("ip", "-n", namespace, "link", "set", "dev", "eth0", "up")
+
+    @contextlib.contextmanager
+    def cut(self, name):
+        """Inside, a host's cable is out."""
+        cable = ["ip", "-n", self._bridge, "link", "set", "dev", name]
+        run(*cable, "down")
+        try:
+            yield
+        finally:
+            run(*cable, "up")
+
+    @contextlib.contextmanager
+    def firewall(self, name, port):
+        """Inside, no TCP leaves a host but from this port, and nobody is told."""
+        rules = {
+            "10": ["ipproto", "tcp", "sport", str(port), "lookup", "main"],
+            "20": ["ipproto", "tcp", "to", str(NETWORK), "blackhole"],
+        }
+        with contextlib.ExitStack() as up:
+            for preference, rule in rules.items():
+                command = ["ip", "-n", f"{self._prefix}-{name}", "rule"]
+                run(*command, "add", "pref", preference, *rule)
+                up.callback(run, *command, "delete", "pref", preference)
+            yield
+
+    def close(self):
+        """Take everything away."""
+        self._made.close()

@@ -1,0 +1,123 @@
+"""The programs on the hosts, as the tests see them from outside."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+
+PORT = 8000
+START_S = 120.0
+ASK_S = 30.0
+#: Asks an engine from where it can be reached.
+ASK = """
+import http.client, os, sys
+host, port, route, body = sys.argv[1:]
+connection = http.client.HTTPConnection(host, int(port), timeout=20)
+connection.request("POST", route, body, {"Authorization": f"Bearer {os.environ['WEIGHTSYNC_TOKEN']}"})
+reply = connection.getresponse()
+print(reply.read().decode())
+sys.exit(reply.status != 200)
+"""
+
+
+class Engine:
+    """A reference engine on a host, and what it answers there."""
+
+    def __init__(self, host, folder):
+        self._host, self._folder = host, folder
+        self.url = f"http://{host.address}:{PORT}"
+        self.start()
+
+    def start(self):
+        """Begin; `wait` sees that it is up."""
+        where = ("--host", self._host.address, "--port", str(PORT))
+        self._process = self._host.popen(sys.executable, "-m", "weightsync.testing", str(self._folder), *where)
+
+    def wait(self):
+        """Return once it answers."""
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                return self.status()
+            except subprocess.CalledProcessError:
+                assert self._process.poll() is None, f"{self.url} ended"
+                assert time.monotonic() < end, f"{self.url} does not come up"
+
+    def _ask(self, route, **body):
+        command = [sys.executable, "-c", ASK, self._host.address, str(PORT), route, json.dumps(body)]
+        asking = self._host.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        said, wrong = asking.communicate(timeout=ASK_S)
+        if asking.returncode:
+            raise subprocess.CalledProcessError(asking.returncode, route, said, wrong)
+        return json.loads(said)
+
+    def status(self):
+        """What it says of itself; with the digest of what it computes with."""
+        return self._ask("/weightsync/status", digest=True)
+
+    def answer(self, prompt, tokens):
+        """Greedy continuation and the logprob of each of its tokens."""
+        reply = self._ask("/generate", prompt=prompt, tokens=tokens)
+        return reply["tokens"], reply["logprobs"]
+
+    def kill(self):
+        """End it without a word; idempotent."""
+        self._process.kill()
+        self._process.wait(ASK_S)
+
+
+class Trainer:
+    """`tests.hosts.trainer` on a host."""
+
+    def __init__(self, host):
+        self._process = host.popen(
+            sys.executable, "-m", "tests.hosts.trainer", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lines = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._process.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def _write(self, order):
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def begin(self, engines, folder, version="", halts=False, **options):
+        """Have it push."""
+        urls = [engine.url for engine in engines]
+        order = {"urls": urls, "options": options, "folder": str(folder), "version": version, "halts": halts}
+        self._write(order)
+
+    def outcome(self):
+        """The next thing it says; `queue.Empty` where it does not."""
+        said = self._lines.get(timeout=START_S)
+        assert said is not None, "the trainer ended"
+        return said
+
+    def push(self, engines, folder, **more):
+        """A push from beginning to end."""
+        self.begin(engines, folder, **more)
+        return self.outcome()
+
+    def go_on(self):
+        """After it has halted."""
+        self._write({})
+
+    def let_go(self):
+        """Have it give the engines back."""
+        self._write({})
+        return self.outcome()
+
+    def close(self):
+        """End it."""
+        self._process.kill()
+        self._process.wait(ASK_S)
+        self._reader.join(ASK_S)
+        self._process.stdin.close()
+        self._process.stdout.close()

@@ -1,0 +1,92 @@
+"""What runs on the trainer's host: one push a line on stdin, what came of it a line on stdout, as JSON."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+from safetensors.torch import load_file
+
+from weightsync import Sender
+from weightsync.errors import WeightSyncError
+
+#: What libraries print, also below Python, is not an outcome.
+OUTCOMES = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+def say(**outcome):
+    """One line."""
+    print(json.dumps(outcome), file=OUTCOMES, flush=True)
+
+
+class Halting(Mapping):
+    """Weights that, half-way through being sent, wait for a line on stdin."""
+
+    def __init__(self, weights):
+        self._weights, self._read = weights, 0
+
+    def __getitem__(self, name):
+        self._read += 1
+        if self._read == len(self) // 2:
+            say(halted=name)
+            sys.stdin.readline()
+        return self._weights[name]
+
+    def items(self):
+        """Looked at before anything is sent."""
+        return self._weights.items()
+
+    def values(self):
+        """As `items`."""
+        return self._weights.values()
+
+    def __iter__(self):
+        return iter(self._weights)
+
+    def __len__(self):
+        return len(self._weights)
+
+
+class Trainer:
+    """Keeps the sender of the push before, where the next wants the same."""
+
+    def __init__(self):
+        self._asked, self._sender = None, None
+
+    def push(self, urls, options, folder, version, halts):
+        """Push a checkpoint's tensors; what the result says of each engine."""
+        if self._asked != (urls, options):
+            self.close()
+            self._sender = Sender(urls, **options)
+            self._asked = urls, options
+        weights = load_file(f"{folder}/model.safetensors")
+        result = self._sender.push(Halting(weights) if halts else weights, version=version)
+        return {
+            url: {"transport": engine.transport, "reason": engine.transport_reason, "noticed": engine.noticed}
+            for url, engine in result.engines.items()
+        }
+
+    def close(self):
+        """Let the engines go."""
+        self._asked, sender, self._sender = None, self._sender, None
+        if sender is not None:
+            sender.close()
+
+
+def main():
+    """Serve orders until stdin ends; an empty one lets the engines go."""
+    trainer = Trainer()
+    for line in sys.stdin:
+        begin, said = time.monotonic(), {"error": "", "message": "", "engines": {}}
+        try:
+            order = json.loads(line)
+            said["engines"] = trainer.push(**order) if order else trainer.close()
+        except WeightSyncError as error:
+            said.update(error=type(error).__name__, message=str(error), engines=error.engines)
+        say(**said, seconds=time.monotonic() - begin)
+
+
+if __name__ == "__main__":
+    main()

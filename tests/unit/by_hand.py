@@ -1,0 +1,117 @@
+"""A trainer and a rank whose every step a test takes by hand."""
+
+import time
+
+import torch
+
+from tests.helpers import plan_of
+from weightsync import wire
+from weightsync.carrier import Carrier
+from weightsync.layout import Layout, digest_of
+from weightsync.receiver import Receiver, handle
+from weightsync.sources import open_source
+from weightsync.testing import ModelSink
+from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.registry import TRAINER_ENDS
+
+CPU = torch.device("cpu")
+SOON_S = 10.0
+BUCKET = 64 << 10
+#: An engine of one rank, of which nobody asks more than where it would be. Over ipc_zmq any other URL does as well.
+HERE = "http://127.0.0.1:1"
+RANK = Peer(HERE, 0)
+
+
+def hello_of(*ranks, host="", instance="once"):
+    """What an engine says when it is opened, as far as a trainer's transports care; by default it has one rank."""
+    return wire.OpenReply(
+        protocol=wire.PROTOCOL, engine="test", engine_version="", package_version="", host=host, model="", version="",
+        ranks=ranks or (wire.RankInfo(rank=0, pid=0, device="cpu"),), instance=instance,
+    )  # fmt: skip
+
+
+class Trainer(Carrier):
+    """A sender's carrier. ``join`` is given what the engine is told before a push, and returns its rank's answer."""
+
+    def __init__(self, transport="ipc_zmq", join=None):
+        super().__init__(CPU)
+        self.transport, self._join = transport, join
+        self.greet()
+
+    def greet(self):
+        """Introduce itself to the engine at `HERE`, unless it has."""
+
+        def post(asked):
+            return {HERE: wire.JoinReply((self._join(asked[HERE]),), "once")}
+
+        self.introduce({HERE: (self.transport, hello_of())}, post, Deadline(20.0))
+
+    @property
+    def here(self):
+        """The address that ranks are told."""
+        return self.address(HERE, self.transport)
+
+    @property
+    def control(self):
+        """Where the ranks are heard."""
+        return self._ends[self.transport]._control
+
+    def ask(self, plan, url=HERE):
+        """The request that makes the ranks of an engine come."""
+        self.provide(plan)
+        self.greet()
+        return self.request(url, self.transport)
+
+    def await_all(self, peers, timeout_s=20.0):
+        """Return once these have come."""
+        self.meet({self.transport: peers}, Deadline(timeout_s))
+
+
+class Rank:
+    """A real receiver around a real model, and what it must hold whatever it is sent."""
+
+    def __init__(self, folder):
+        self.sink = ModelSink(folder, CPU)
+        self.receiver = Receiver(self.sink)
+        self.digest = self.sink.digest()
+
+    def ask(self, method, payload):
+        """What it answers to a method, called as an engine does."""
+        return wire.from_json(handle(lambda: self.receiver, method, payload), wire.RankReply)
+
+    def done(self, method, message):
+        """The same, where nothing may be wrong."""
+        reply = self.ask(method, wire.to_json(message))
+        assert reply.error is None, reply.error
+        return reply.body
+
+    def join(self, asked):
+        """Get ready for a trainer."""
+        method = "init_nccl_group" if isinstance(asked, wire.InitNcclGroup) else "register_nixl"
+        return wire.from_json(self.done(method, asked), wire.RankJoined)
+
+    def prepare(self, request, transport="ipc_zmq"):
+        """Come for a push."""
+        self.done(f"update_weights_via_{transport}", request)
+
+    def settled(self):
+        """The state, once no push is under way."""
+        end = time.monotonic() + SOON_S
+        while (state := self.receiver.status().state) == "receiving" and time.monotonic() < end:
+            time.sleep(0.0005)
+        return state
+
+    def assert_unharmed(self, model):
+        """It has what it had, and takes a clean push by every transport."""
+        assert self.receiver.status().state == "serving"
+        assert self.sink.digest() == self.digest
+        for number, transport in enumerate(TRAINER_ENDS):
+            weights = {name: tensor + number for name, tensor in model.state_dict().items()}
+            source, trainer = open_source(weights), Trainer(transport, self.join)
+            self.prepare(trainer.ask(plan_of(transport, Layout(source.specs), BUCKET)), transport)
+            trainer.await_all({RANK})
+            trainer.send(source.tensors(), None)
+            self.done("weightsync_commit", wire.CommitRequest(transport, "1", "retract", SOON_S))
+            assert self.sink.digest() == digest_of(weights.items())
+            self.done("weightsync_abort", wire.AbortRequest(release=trainer.here))
+            trainer.close()

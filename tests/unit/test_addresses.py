@@ -1,0 +1,129 @@
+"""Which addresses a rank dials, by which transport."""
+
+import socket
+import time
+from contextlib import ExitStack, closing
+from threading import Event
+
+import msgspec
+import pytest
+import zmq
+
+from tests import fuzz
+from tests.helpers import plan_of
+from tests.unit.by_hand import HERE
+from tests.unit.test_session import DictSink
+from weightsync import security, wire
+from weightsync.errors import ManifestMismatch, TransferFailed
+from weightsync.layout import Layout
+from weightsync.receiver import Receiver
+from weightsync.transports.control import EngineControl, TrainerControl
+from weightsync.transports.registry import ENGINE_ENDS
+
+KEY = zmq.curve_keypair()[0].decode()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://192.0.2.7:1", "tcp://[2001:db8::7]:65535"],
+)
+def test_an_address_by_number_and_with_a_key_passes(address):
+    assert security.check_tcp_address(address, KEY) == address
+
+
+@pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, "\u00e9" * 40, "\n" * 40, f"{KEY[:-1]}\0"])
+def test_without_its_key_no_address_passes(key):
+    with pytest.raises(TransferFailed, match="by number and with its key"):
+        security.check_tcp_address("tcp://127.0.0.1:5000", key)
+
+
+REFUSED = {
+    "everybody's": ["tcp://0.0.0.0:5000", "tcp://[::]:5000", "tcp://*:5000", "tcp://224.0.0.1:5000", "tcp://[ff02::1]:5"],
+    "a name": ["tcp://localhost:5000", "tcp://example.com:5000", "tcp://eth0:5000", "tcp://127.1:5000", "tcp://1:5000",
+               "tcp://0x7f.0.0.1:5000"],
+    "another kind": ["ipc:///tmp/weightsync-x/control", "ipc://@control", "udp://127.0.0.1:5000", "inproc://x",
+                     "127.0.0.1:5000", "TCP://127.0.0.1:5000", " tcp://127.0.0.1:5000", "tcp://tcp://127.0.0.1:5000"],
+    "no port": ["tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:-1", "tcp://127.0.0.1:",
+                "tcp://127.0.0.1", "tcp://127.0.0.1:*", "tcp://127.0.0.1:+5", "tcp://127.0.0.1: 5", "tcp://127.0.0.1:5_0",
+                "tcp://127.0.0.1:\uff15\uff10"],
+    "more than one": ["tcp://127.0.0.1:1;127.0.0.1:5000", "tcp://[::1%lo]:0;127.0.0.1:5000",
+                      "tcp://[::1%lo]:0;example.com:5000"],
+    "junk": ["", "tcp://", "tcp://:", "tcp://:5000", "tcp://127.0.0.1:5000/x", "tcp://127.0.0.1:5000\0",
+             "tcp://127.0.0.1\n:5000", "tcp://[::1%\n]:5000", "tcp://[[::1]]:5000", "tcp://[127.0.0.1:5000"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
+    passed = []
+    for address in REFUSED[kind]:
+        try:
+            passed.append(security.check_tcp_address(address, KEY))
+        except TransferFailed as error:
+            assert f"refused to dial {address!r}" in str(error)  # noqa: PT017
+    assert passed == []
+
+
+def test_a_sender_is_gone_where_nobody_listens_and_not_where_nobody_answers(deaf):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert security.owner_lives(there)
+    assert not security.owner_lives(there)
+    start = time.monotonic()
+    assert security.owner_lives(f"tcp://127.0.0.1:{deaf}")
+    assert time.monotonic() - start < 1  # it is asked in the engine's own loop
+
+
+@pytest.fixture
+def made():
+    with ExitStack() as stack:
+        yield lambda thing: stack.enter_context(closing(thing))
+
+
+LAYOUT = Layout(DictSink().expected().specs)
+
+
+@pytest.mark.parametrize("transport", ENGINE_ENDS)
+def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transport):
+    remote = transport != "ipc_zmq"
+    sender, end = made(TrainerControl(remote=not remote)), made(ENGINE_ENDS[transport](DictSink.device))
+    request, receiver = sender.invite(plan_of("p", LAYOUT, 1024), HERE), Receiver(DictSink())
+    for act in (end.check, lambda asked: receiver.prepare(asked, transport)):
+        with pytest.raises(TransferFailed, match=f"refused to dial '{request.address}'"):
+            act(request)
+    with pytest.raises(TransferFailed, match="refused to dial"):
+        made(EngineControl(remote=remote)).meet(request, 0, (), Event())
+    assert sender.socket.poll(300) == 0
+    assert receiver.status() == wire.RankStatus(rank=0, state="serving")
+
+
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ("nccl", "rank 0 is in no group: init_nccl_group comes before update_weights_via_nccl"),
+        ("nixl", "rank 0 knows no NIXL agent: register_nixl comes before update_weights_via_nixl"),
+    ],
+)
+def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
+    sender, receiver = made(TrainerControl(remote=True)), Receiver(DictSink())
+    receiver.prepare(sender.invite(plan_of("p", LAYOUT, 1024), HERE), transport)
+    assert receiver._last.ended.wait(5)
+    assert said in receiver.status().detail
+    assert receiver.status().state == "serving"
+    assert sender.socket.poll(300) == 0
+
+
+@pytest.mark.parametrize("transport", ENGINE_ENDS)
+def test_no_transport_dials_what_is_no_senders(made, traps, transport):
+    receiver, refused = Receiver(DictSink()), 0
+    request = msgspec.structs.replace(plan_of("p", LAYOUT, 1024), server_key=KEY, manifest=())
+    for address in (*traps.texts, *fuzz.TEXTS, *(address for kind in REFUSED.values() for address in kind)):
+        asked = msgspec.structs.replace(request, address=address)
+        try:
+            receiver.prepare(asked, transport)
+        except TransferFailed:
+            refused += 1
+        except ManifestMismatch:
+            continue  # it may be dialled, and was not: what is pushed does not fit
+    assert refused > 80
+    assert receiver.status() == wire.RankStatus(rank=0, state="serving")

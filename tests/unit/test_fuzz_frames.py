@@ -1,0 +1,302 @@
+"""Thousands of ZMQ messages that nobody should send, to a rank and to a trainer in the middle of a push."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import fuzz
+from tests.helpers import plan_of
+from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
+from tools import models
+from weightsync import errors, security, staging, wire
+from weightsync.layout import Layout, digest_of
+from weightsync.sources import open_source
+from weightsync.stage import Stages
+from weightsync.transports.agents import Agent
+from weightsync.transports.packing import Packer
+from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+#: How many messages are sent: to a rank on the same host, to one on another by each transport, to a trainer.
+TO_RANK, TO_FAR_RANK, TO_TRAINER = 1500, 300, 5000
+PUSH = "the-push"
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder):
+    return models.load_reference(model_folder("llama", 1))
+
+
+@pytest.fixture
+def rank(model_folder):
+    return Rank(model_folder("llama", 0))
+
+
+class FakeSender:
+    """A socket and an arena where a rank was told to come, and that say what they like."""
+
+    def __init__(self, context, source):
+        self.folder = security.private_directory()
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.bind(f"ipc://{self.folder}/{security.SOCKET_NAME}")
+        self.layout = Layout(source.specs)
+        self.arena = staging.ShmArena(2 * BUCKET)
+        packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64")
+        self.filled = packer.fill(source.tensors(), self._taken)
+        self.last = self.layout.buckets(BUCKET) - 1
+        plan = plan_of(PUSH, self.layout, BUCKET, SOON_S)
+        address = f"ipc://{self.folder}/{security.SOCKET_NAME}"
+        self.request = msgspec.structs.replace(plan, address=address, secret="s")
+        self.rank = b""
+
+    def hear(self):
+        """The rank's next message."""
+        assert self.socket.poll(SOON_S * 1000), "the rank hangs"
+        self.rank, frame = self.socket.recv_multipart()
+        return wire.unpack_from_rank(frame)
+
+    def say(self, message):
+        frame = message if isinstance(message, bytes) else wire.pack(message)
+        self.socket.send_multipart([self.rank, frame])
+
+    def _taken(self, bucket):
+        if bucket >= 2:
+            assert self.hear() == wire.Taken(push=PUSH, index=bucket - 2)
+
+    def steps(self):
+        """What an honest sender says, one after the other."""
+        yield wire.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
+        for packed in self.filled:
+            yield wire.Filled(push=PUSH, index=packed.number, digests=packed.digests)
+
+    def outcome(self):
+        """What the rank says in the end."""
+        while isinstance(said := self.hear(), wire.Taken):
+            continue
+        return said
+
+    def close(self):
+        self.socket.close(linger=0)
+        self.arena.close()
+        for path in (*self.folder.iterdir(), self.folder):
+            path.unlink() if path != self.folder else path.rmdir()
+
+
+def is_ignored(frame):
+    """Whether a frame is a message of some other push, or one that needs no answer."""
+    try:
+        message = wire.unpack_from_sender(frame)
+        return message.push != PUSH or isinstance(message, wire.Still)
+    except msgspec.MsgspecError:
+        return False
+
+
+def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps):
+    source, context, counts = open_source(trained), zmq.Context(), {"Failed": 0, "Prepared": 0}
+    digest = digest_of(trained.state_dict().items())
+
+    def push(sender, at, frame):
+        rank.prepare(sender.request)
+        assert isinstance(sender.hear(), wire.Hello)
+        for number, honest in enumerate(sender.steps()):
+            if number == at:
+                sender.say(frame)
+                if not is_ignored(frame):
+                    break
+            sender.say(honest)
+        assert number >= at
+        return sender.outcome()
+
+    @settings(fuzz.FUZZ, max_examples=TO_RANK)
+    @given(st.integers(0, 3), fuzz.Schema([*traps.texts, PUSH, PUSH]).frames(fuzz.FROM_SENDER))
+    def run(at, frame):
+        start, sender = time.monotonic(), FakeSender(context, source)
+        try:
+            said = push(sender, at, frame)
+            assert time.monotonic() - start < SOON_S
+            counts[type(said).__name__] += 1
+            if isinstance(said, wire.Failed):
+                assert issubclass(getattr(errors, said.error), errors.WeightSyncError)
+                assert said.message
+                assert rank.settled() == "serving"
+            else:
+                assert is_ignored(frame)
+                assert digest_of(rank.receiver._job.staged.tensors()) == digest
+                assert rank.ask("weightsync_abort", b"{}").error is None
+        finally:
+            sender.close()
+
+    run()
+    print(counts)
+    assert sum(counts.values()) >= TO_RANK
+    assert min(counts.values()) > TO_RANK / 20
+    rank.assert_unharmed(trained)
+    context.term()
+
+
+class Loose:
+    """A trainer's socket. Ahead of its message number ``at``, counted from when that was set, it says ``frame``."""
+
+    def __init__(self, socket):
+        self._socket, self.at, self.frame = socket, -1, b""
+
+    def send_multipart(self, parts, flags):
+        if self.at == 0:
+            self._socket.send_multipart([parts[0], self.frame], flags)
+        self.at -= 1
+        self._socket.send_multipart(parts, flags)
+
+    def __getattr__(self, name):
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps, transport):
+    source, ended = open_source(trained), {True: 0, False: 0}
+    layout, digest = Layout(source.specs), digest_of(trained.state_dict().items())
+    trainer = Trainer(transport, rank.join)
+
+    def push(at, frame):
+        """What was wrong, if anything."""
+        request = trainer.ask(plan_of(PUSH, layout, BUCKET, SOON_S))
+        start = time.monotonic()
+        if not isinstance(trainer.control.socket, Loose):
+            trainer.control.socket = Loose(trainer.control.socket)
+        trainer.control.socket.at, trainer.control.socket.frame = at, frame
+        rank.prepare(request, transport)
+        try:
+            trainer.await_all({RANK}, SOON_S)
+            trainer.send(source.tensors(), None)
+        except errors.WeightSyncError as error:
+            trainer.call_off(error)
+            trainer.close()  # as a sender does
+            return str(error)
+        finally:
+            assert time.monotonic() - start < SOON_S
+        return ""
+
+    @settings(fuzz.FUZZ, max_examples=TO_FAR_RANK)
+    @given(st.integers(0, 3), fuzz.Schema([*traps.texts, PUSH, PUSH]).frames(fuzz.FROM_SENDER))
+    def run(at, frame):
+        said = push(at, frame)
+        ended[bool(said)] += 1
+        assert bool(said) is not is_ignored(frame), said
+        if said:
+            assert str(RANK) in said
+            assert rank.settled() == "serving"
+        else:
+            assert digest_of(rank.receiver._job.staged.tensors()) == digest
+            assert rank.ask("weightsync_abort", b"{}").error is None
+
+    run()
+    trainer.close()
+    print(ended)
+    assert min(ended.values()) > TO_FAR_RANK / 20
+    rank.assert_unharmed(trained)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"agent": "another"}, "the arena is of the agent another, registered is weightsync-"),
+        ({"metadata": b""}, "the NIXL metadata of the trainer's agent are not what NIXL made"),
+        ({"metadata": b"x" * 4096}, "the NIXL metadata of the trainer's agent are not what NIXL made"),
+        ({"nbytes": 0}, "the arena holds 0 bytes, its buckets take more"),
+        ({"nbytes": -1}, "the arena holds -1 bytes, its buckets take more"),
+        ({"address": 4096}, "could not be prepared: .*NOT_FOUND"),
+        ({"device_id": 7}, "could not be prepared: .*NOT_FOUND"),
+        ({"memory": "VRAM"}, "could not be prepared: .*NOT_FOUND"),
+    ],
+)
+def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, trained, monkeypatch, lie, said):
+    source, honest = open_source(trained), Agent.handle
+    trainer = Trainer("nixl", rank.join)
+    with monkeypatch.context() as patch:
+        patch.setattr(Agent, "handle", lambda self, memory: msgspec.structs.replace(honest(self, memory), **lie))
+        rank.prepare(trainer.ask(plan_of(PUSH, Layout(source.specs), BUCKET)), "nixl")
+        with pytest.raises(errors.TransferFailed, match=said):  # noqa: PT012 - wherever it is found out first
+            trainer.await_all({RANK}, SOON_S)
+            trainer.send(source.tensors(), None)
+    trainer.close()
+    rank.settled()
+    rank.assert_unharmed(trained)
+
+
+def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_ones_taken(rank, trained):
+    agent, memory = Agent(CPU, 0), torch.zeros(BUCKET, dtype=torch.uint8)
+    agent.register(memory)
+    whole = wire.RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
+
+    def refused(**changes):
+        reply = rank.ask("register_nixl", wire.to_json(msgspec.structs.replace(whole, **changes)))
+        assert (reply.error.error, reply.error.weights) == ("TransferFailed", "unchanged")
+        return reply.error.message
+
+    @settings(fuzz.FUZZ, max_examples=TO_FAR_RANK)
+    @given(st.integers(0, len(whole.metadata) - 1), st.integers(0, 9), st.binary(max_size=9))
+    def run(at, cut, put):
+        damaged = whole.metadata[:at] + put + whole.metadata[at + cut :]
+        if damaged != whole.metadata:  # of which NIXL would take the process down
+            assert "are not what NIXL made" in refused(metadata=damaged)
+
+    run()
+    assert f"said it was the agent 'another', its metadata are those of '{agent.name}'" in refused(agent="another")
+    assert rank.join(whole).agent
+    rank.assert_unharmed(trained)
+
+
+@pytest.mark.parametrize("transport", TRAINER_ENDS)
+def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(trained, traps, transport):
+    frames = []
+
+    @settings(fuzz.FUZZ, max_examples=TO_TRAINER // 2)
+    @given(fuzz.Schema([*traps.texts, PUSH, PUSH]).frames(fuzz.FROM_RANK))
+    def run(frame):
+        frames.extend(([frame], [b"", frame]))  # as a DEALER says it, and as a REQ does
+
+    run()
+    source, context, end = open_source(trained), zmq.Context(), ENGINE_ENDS[transport](CPU)
+    layout, trainer = Layout(source.specs), Trainer(transport, lambda asked: end.join(asked, 0))
+    left, sent, pushes = iter(frames), 0, 10
+    share = -(-len(frames) // pushes // (1 + len(layout.entries)))
+
+    def receive(request):
+        incoming = end.meet(request, layout, 0, threading.Event())
+        staged, _ = Stages(0, CPU).fill(incoming, request, layout, None)
+        found = digest_of(staged.tensors())
+        end.confirm(request.push, 0.0)
+        return found
+
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(pushes):
+            request = trainer.ask(plan_of(PUSH, layout, BUCKET, SOON_S), HERE)
+            with fuzz.stranger(context, request.address, request.server_key) as socket:
+
+                def disturb(socket=socket):
+                    nonlocal sent
+                    for _, frame in zip(range(share), left, strict=False):
+                        socket.send_multipart(frame)
+                        sent += 1
+
+                def disturbed(disturb=disturb):
+                    for tensor in source.tensors():
+                        disturb()
+                        yield tensor
+
+                disturb()
+                received = threads.submit(receive, request)
+                trainer.await_all({RANK}, SOON_S)
+                trainer.send(disturbed(), None)
+                assert received.result(SOON_S) == digest_of(trained.state_dict().items())
+    assert sent == len(frames) >= TO_TRAINER
+    end.close()
+    trainer.close()
+    context.term()

@@ -1,0 +1,202 @@
+"""What is looked at before a process group is made, so that nobody hangs in one."""
+
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from tests.unit.by_hand import CPU
+from weightsync import wire
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.transports import groups
+from weightsync.transports.registry import ENGINE_ENDS
+
+#: The trainer, an engine of two ranks, and one of one.
+ASKED = wire.InitNcclGroup(
+    group_name="g", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=4, backend="gloo",
+    timeout_s=5.0, members=(("http://a", 2), ("http://b", 1)),
+)  # fmt: skip
+
+
+def asked(**changes):
+    return msgspec.structs.replace(ASKED, **changes)
+
+
+# --- the size of the world --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offset", "ranks"), [(1, 2), (3, 1)])
+def test_an_engine_that_has_its_place_in_the_group_passes(offset, ranks):
+    groups.check_world(asked(rank_offset=offset), ranks)
+    groups.check_world(asked(rank_offset=offset, members=()), ranks)
+
+
+def test_a_trainer_of_several_ranks_comes_first():
+    groups.check_world(asked(rank_offset=2, world_size=5), 2)
+    groups.check_world(asked(rank_offset=4, world_size=5), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "said"),
+    [
+        ({"members": (), "world_size": 2}, 2, "world_size 2 is too small: this engine's 2 ranks are 1 to 2, behind 1"),
+        ({"members": (), "rank_offset": 3}, 2, "world_size 4 is too small: this engine's 2 ranks are 3 to 4, behind 3"),
+        ({"world_size": 3}, 2, "world_size 3 is wrong: 3 ranks of engines are named.* at least 4"),
+        ({"world_size": 5}, 2, "rank_offset 1 is wrong: this engine has 2 ranks, and the group of 5 has room for 0"),
+        ({"rank_offset": 2}, 2, "rank_offset 2 is wrong: this engine has 2 ranks, and the group of 4 has room for 0"),
+        ({}, 1, "rank_offset 1 is wrong: this engine has 1 ranks, and the group of 4 has room for 2"),
+        ({"rank_offset": 3}, 2, "world_size 4 is too small"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_by_name(changes, ranks, said):
+    with pytest.raises(UnsupportedOption, match=said):
+        groups.check_world(asked(**changes), ranks)
+
+
+# --- what NCCL would hang or crash on ---------------------------------------------------------------------------------
+
+
+def rank(uuid="GPU-1", **settings):
+    return wire.RankInfo(rank=0, pid=0, device="cuda", device_uuid=uuid, settings=settings)
+
+
+def preflight(*ranks, ours=(), uuid="GPU-0"):
+    groups.preflight(dict(ours), uuid, [(f"rank {n} of http://a", rank) for n, rank in enumerate(ranks)])
+
+
+def test_ranks_that_differ_in_nothing_but_their_gpus_pass():
+    same = {"NCCL": "2.27.5", "NCCL_ALGO": "Ring"}
+    preflight(rank("GPU-1", **same), rank("GPU-2", **same), ours=same)
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    with pytest.raises(UnsupportedOption, match="rank 1 of http://a and rank 0 of http://a share the GPU GPU-1"):
+        preflight(rank("GPU-1"), rank("GPU-1"))
+
+
+def test_a_rank_on_the_trainers_gpu_is_named():
+    with pytest.raises(UnsupportedOption, match=r"rank 0 of http://a and the trainer share the GPU GPU-0.*use ipc_zmq"):
+        preflight(rank("GPU-0"))
+
+
+def test_a_gpu_may_be_shared_where_both_sides_say_so():
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    preflight(rank("GPU-0", **shared), rank("GPU-0", **shared), ours=shared)
+    with pytest.raises(UnsupportedOption, match="NCCL_MULTI_RANK_GPU_ENABLE is not set at rank 0 of http://a and 1 at"):
+        preflight(rank("GPU-0"), ours=shared)
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_CUMEM_ENABLE": "0"}
+
+
+def test_expandable_segments_without_cumem_are_refused_on_either_side():
+    with pytest.raises(
+        UnsupportedOption, match=r"^rank 0 of http://a runs with expandable_segments and NCCL_CUMEM_ENA"
+    ):
+        preflight(rank(**EXPANDABLE), ours={"NCCL_CUMEM_ENABLE": "0"})
+    with pytest.raises(UnsupportedOption, match=r"^the trainer runs with expandable_segments and NCCL_CUMEM_ENABLE=0"):
+        preflight(rank(NCCL_CUMEM_ENABLE="0"), ours=EXPANDABLE)
+
+
+def test_either_of_the_two_alone_passes():
+    preflight(rank(NCCL_CUMEM_ENABLE="0"), ours={"NCCL_CUMEM_ENABLE": "0"})
+    preflight(rank(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ({"NCCL_ALGO": "Tree"}, {"NCCL_ALGO": "Ring"}, "NCCL_ALGO is Tree at rank 0 of http://a and Ring at the trai"),
+        ({"NCCL_ALGO": "Tree"}, {}, "NCCL_ALGO is Tree at rank 0 of http://a and not set at the trainer"),
+        ({}, {"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE is not set at rank 0 of http://a and 1 at the trainer"),
+        ({"NCCL": "2.27.5"}, {"NCCL": "2.21.5"}, r"NCCL is 2\.27\.5 at rank 0 of http://a and 2\.21\.5 at the trainer"),
+    ],
+)
+def test_settings_that_differ_are_named_with_both_values(theirs, ours, said):
+    with pytest.raises(UnsupportedOption, match=said):
+        preflight(rank(**theirs), ours=ours)
+
+
+@pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_IB_HCA", "NCCL_HOSTID"])
+def test_what_is_a_hosts_own_may_differ(name):
+    preflight(rank(**{name: "theirs"}), ours={name: "ours"})
+    preflight(rank(**{name: "theirs"}))
+
+
+def test_what_a_process_tells_of_itself_is_its_nccl_settings_and_no_others(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_LONG", "x" * 5000)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "secret")
+    found = groups.settings()
+    assert (found["NCCL_ALGO"], found["PYTORCH_CUDA_ALLOC_CONF"]) == ("Ring", "expandable_segments:True")
+    assert "secret" not in str(found)
+    info = wire.RankInfo(rank=0, pid=0, device="cpu", settings=found)
+    assert wire.from_json(wire.to_json(info), wire.RankInfo) == info  # nothing in it is too long for the wire
+
+
+# --- the way to the store ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def end():
+    end = ENGINE_ENDS["nccl"](CPU)
+    yield end
+    end.close()
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0", "::", "*"])
+def test_an_address_that_is_nobodys_is_refused(end, address):
+    with pytest.raises(UnsupportedOption, match="is nobody's: give the trainer's own address"):
+        end.join(asked(master_address=address), 0)
+
+
+@pytest.mark.parametrize("address", ["..", "a\0b", "x" * 1000, "no such host", "255.255.255.255"])
+def test_an_address_that_is_none_is_refused_by_name(end, address):
+    with pytest.raises((UnsupportedOption, TransferFailed)) as raised:
+        end.join(asked(master_address=address), 0)
+    assert address in str(raised.value)
+
+
+def test_a_store_that_is_not_there_is_told_with_the_way_that_was_tried(end):
+    with pytest.raises(
+        TransferFailed, match=r"rank 0 cannot reach.*127\.0\.0\.1 port 1 from lo \(127\.0\.0\.1\): .*refu"
+    ):
+        end.join(ASKED, 0)
+
+
+def test_a_store_that_does_not_answer_is_given_up_after_two_seconds(end, deaf):
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match=f"cannot reach the trainer's store at 127.0.0.1 port {deaf}"):
+        end.join(asked(master_port=deaf, timeout_s=60.0), 0)
+    assert 1.9 < time.monotonic() - start < 4
+
+
+def test_a_store_that_takes_calls_and_says_nothing_keeps_no_thread_once_it_hangs_up(end):
+    def joining():
+        return [thread for thread in threading.enumerate() if thread.name == "weightsync-join"]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for _ in range(3):
+            end.join(asked(master_port=silent.getsockname()[1], timeout_s=0.5), 0)
+        end.close()
+    give_up = time.monotonic() + 10
+    while joining() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert joining() == []
+
+
+def test_a_rank_without_a_gpu_joins_no_group_of_nccl(end):
+    with pytest.raises(UnsupportedOption, match="rank 0 is on cpu, where there is no NCCL: use gloo"):
+        end.join(asked(backend="nccl"), 0)
+
+
+def test_an_end_has_no_use_for_what_is_said_to_another(end):
+    register = wire.RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
+    for name, other in (("nccl", register), ("nixl", ASKED), ("ipc_zmq", ASKED), ("ipc_zmq", register)):
+        made = end if name == "nccl" else ENGINE_ENDS[name](CPU)
+        with pytest.raises(UnsupportedOption, match=f"{name} has no use for {type(other).__name__}"):
+            made.join(other, 0)
+        made.close()

@@ -1,0 +1,93 @@
+"""Which transport leads to which engine, and why."""
+
+import pytest
+
+from tests.unit.by_hand import HERE, hello_of
+from weightsync import staging, wire
+from weightsync.errors import UnsupportedOption
+from weightsync.transports import agents
+from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS, available, pick
+
+ALL = tuple(TRAINER_ENDS)
+FAR = "another host"
+
+
+def engine(*transports, host=FAR):
+    """An engine with a rank for each of these lists of transports."""
+    ranks = [wire.RankInfo(rank=n, pid=0, device="cpu", transports=names) for n, names in enumerate(transports)]
+    return hello_of(*ranks, host=host)
+
+
+@pytest.fixture(autouse=True)
+def with_nixl(monkeypatch):
+    monkeypatch.setattr(agents, "available", lambda: True)
+
+
+@pytest.fixture
+def without_nixl(monkeypatch):
+    monkeypatch.setattr(agents, "available", lambda: False)
+
+
+def test_both_sides_have_the_same_transports():
+    assert TRAINER_ENDS.keys() == ENGINE_ENDS.keys() == set(available())
+
+
+def test_without_nixl_the_others_are_left(without_nixl):
+    assert available() == ("ipc_zmq", "nccl")
+
+
+def test_an_engine_on_the_same_host_is_reached_through_memory():
+    transport, reason = pick("auto", HERE, engine(ALL, ALL, host=staging.host_id()))
+    assert transport == "ipc_zmq"
+    assert "the same host" in reason
+
+
+def test_an_engine_on_another_host_is_reached_by_nixl_where_both_sides_have_it():
+    transport, reason = pick("auto", HERE, engine(ALL, ALL))
+    assert transport == "nixl"
+    assert "both sides have NIXL" in reason
+
+
+def test_an_engine_of_which_one_rank_lacks_nixl_is_reached_by_nccl():
+    transport, reason = pick("auto", HERE, engine(ALL, ("ipc_zmq", "nccl")))
+    assert transport == "nccl"
+    assert "the engine has no NIXL" in reason
+
+
+def test_a_trainer_without_nixl_takes_nccl(without_nixl):
+    transport, reason = pick("auto", HERE, engine(ALL))
+    assert transport == "nccl"
+    assert "the trainer has no NIXL" in reason
+
+
+@pytest.mark.parametrize("asked", ALL)
+@pytest.mark.parametrize("host", [FAR, ""])
+def test_what_was_asked_for_is_taken_where_it_can_be(asked, host):
+    hello = engine(ALL, host=host or staging.host_id())
+    if asked == "ipc_zmq" and host:
+        with pytest.raises(UnsupportedOption):
+            pick(asked, HERE, hello)
+    else:
+        assert pick(asked, HERE, hello) == (asked, "asked for")
+
+
+def test_memory_that_is_not_shared_is_refused_with_advice():
+    with pytest.raises(UnsupportedOption, match=f"{HERE} runs on another host.*--ipc=host.*nixl.*nccl.*auto"):
+        pick("ipc_zmq", HERE, engine(ALL))
+
+
+def test_a_transport_that_the_engine_lacks_is_refused_with_those_that_it_has():
+    with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nixl, only ipc_zmq, nccl$"):
+        pick("nixl", HERE, engine(ALL, ("ipc_zmq", "nccl")))
+
+
+def test_a_transport_that_the_trainer_lacks_is_refused_with_what_installs_it(without_nixl):
+    with pytest.raises(UnsupportedOption, match=r"the trainer has no transport nixl: pip install 'weightsync\[nixl\]'"):
+        pick("nixl", HERE, engine(ALL))
+
+
+def test_an_engine_of_before_there_were_others_is_reached_through_memory_or_not_at_all():
+    old = wire.RankInfo(rank=0, pid=0, device="cpu")
+    assert pick("auto", HERE, hello_of(old, host=staging.host_id()))[0] == "ipc_zmq"
+    with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nccl"):
+        pick("nccl", HERE, hello_of(old, host=FAR))
