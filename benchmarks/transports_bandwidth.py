@@ -17,6 +17,8 @@ from benchmarks.rank import DIGEST, Lane, Rank, environment
 from weightsync.transports import agents
 
 TENSORS = 64
+#: What one bare read or write moves.
+_BARE_BYTES = 16 << 20
 MEMCPY = report.MEMCPY
 OURS, VERIFIED = 'ours, verify="off"', f"ours, verified ({DIGEST})"
 BROADCAST = "bare broadcast"
@@ -94,7 +96,7 @@ class Track:
         with environment(self.net.variables):
             agent = bare.Agent("trainer", self._source)
         agent.meet(self._rank.ask("agent", body=agent.card()))
-        size = min(agents.CHUNK_BYTES, self._source.numel())
+        size = min(_BARE_BYTES, self._source.numel())
         pieces = bare.Pieces(size, self._source.numel() // size, self._source.numel() // size, size)
         self._rank.ask("prepare", "bare", pieces._asdict())
         requests = agent.prepare("WRITE", pieces)
