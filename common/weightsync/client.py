@@ -200,4 +200,7 @@ def _cause(error: BaseException) -> str:
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     reason = getattr(error, "reason", None)
-    return _cause(reason) if isinstance(reason, BaseException) else str(error).rpartition(": ")[2] or repr(error)
+    if isinstance(reason, BaseException):
+        return _cause(reason)
+    said = next((argument for argument in reversed(error.args) if isinstance(argument, str)), "")
+    return said.rpartition(": ")[2] or repr(error)

@@ -1,6 +1,6 @@
 """Arenas: memory that a sender fills and engine ranks map, kept as long as the sender.
 
-An arena holds two buckets side by side. It is touched once when made, mapped once by each rank, and reused by every
+An arena holds buckets side by side. It is touched once when made, mapped once by each rank, and reused by every
 push; nothing of it is allocated, opened or registered again while the model keeps its size.
 """
 
