@@ -1,5 +1,7 @@
 """Who takes part, and what it costs the others when that changes."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -121,3 +123,19 @@ def test_every_rank_says_which_way_it_goes(make, transport):
     found = {rank.interface for reply in ways[0].values() for rank in reply.ranks}
     assert found == {"lo (127.0.0.1)"} or transport == "nixl"
     assert all(found)
+
+
+ENDS_EARLY = """
+import torch
+from weightsync import wire
+from weightsync.transports.agents import Agent
+from weightsync.transports.registry import ENGINE_ENDS
+end, silent = ENGINE_ENDS["nixl"](torch.device("cpu")), Agent(torch.device("cpu"), 0)
+for _ in range(2):
+    end.join(wire.RegisterNixl(agent=silent.name, metadata=silent.metadata(), timeout_s=30.0), 0)
+"""
+
+
+def test_a_rank_that_ends_while_it_waits_for_a_silent_trainer_ends_well():
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", ENDS_EARLY], check=True, timeout=60)

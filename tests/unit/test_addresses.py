@@ -1,5 +1,6 @@
 """Which addresses a rank dials, by which transport."""
 
+import asyncio
 import socket
 import time
 from contextlib import ExitStack, closing
@@ -12,6 +13,7 @@ import zmq
 from tests import fuzz
 from tests.helpers import plan_of
 from tests.unit.by_hand import HERE
+from tests.unit.test_replica import Front
 from tests.unit.test_session import DictSink
 from weightsync import security, wire
 from weightsync.errors import ManifestMismatch, TransferFailed
@@ -51,6 +53,7 @@ REFUSED = {
     "junk": ["", "tcp://", "tcp://:", "tcp://:5000", "tcp://127.0.0.1:5000/x", "tcp://127.0.0.1:5000\0",
              "tcp://127.0.0.1\n:5000", "tcp://[::1%\n]:5000", "tcp://[[::1]]:5000", "tcp://[127.0.0.1:5000"],
 }  # fmt: skip
+REFUSED_ALL = [address for kind in REFUSED.values() for address in kind]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -113,11 +116,27 @@ def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
     assert sender.socket.poll(300) == 0
 
 
+INTRODUCTIONS = [
+    wire.InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
+    wire.RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
+]
+
+
+@pytest.mark.parametrize("asked", INTRODUCTIONS, ids=lambda asked: type(asked).__name__)
+def test_an_introduction_at_what_is_no_senders_address_is_refused_and_takes_no_lease(made, traps, asked):
+    front = made(Front())
+    for address in filter(None, (*REFUSED_ALL, *(text for text in traps.texts if not text.startswith("tcp://")))):
+        with pytest.raises(TransferFailed, match="refused to dial"):
+            asyncio.run(front.replica.join(msgspec.structs.replace(asked, address=address)))
+    assert front.replica._lease.owner == ""
+    assert front.ranks[0]._ends == {}
+
+
 @pytest.mark.parametrize("transport", ENGINE_ENDS)
 def test_no_transport_dials_what_is_no_senders(made, traps, transport):
     receiver, refused = Receiver(DictSink()), 0
     request = msgspec.structs.replace(plan_of("p", LAYOUT, 1024), server_key=KEY, manifest=())
-    for address in (*traps.texts, *fuzz.TEXTS, *(address for kind in REFUSED.values() for address in kind)):
+    for address in (*traps.texts, *fuzz.TEXTS, *REFUSED_ALL):
         asked = msgspec.structs.replace(request, address=address)
         try:
             receiver.prepare(asked, transport)

@@ -5,12 +5,13 @@ The trainer only answers: it says which bucket is full, and is notified by NIXL 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Event
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import torch
@@ -40,6 +41,8 @@ _SPIN_S: Final = 0.0001
 #: How long a rank tries to connect before its first push.
 _WARM_S: Final = 30.0
 _WARM: Final = b"warm"
+#: How long its thread may take to notice that it is over.
+_END_S: Final = 1.0
 #: Stages that a rank keeps registered: one, and that of the version before where it keeps it, for each of two arenas.
 _READS: Final = 4
 
@@ -183,12 +186,36 @@ class Trainer:
         self._control.close()
 
 
-def _warm_up(agent: Agent, trainer: str, deadline: Deadline) -> None:
-    """Send a notice and wait for the answer: NIXL connects when it is first used."""
-    with contextlib.suppress(WeightSyncError):  # the trainer, who waits too, tells
-        agent.notify(trainer, _WARM, "the trainer")
-        while deadline.left() and trainer not in agent.notices():
-            time.sleep(_SPIN_S)
+class _WarmUp(threading.Thread):
+    """Sends a notice and waits for the answer: NIXL connects when it is first used."""
+
+    #: A thread inside of NIXL when the interpreter ends would take the process down with a signal.
+    running: ClassVar[set[_WarmUp]] = set()
+
+    def __init__(self, agent: Agent, trainer: str, timeout_s: float):
+        super().__init__(name="weightsync-warm-up", daemon=True)
+        self._agent, self._trainer, self._deadline, self._over = agent, trainer, Deadline(timeout_s), Event()
+        self.running.add(self)
+        self.start()
+
+    def run(self) -> None:
+        """Until the answer is here, or nobody waits for it any more."""
+        with contextlib.suppress(WeightSyncError):  # the trainer, who waits too, tells
+            self._agent.notify(self._trainer, _WARM, "the trainer")
+            while self._deadline.left() and not self._over.is_set() and self._trainer not in self._agent.notices():
+                time.sleep(_SPIN_S)
+        self.running.discard(self)
+
+    def end(self) -> None:
+        """Give it up."""
+        self._over.set()
+        self.join(_END_S)
+
+
+@atexit.register
+def _end_warm_ups() -> None:
+    for thread in list(_WarmUp.running):
+        thread.end()
 
 
 class Engine:
@@ -200,6 +227,7 @@ class Engine:
         self.confirm = self._control.confirm
         self._agent: Agent | None = None
         self._trainer = ""
+        self._warming: _WarmUp | None = None
         #: The sender's arenas by name.
         self._arenas: dict[str, NixlHandle] = {}
         #: Requests by arena, place and size of the stage, the latest last; and registrations by place and size.
@@ -216,8 +244,7 @@ class Engine:
         self._drop()
         self._agent.know(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
         self._trainer = asked.agent
-        warming = (self._agent, asked.agent, Deadline(min(asked.timeout_s, _WARM_S)))
-        threading.Thread(target=_warm_up, args=warming, name="weightsync-warm-up", daemon=True).start()
+        self._warming = _WarmUp(self._agent, asked.agent, min(asked.timeout_s, _WARM_S))
         way = asked.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         interface = self._agent.nic or (interface_of(local_address(way)) if way else "")
         return wire.RankJoined(
@@ -300,6 +327,8 @@ class Engine:
             self._agent.forget(self._trainer)
 
     def _drop(self) -> None:
+        if self._warming is not None:
+            self._warming.end()
         self._cut()
         self._trainer = ""
 
