@@ -5,8 +5,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tools import models
+
+# Nothing is timed in tests.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)
