@@ -63,7 +63,9 @@ class Carrier:
 
     def provide(self, plan: UpdateRequest) -> None:
         """Have the arenas that a push needs: those of the push before, where it has its size."""
-        self._plan, self._layout = plan, Layout(plan.manifest)
+        if self._layout is None or self._plan is None or self._plan.manifest != plan.manifest:
+            self._layout = Layout(plan.manifest)
+        self._plan = plan
         if self._served is not None and plan.push == self._served[1].push:
             return  # the arena is filled already
         self._served = None

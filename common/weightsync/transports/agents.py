@@ -175,36 +175,32 @@ class Reads:
     def __init__(self, agent: Agent, remote: NixlHandle, memory: torch.Tensor, spans: Sequence[tuple[int, int, int]]):
         self._agent, self.remote = agent, remote
         self.memory = memory
-        here: list[tuple[int, int, int]] = []
-        there: list[tuple[int, int, int]] = []
-        self._indices: list[list[int]] = []
-        for theirs, ours, nbytes in spans:
-            self._indices.append([len(here)] if nbytes else [])
-            if nbytes:
-                here.append((memory.data_ptr() + ours, nbytes, agent._device_id))
-                there.append((remote.address + theirs, nbytes, remote.device_id))
         self._sides: list[Any] = []
+        #: One a bucket; none where the stream has no bytes, which makes one bucket too.
         self._requests: list[Any] = []
+        spans = [span for span in spans if span[2]]
+        here = [(memory.data_ptr() + ours, nbytes, agent._device_id) for _, ours, nbytes in spans]
+        there = [(remote.address + theirs, nbytes, remote.device_id) for theirs, _, nbytes in spans]
+        if not spans:
+            return
         with translated(f"reads from {remote.agent} could not be prepared"):
-            if here:
-                self._sides = [
-                    agent.nixl.prep_xfer_dlist(_LOCAL, here, agent.memory),
-                    agent.nixl.prep_xfer_dlist(remote.agent, there, remote.memory),
-                ]
-            for indices in self._indices:
-                ours_, theirs_ = self._sides if indices else (None, None)
-                self._requests.append(
-                    agent.nixl.make_prepped_xfer("READ", ours_, indices, theirs_, indices) if indices else None
-                )
+            self._sides = [
+                agent.nixl.prep_xfer_dlist(_LOCAL, here, agent.memory),
+                agent.nixl.prep_xfer_dlist(remote.agent, there, remote.memory),
+            ]
+            ours_, theirs_ = self._sides
+            self._requests = [
+                agent.nixl.make_prepped_xfer("READ", ours_, [bucket], theirs_, [bucket]) for bucket in range(len(spans))
+            ]
 
     def post(self, bucket: int, notice: bytes) -> None:
         """Begin to read a bucket; ``notice`` reaches the other agent when it is here."""
-        if self._requests[bucket] is not None and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
+        if self._requests and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND when posting")
 
     def done(self, bucket: int) -> bool:
         """Whether a bucket that was posted is here. Raises what NIXL raises."""
-        if self._requests[bucket] is None:
+        if not self._requests:
             return True
         state = self._agent.nixl.check_xfer_state(self._requests[bucket])
         if state == "ERR":
@@ -214,8 +210,7 @@ class Reads:
     def release(self) -> None:
         """Give the requests up, also those under way."""
         for held in (*self._requests, *self._sides):
-            if held is not None:
-                with contextlib.suppress(Exception):  # NIXL frees what is under way when that has ended
-                    held.release()
+            with contextlib.suppress(Exception):  # NIXL frees what is under way when that has ended
+                held.release()
         self._requests.clear()
         self._sides.clear()

@@ -257,7 +257,7 @@ class EngineControl:
     def meet(self, request: UpdateRequest, rank: int, mapped: tuple[str, ...], over: Event) -> tuple[Call, Offer]:
         """Say hello; returns once the sender has said where the bytes are. Raises `TransferFailed`, `PushTimeout`."""
         try:
-            socket = self._dial(request.address, request.server_key)
+            socket = self._dial(request)
             call = Call(socket, request, Deadline(request.timeout_s + _GRACE_S), over)
             socket.send(wire.pack(Hello(push=request.push, secret=request.secret, rank=rank, mapped=mapped)))
         except zmq.ZMQError as error:
@@ -282,12 +282,13 @@ class EngineControl:
             with contextlib.suppress(zmq.ZMQError):
                 socket.send(wire.pack(message))
 
-    def check(self, address: str, server_key: str) -> None:
+    def check(self, request: UpdateRequest) -> None:
         """Raise `TransferFailed` for an address that is not to be dialled."""
-        security.check_address(address, server_key, remote=self._remote)
+        security.check_address(request.address, request.server_key, remote=self._remote)
 
-    def _dial(self, address: str, server_key: str) -> Socket:
-        self.check(address, server_key)
+    def _dial(self, request: UpdateRequest) -> Socket:
+        self.check(request)
+        address = request.address
         if not self._sockets or address != self.address:
             self.hang_up()
             socket: Socket = self._context.socket(zmq.DEALER)
@@ -296,7 +297,7 @@ class EngineControl:
             try:
                 if self._remote:
                     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-                    socket.curve_serverkey = server_key.encode()
+                    socket.curve_serverkey = request.server_key.encode()
                     socket.setsockopt(zmq.IPV6, int("[" in address))
                     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
                     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)

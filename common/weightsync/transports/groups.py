@@ -139,13 +139,13 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def all_there(store: Any, kind: str, ranks: Sequence[int], check: Callable[[str], None]) -> None:
+def all_there(store: Any, kind: str, ranks: Sequence[int], check: Callable[[Sequence[int]], None]) -> None:
     """Wait until all ``ranks`` have set their key; ``check(who is missing)`` raises when that is in vain."""
     missing = list(ranks)
     while missing:
         missing = [rank for rank in missing if not store.check([f"{kind}/{rank}"])]
         if missing:
-            check(f"ranks {', '.join(map(str, missing))}")
+            check(missing)
             time.sleep(_STORE_S)
 
 
@@ -170,10 +170,10 @@ class Joining:
             ours = dist.PrefixStore(asked.group_name, store)
             ours.set(f"{JOINED}/{self._rank}", "1")
 
-            def check(missing: str) -> None:
+            def check(missing: Sequence[int]) -> None:
                 if self.over.is_set():
                     raise TransferFailed("joining the group was called off")
-                deadline.check(f"{missing} of the group {asked.group_name}")
+                deadline.check(f"ranks {', '.join(map(str, missing))} of the group {asked.group_name}")
 
             # A group can only be made where all are there: until then it could not be given up.
             all_there(ours, JOINED, range(1, asked.world_size), check)

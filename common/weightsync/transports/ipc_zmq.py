@@ -25,12 +25,9 @@ class Trainer:
 
     def __init__(self, device: torch.device):
         self._control = TrainerControl(remote=False)
+        self.address, self.request = self._control.address, self._control.invite
         self._talk: Talk | None = None
         self._slots, self._last, self._stream = 0, 0, False
-
-    def address(self, engine: str) -> str:
-        """See `base.TrainerEnd`."""
-        return self._control.address(engine)
 
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """There is nothing to prepare."""
@@ -38,10 +35,6 @@ class Trainer:
 
     def introduced(self, replies: Mapping[str, wire.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
-
-    def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
-        """See `base.TrainerEnd`."""
-        return self._control.invite(plan, engine)
 
     def meet(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -102,17 +95,13 @@ class Engine:
 
     def __init__(self, device: torch.device):
         self._control = EngineControl(remote=False)
-        self.confirm, self.fail = self._control.confirm, self._control.fail
+        self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
         #: Mapped arenas of the sender by name: one, or two where it keeps the version before.
         self._arenas: dict[str, torch.Tensor] = {}
 
     def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
         """No route leads here."""
         raise UnsupportedOption(f"ipc_zmq has no use for {type(asked).__name__}")
-
-    def check(self, request: UpdateRequest) -> None:
-        """See `base.EngineEnd`."""
-        self._control.check(request.address, request.server_key)
 
     def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""

@@ -48,6 +48,7 @@ class Trainer:
     def __init__(self, device: torch.device):
         self._device = device
         self._control = TrainerControl(remote=True)
+        self.address, self.request = self._control.address, self._control.invite
         self._group: Group | None = None
         self._asked: InitNcclGroup | None = None
         self._store: Any = None
@@ -56,10 +57,6 @@ class Trainer:
         self._names: list[str] = []
         self._here = ""
         self._push: _Push | None = None
-
-    def address(self, engine: str) -> str:
-        """See `base.TrainerEnd`."""
-        return self._control.address(engine)
 
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
@@ -108,13 +105,12 @@ class Trainer:
             return
         store = dist.PrefixStore(self._asked.group_name, self._store)
 
-        def check(missing: str) -> None:
-            numbers = [int(word.strip(",")) for word in missing.split()[1:]]
-            for number in numbers:
+        def check(missing: Sequence[int]) -> None:
+            for number in missing:
                 if store.check([f"{FAILED}/{number}"]):
                     said = store.get(f"{FAILED}/{number}").decode(errors="replace")
                     raise TransferFailed(f"{self._names[number]} could not join the group: {said}")
-            deadline.check(f"{', '.join(self._names[number] for number in numbers)} to join the group")
+            deadline.check(f"{', '.join(self._names[number] for number in missing)} to join the group")
 
         others = range(1, self._asked.world_size)
         all_there(store, JOINED, others, check)
@@ -124,10 +120,6 @@ class Trainer:
             raise TransferFailed(f"the group could not be made: {error}") from error
         store.set(f"{MADE}/0", "1")
         all_there(store, MADE, others, check)
-
-    def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
-        """See `base.TrainerEnd`."""
-        return self._control.invite(plan, engine)
 
     def meet(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -235,7 +227,7 @@ class Engine:
     def __init__(self, device: torch.device):
         self._device = device
         self._control = EngineControl(remote=True)
-        self.confirm = self._control.confirm
+        self.check, self.confirm = self._control.check, self._control.confirm
         self._joining: Joining | None = None
         #: Where buckets go that have no stage: made once.
         self._buckets: list[torch.Tensor] = []
@@ -253,10 +245,6 @@ class Engine:
         self._joining = Joining(asked, number, here)
         uuid = device_uuid(self._device)
         return wire.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
-
-    def check(self, request: UpdateRequest) -> None:
-        """See `base.EngineEnd`."""
-        self._control.check(request.address, request.server_key)
 
     def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""

@@ -53,6 +53,7 @@ class Trainer:
     def __init__(self, device: torch.device):
         self._device = device
         self._control = TrainerControl(remote=True)
+        self.address, self.request = self._control.address, self._control.invite
         self._agent = Agent(device, 0)
         #: What is registered, by the name of the arena.
         self._registered: dict[str, Any] = {}
@@ -61,10 +62,6 @@ class Trainer:
         self._talk: Talk | None = None
         self._plan: UpdateRequest | None = None
         self._last = 0
-
-    def address(self, engine: str) -> str:
-        """See `base.TrainerEnd`."""
-        return self._control.address(engine)
 
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
@@ -97,10 +94,6 @@ class Trainer:
                 self._agent.notify(agent, _WARM, str(silent.pop(agent)))
             time.sleep(_SPIN_S)
         self._known.update({url: reply.instance for url, reply in replies.items()})
-
-    def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
-        """See `base.TrainerEnd`."""
-        return self._control.invite(plan, engine)
 
     def meet(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -224,7 +217,7 @@ class Engine:
     def __init__(self, device: torch.device):
         self._device = device
         self._control = EngineControl(remote=True)
-        self.confirm = self._control.confirm
+        self.check, self.confirm = self._control.check, self._control.confirm
         self._agent: Agent | None = None
         self._trainer = ""
         self._warming: _WarmUp | None = None
@@ -251,10 +244,6 @@ class Engine:
             rank=rank, device=str(self._device), interface=interface, agent=self._agent.name,
             metadata=self._agent.metadata(),
         )  # fmt: skip
-
-    def check(self, request: UpdateRequest) -> None:
-        """See `base.EngineEnd`."""
-        self._control.check(request.address, request.server_key)
 
     def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
