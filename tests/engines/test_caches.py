@@ -64,7 +64,8 @@ def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(serve
     served.push(served.a, version="before")
     digests = served.digests()
     trained = models.load_reference(served.b)
-    with served.sender(pause="wait", timeout_s=6.0) as sender:
+    # Far longer than a tiny push needs, and far shorter than 900 tokens need: nothing races.
+    with served.sender(pause="wait", timeout_s=3.0) as sender:
         streams = Streams(served.server, tokens=900)
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
             sender.push(trained, version="never")
