@@ -28,7 +28,7 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
 
 
 class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):
-    """What NIXL needs to read a sender's memory: ``metadata`` of its agent, and where the arena is in its memory."""
+    """What NIXL needs to reach another's memory: ``metadata`` of its agent, and where it is."""
 
     agent: str
     metadata: bytes

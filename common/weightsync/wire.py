@@ -5,12 +5,12 @@ Rules of evolution: a field added later has a default, a tag is never reused, bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal
 
 import msgspec
 
+from weightsync import codec
 from weightsync.errors import Weights
 from weightsync.handles import CudaHandle, NixlHandle, ShmHandle
 
@@ -154,7 +154,10 @@ class InitNcclGroup(Message, frozen=True):
 
 
 class RegisterNixl(Message, frozen=True):
-    """Have every rank make its NIXL agent, and connect it to the sender's agent, whose ``metadata`` this is."""
+    """Have every rank make its NIXL agent, and connect it to the sender's agent, whose ``metadata`` this is.
+
+    ``host`` is that of the sender, as `staging.host_id` names it; ``rdma``: it has network devices that need no CPU.
+    """
 
     agent: Text
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
@@ -163,6 +166,8 @@ class RegisterNixl(Message, frozen=True):
     owner: Text = ""
     holder: Text = ""
     instance: Text = ""
+    host: Text = ""
+    rdma: bool = False
 
 
 class RankJoined(Message, frozen=True):
@@ -338,6 +343,18 @@ class Taken(Message, frozen=True, tag="taken"):
     index: int
 
 
+class Room(Message, frozen=True, tag="room"):
+    """rank -> sender: write bucket k, below ``upto``, to slot k modulo ``slots`` of my memory.
+
+    ``handle`` says how to reach it, and is absent where only ``upto`` has grown.
+    """
+
+    push: str
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+    upto: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+    handle: NixlHandle | None = None
+
+
 class Prepared(Message, frozen=True, tag="prepared"):
     """rank -> sender: the whole stream is here; verifying it took ``verify_s`` seconds."""
 
@@ -353,25 +370,13 @@ class Failed(Message, frozen=True, tag="failed"):
     message: str
 
 
-FromRank = Hello | Taken | Prepared | Failed
+FromRank = Hello | Taken | Room | Prepared | Failed
 FromSender = Offer | Filled | Still | Failed
 
-M = TypeVar("M")
-
-_encode_json = msgspec.json.Encoder()
+from_json, to_json = codec.from_json, codec.to_json
 _encode_msgpack = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
-
-
-def to_json(message: msgspec.Struct) -> bytes:
-    """HTTP body of a message."""
-    return _encode_json.encode(message)
-
-
-def from_json(body: bytes | str, kind: type[M]) -> M:
-    """Message of type ``kind``. Raises `msgspec.MsgspecError`, whatever the body is."""
-    return _readable(lambda: msgspec.json.decode(body, type=kind))
 
 
 def pack(message: FromRank | FromSender) -> bytes:
@@ -381,16 +386,9 @@ def pack(message: FromRank | FromSender) -> bytes:
 
 def unpack_from_rank(frame: bytes) -> FromRank:
     """Message of an engine rank. Raises as `from_json`."""
-    return _readable(lambda: _from_rank.decode(frame))
+    return codec.readable(lambda: _from_rank.decode(frame))
 
 
 def unpack_from_sender(frame: bytes) -> FromSender:
     """Message of a sender. Raises as `from_json`."""
-    return _readable(lambda: _from_sender.decode(frame))
-
-
-def _readable(decode: Callable[[], M]) -> M:
-    try:
-        return decode()
-    except (UnicodeError, RecursionError) as error:  # text that is none, and nesting without end
-        raise msgspec.DecodeError(f"not a message: {error}") from error
+    return codec.readable(lambda: _from_sender.decode(frame))

@@ -1,4 +1,4 @@
-"""One suite for every transport and both its ends. A new transport passes by adding its name to `TRANSPORTS`."""
+"""One suite for every transport and both its ends. A new transport passes by adding its name to the registry."""
 
 import itertools
 import os
@@ -27,9 +27,19 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, tor
 A, B = "http://127.0.0.1:8001", "http://localhost:8002"
 
 
-@pytest.fixture(params=TRAINER_ENDS)
-def transport(request):
-    return request.param
+#: What is run: a transport, and where it has two ways, the environment in which it takes the other.
+WAYS = {
+    **{name: (name, {}) for name in TRAINER_ENDS},
+    "nixl-tcp": ("nixl", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}),
+}
+
+
+@pytest.fixture(params=WAYS)
+def transport(request, monkeypatch):
+    name, environment = WAYS[request.param]
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    return name
 
 
 @pytest.fixture

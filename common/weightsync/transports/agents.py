@@ -1,25 +1,37 @@
-"""NIXL agents: made on a chosen device, with errors in words, memory that they reach, and reads that are reposted."""
+"""NIXL agents: made on a chosen device, with errors in words, memory they reach, and transfers that are reposted."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import secrets
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 
-from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.handles import NixlHandle
+
+#: Between two looks at what is under way, which is also what keeps it going.
+SPIN_S: Final = 0.0001
+#: What both sides say when they connect.
+WARM: Final = b"warm"
 
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _LOCAL: Final = "NIXL_INIT_AGENT"
 _CHECKSUM_BYTES: Final = 16
+#: How long a thread may take to notice that it is over.
+_END_S: Final = 1.0
+#: What UCX calls transports through which processes of one host share memory.
+_SHARED: Final = {"all", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem"}
 _HINTS: Final = {
     "REMOTE_DISCONNECT": "the peer has ended, or the network between is down",
     "BACKEND": "the transport below NIXL failed; run with UCX_LOG_LEVEL=info on both sides, and see that a device of "
@@ -67,6 +79,13 @@ def nic_for(device: torch.device, rank: int) -> str:
     node = _numa_node(device)
     near = [name for name in devices if node and _read(_INFINIBAND / name / "device" / "numa_node") == node] or devices
     return f"{near[rank % len(near)]}:1"
+
+
+def shares_memory() -> bool:
+    """Whether UCX may reach other processes of this host through memory, or was told by ``UCX_TLS`` not to."""
+    asked = os.environ.get("UCX_TLS", "all")
+    named = set(asked.removeprefix("^").split(","))
+    return not named & _SHARED if asked.startswith("^") else bool(named & _SHARED)
 
 
 def _numa_node(device: torch.device) -> str:
@@ -166,13 +185,20 @@ class Agent:
             self.nixl.remove_remote_agent(agent)
 
 
-class Reads:
-    """Requests that bring pieces of another agent's memory into ``memory``, made once and posted for every push.
+class Transfers:
+    """Requests that move ``memory`` to or from another agent's memory, made once and posted for every push.
 
     ``spans`` are (offset there, offset here, bytes) of each bucket.
     """
 
-    def __init__(self, agent: Agent, remote: NixlHandle, memory: torch.Tensor, spans: Sequence[tuple[int, int, int]]):
+    def __init__(
+        self,
+        operation: Literal["READ", "WRITE"],
+        agent: Agent,
+        remote: NixlHandle,
+        memory: torch.Tensor,
+        spans: Sequence[tuple[int, int, int]],
+    ):
         self._agent, self.remote = agent, remote
         self.memory = memory
         self._sides: list[Any] = []
@@ -183,23 +209,24 @@ class Reads:
         there = [(remote.address + theirs, nbytes, remote.device_id) for theirs, _, nbytes in spans]
         if not spans:
             return
-        with translated(f"reads from {remote.agent} could not be prepared"):
+        with translated(f"a {operation} with {remote.agent} could not be prepared"):
             self._sides = [
                 agent.nixl.prep_xfer_dlist(_LOCAL, here, agent.memory),
                 agent.nixl.prep_xfer_dlist(remote.agent, there, remote.memory),
             ]
             ours_, theirs_ = self._sides
             self._requests = [
-                agent.nixl.make_prepped_xfer("READ", ours_, [bucket], theirs_, [bucket]) for bucket in range(len(spans))
+                agent.nixl.make_prepped_xfer(operation, ours_, [bucket], theirs_, [bucket])
+                for bucket in range(len(spans))
             ]
 
     def post(self, bucket: int, notice: bytes) -> None:
-        """Begin to read a bucket; ``notice`` reaches the other agent when it is here."""
+        """Begin to move a bucket; ``notice`` reaches the other agent when that is done."""
         if self._requests and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND when posting")
 
     def done(self, bucket: int) -> bool:
-        """Whether a bucket that was posted is here. Raises what NIXL raises."""
+        """Whether a bucket that was posted has been moved. Raises what NIXL raises."""
         if not self._requests:
             return True
         state = self._agent.nixl.check_xfer_state(self._requests[bucket])
@@ -214,3 +241,38 @@ class Reads:
                 held.release()
         self._requests.clear()
         self._sides.clear()
+
+
+class WarmUp(threading.Thread):
+    """Sends a notice and waits for the answer: NIXL connects when it is first used."""
+
+    #: A thread inside of NIXL when the interpreter ends would take the process down with a signal.
+    running: ClassVar[set[WarmUp]] = set()
+
+    def __init__(self, agent: Agent, trainer: str, timeout_s: float):
+        super().__init__(name="weightsync-warm-up", daemon=True)
+        self._agent, self._trainer, self._over = agent, trainer, threading.Event()
+        self._until = time.monotonic() + timeout_s
+        self.running.add(self)
+        self.start()
+
+    def run(self) -> None:
+        """Until the answer is here, or nobody waits for it any more."""
+        with contextlib.suppress(WeightSyncError):  # the trainer, who waits too, tells
+            self._agent.notify(self._trainer, WARM, "the trainer")
+            while time.monotonic() < self._until and not self._over.is_set():
+                if self._trainer in self._agent.notices():
+                    break
+                time.sleep(SPIN_S)
+        self.running.discard(self)
+
+    def end(self) -> None:
+        """Give it up."""
+        self._over.set()
+        self.join(_END_S)
+
+
+@atexit.register
+def _end_warm_ups() -> None:
+    for thread in list(WarmUp.running):
+        thread.end()

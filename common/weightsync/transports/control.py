@@ -26,7 +26,7 @@ import zmq
 from weightsync import errors, security, wire
 from weightsync.errors import TransferFailed
 from weightsync.transports.base import Deadline, Peer
-from weightsync.wire import Failed, Filled, Hello, Offer, Prepared, Still, Taken, UpdateRequest
+from weightsync.wire import Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken, UpdateRequest
 
 #: How long either side sleeps at most before it looks whether the push is over.
 LOOK_UP_S: Final = 0.1
@@ -145,6 +145,8 @@ class Talk:
         self._mapped: dict[Peer, tuple[str, ...]] = {}
         self._taken = dict.fromkeys(peers, -1)
         self._prepared: dict[Peer, float] = {}
+        #: The ranks that are to be written to, and where.
+        self.rooms: dict[Peer, Room] = {}
 
     def meet(self, offer: Callable[[tuple[str, ...]], Offer]) -> None:
         """Wait until every rank has said hello, then tell each where the bytes are; ``offer`` is given what it has."""
@@ -170,8 +172,12 @@ class Talk:
 
     def all_prepared(self, what: str) -> float:
         """Wait until every rank has said so; the longest that one took to verify, in seconds."""
-        self.wait(lambda: self.peers - self._prepared.keys(), what)
+        self.wait(self.unprepared, what)
         return max(self._prepared.values(), default=0.0)
+
+    def unprepared(self) -> set[Peer]:
+        """The ranks that have not said that they hold everything."""
+        return self.peers - self._prepared.keys()
 
     def without(self, index: int) -> set[Peer]:
         """The ranks that have not taken a bucket."""
@@ -231,6 +237,10 @@ class Talk:
             self.taken(sender, message.index)
         elif isinstance(message, Prepared):
             self._prepared[sender] = message.verify_s
+        elif isinstance(message, Room):
+            known = self.rooms.get(sender)
+            handle = known.handle if known is not None and message.handle is None else message.handle
+            self.rooms[sender] = msgspec.structs.replace(message, handle=handle)
         else:
             raise _named(message, str(sender))
 
@@ -367,7 +377,11 @@ class Call:
 
     def taken(self, index: int) -> None:
         """Tell the sender that a bucket is needed no more."""
+        self.say(Taken(push=self._request.push, index=index))
+
+    def say(self, message: wire.FromRank) -> None:
+        """Tell the sender something of this push. Raises `TransferFailed`."""
         try:
-            self._socket.send(wire.pack(Taken(push=self._request.push, index=index)))
+            self._socket.send(wire.pack(message))
         except zmq.ZMQError as error:
-            raise TransferFailed(f"the sender cannot be told that bucket {index} was taken: {error}") from error
+            raise TransferFailed(f"the sender cannot be told {type(message).__name__}: {error}") from error

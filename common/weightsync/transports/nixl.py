@@ -1,50 +1,45 @@
-"""Across hosts one-sided: every rank READs the buckets from the trainer's registered arena into its registered stage.
+"""Across hosts by NIXL: every rank READs the buckets from the trainer's registered arena into its registered stage.
 
-The trainer only answers: it says which bucket is full, and is notified by NIXL when a rank has read it.
+The trainer only answers: it says which bucket is full, and is notified by NIXL when a rank has read it. Where the way
+is plain TCP, on which a READ keeps both sides busy and takes three times as long, the trainer WRITEs instead.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Event
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 import torch
 
-from weightsync import wire
-from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync import staging, wire
+from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
-from weightsync.transports.agents import Agent, Reads, translated
-from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
-from weightsync.transports.control import (
-    LOOK_UP_S,
-    Call,
-    EngineControl,
-    Talk,
-    TrainerControl,
-    interface_of,
-    local_address,
-)
-from weightsync.wire import Filled, Offer, RegisterNixl, Taken, UpdateRequest
+from weightsync.transports import base
+from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory, translated
+from weightsync.transports.base import Deadline, Introduction, Peer
+from weightsync.transports.control import EngineControl, Talk, TrainerControl, interface_of, local_address
+from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
+from weightsync.wire import Offer, RegisterNixl, Room, Taken, UpdateRequest
 
-#: Buckets that a rank has posted and not yet seen the end of: enough to hide the way of one message.
-_IN_FLIGHT: Final = 2
-#: Between two looks at what is under way, which is also what keeps it going.
-_SPIN_S: Final = 0.0001
 #: How long a rank tries to connect before its first push.
 _WARM_S: Final = 30.0
-_WARM: Final = b"warm"
-#: How long its thread may take to notice that it is over.
-_END_S: Final = 1.0
 #: Stages that a rank keeps registered: one, and that of the version before where it keeps it, for each of two arenas.
-_READS: Final = 4
+_KEPT: Final = 4
+
+
+@dataclass
+class _Lane:
+    """The way into one rank's memory: how many buckets were sent on it, and how many have arrived."""
+
+    transfers: Transfers
+    posted: int = 0
+    arrived: int = 0
 
 
 class Trainer:
@@ -61,7 +56,12 @@ class Trainer:
         self._agents: dict[str, Peer] = {}
         self._talk: Talk | None = None
         self._plan: UpdateRequest | None = None
-        self._last = 0
+        self._layout, self._arena = Layout([]), torch.empty(0, dtype=torch.uint8)
+        #: The last bucket that was announced.
+        self._filled = -1
+        self._lanes: dict[Peer, _Lane] = {}
+        #: Prepared WRITEs, the latest last, by the agent and all else that they depend on.
+        self._writes: dict[tuple[str, object], Transfers] = {}
 
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
@@ -75,6 +75,8 @@ class Trainer:
                     timeout_s=timeout_s,
                     address=self.address(url),
                     instance=hello.instance,
+                    host=staging.host_id(),
+                    rdma=bool(self._agent.nic),
                 )
         return asked
 
@@ -91,8 +93,8 @@ class Trainer:
         while silent:
             deadline.check(f"{', '.join(sorted(map(str, silent.values())))} to be reached over NIXL")
             for agent in self._agent.notices().keys() & silent.keys():
-                self._agent.notify(agent, _WARM, str(silent.pop(agent)))
-            time.sleep(_SPIN_S)
+                self._agent.notify(agent, WARM, str(silent.pop(agent)))
+            time.sleep(SPIN_S)
         self._known.update({url: reply.instance for url, reply in replies.items()})
 
     def meet(
@@ -102,7 +104,8 @@ class Trainer:
         for arena in arenas:
             if arena.name not in self._registered:
                 self._registered[arena.name] = self._agent.register(arena.bytes)
-        self._plan, self._last = plan, layout.buckets(plan.bucket_bytes) - 1
+        self._plan, self._layout, self._arena = plan, layout, arenas[0].bytes
+        self._filled, self._lanes = -1, {}
         self._talk = Talk(self._control, plan.push, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
         handle = self._agent.handle(arena.bytes)
@@ -119,20 +122,56 @@ class Trainer:
         return self._talk
 
     def _taken(self, bucket: int) -> None:
-        """Wait until every rank has read a bucket: NIXL notifies."""
-        talk, plan = self._talking(), self._plan
-        assert plan is not None
+        """Wait until every rank has a bucket: NIXL notifies."""
+        talk = self._talking()
 
         def missing() -> set[Peer]:
-            for agent, notices in self._agent.notices().items():
-                for notice in notices:
-                    self._noticed(agent, notice, plan.push, talk)
+            self._look()
             return talk.without(bucket)
 
-        if bucket < 0:
-            missing()  # looking is what lets ranks read over TCP, also while the trainer packs
-        else:
-            talk.wait(missing, f"bucket {bucket} to be read", _SPIN_S)
+        if bucket >= 0:
+            talk.wait(missing, f"bucket {bucket} to arrive", SPIN_S)
+
+    def _look(self) -> None:
+        """Looking is also what keeps transfers going, while the trainer packs too."""
+        talk, plan = self._talking(), self._plan
+        assert plan is not None
+        for agent, notices in self._agent.notices().items():
+            for notice in notices:
+                self._noticed(agent, notice, plan.push, talk)
+        for peer, room in talk.rooms.items():
+            if peer not in self._lanes:
+                self._lanes[peer] = self._lane(peer, room, plan)
+            lane = self._lanes[peer]
+            with translated(f"bucket {lane.arrived} could not be written to {peer}"):
+                while lane.arrived < lane.posted and lane.transfers.done(lane.arrived):
+                    lane.arrived += 1
+                while lane.posted < min(self._filled + 1, room.upto, lane.arrived + IN_FLIGHT):
+                    lane.transfers.post(lane.posted, wire.pack(Taken(push=plan.push, index=lane.posted)))
+                    lane.posted += 1
+            talk.taken(peer, lane.arrived - 1)
+
+    def _lane(self, peer: Peer, room: Room, plan: UpdateRequest) -> _Lane:
+        """The way into the memory that a rank has offered, prepared where it is not yet."""
+        handle, layout, size = room.handle, self._layout, plan.bucket_bytes
+        if handle is None or self._agents.get(handle.agent) != peer:
+            raise TransferFailed(f"{peer} offers memory of an agent that is not its own; push again")
+        if handle.nbytes < min(layout.nbytes, room.slots * size):
+            raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, its buckets take more")
+        place = (handle, self._arena.data_ptr(), layout.nbytes, size, plan.slots, room.slots)
+        found = self._writes.pop((handle.agent, place), None)
+        if found is None:
+            older = [key for key in self._writes if key[0] == handle.agent]
+            for key in older[: max(0, len(older) - _KEPT + 1)]:
+                self._writes.pop(key).release()
+            self._agent.know(handle.agent, handle.metadata, str(peer))
+            spans = [
+                ((k % room.slots) * size, (k % plan.slots) * size, min(size, layout.nbytes - k * size))
+                for k in range(layout.buckets(size))
+            ]
+            found = Transfers("WRITE", self._agent, handle, self._arena, spans)
+        self._writes[handle.agent, place] = found
+        return _Lane(found)
 
     def _noticed(self, agent: str, notice: bytes, push: str, talk: Talk) -> None:
         peer = self._agents.get(agent)
@@ -146,16 +185,27 @@ class Trainer:
     def acquire(self, bucket: int) -> None:
         """See `base.TrainerEnd`."""
         assert self._plan is not None
+        self._look()
         self._taken(bucket - self._plan.slots)
 
     def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
         """See `base.TrainerEnd`."""
         self._talking().announce(bucket, digests)
+        self._filled = bucket
+        self._look()
 
     def finish(self) -> float:
         """See `base.TrainerEnd`."""
-        self._taken(self._last)
-        return self._talking().all_prepared("the ranks to hold and verify everything")
+        self._taken(self._filled)
+        talk, what = self._talking(), "the ranks to hold and verify everything"
+
+        def missing() -> set[Peer]:
+            self._look()  # the notice of the last bucket may itself be under way
+            return talk.unprepared()
+
+        if self._lanes:
+            talk.wait(missing, what, SPIN_S)
+        return talk.all_prepared(what)
 
     def call_off(self, error: BaseException) -> None:
         """See `base.TrainerEnd`."""
@@ -169,6 +219,8 @@ class Trainer:
 
     def forget(self) -> None:
         """See `base.TrainerEnd`."""
+        while self._writes:
+            self._writes.popitem()[1].release()
         for registered in self._registered.values():
             self._agent.deregister(registered)
         self._registered.clear()
@@ -177,38 +229,6 @@ class Trainer:
         """Release registrations and socket; idempotent. The agent goes with its last reference."""
         self.forget()
         self._control.close()
-
-
-class _WarmUp(threading.Thread):
-    """Sends a notice and waits for the answer: NIXL connects when it is first used."""
-
-    #: A thread inside of NIXL when the interpreter ends would take the process down with a signal.
-    running: ClassVar[set[_WarmUp]] = set()
-
-    def __init__(self, agent: Agent, trainer: str, timeout_s: float):
-        super().__init__(name="weightsync-warm-up", daemon=True)
-        self._agent, self._trainer, self._deadline, self._over = agent, trainer, Deadline(timeout_s), Event()
-        self.running.add(self)
-        self.start()
-
-    def run(self) -> None:
-        """Until the answer is here, or nobody waits for it any more."""
-        with contextlib.suppress(WeightSyncError):  # the trainer, who waits too, tells
-            self._agent.notify(self._trainer, _WARM, "the trainer")
-            while self._deadline.left() and not self._over.is_set() and self._trainer not in self._agent.notices():
-                time.sleep(_SPIN_S)
-        self.running.discard(self)
-
-    def end(self) -> None:
-        """Give it up."""
-        self._over.set()
-        self.join(_END_S)
-
-
-@atexit.register
-def _end_warm_ups() -> None:
-    for thread in list(_WarmUp.running):
-        thread.end()
 
 
 class Engine:
@@ -220,36 +240,43 @@ class Engine:
         self.check, self.confirm = self._control.check, self._control.confirm
         self._agent: Agent | None = None
         self._trainer = ""
-        self._warming: _WarmUp | None = None
+        #: Whether the trainer writes to this rank, which otherwise reads.
+        self._written = False
+        self._warming: WarmUp | None = None
         #: The sender's arenas by name.
         self._arenas: dict[str, NixlHandle] = {}
-        #: Requests by arena, place and size of the stage, the latest last; and registrations by place and size.
-        self._reads: dict[tuple[str, int, int, int], Reads] = {}
-        self._registered: dict[tuple[int, int], Any] = {}
+        #: READs by arena, place and size of the stage, the latest last.
+        self._reads: dict[tuple[str, int, int, int], Transfers] = {}
+        #: What is registered, and the memory itself, by place and size.
+        self._registered: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._own: list[torch.Tensor] = []
 
     def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
         """See `base.EngineEnd`."""
         if not isinstance(asked, RegisterNixl):
             raise UnsupportedOption(f"nixl has no use for {type(asked).__name__}")
+        self._drop()
         if self._agent is None:
             self._agent = Agent(self._device, rank)
-        self._drop()
-        self._agent.know(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
+        agent = self._agent
+        here = asked.host == staging.host_id() and shares_memory()
+        self._written = bool(asked.host) and not here and not (agent.nic and asked.rdma)
+        agent.know(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
         self._trainer = asked.agent
-        self._warming = _WarmUp(self._agent, asked.agent, min(asked.timeout_s, _WARM_S))
+        self._warming = WarmUp(agent, asked.agent, min(asked.timeout_s, _WARM_S))
         way = asked.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        interface = self._agent.nic or (interface_of(local_address(way)) if way else "")
+        interface = agent.nic or (interface_of(local_address(way)) if way else "")
         return wire.RankJoined(
-            rank=rank, device=str(self._device), interface=interface, agent=self._agent.name,
-            metadata=self._agent.metadata(),
+            rank=rank, device=str(self._device), interface=interface, agent=agent.name, metadata=agent.metadata(),
         )  # fmt: skip
 
-    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
+    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> base.Incoming:
         """See `base.EngineEnd`."""
         if self._agent is None or not self._trainer:
             raise TransferFailed(f"rank {rank} knows no NIXL agent: register_nixl comes before update_weights_via_nixl")
         call, offer = self._control.meet(request, rank, tuple(self._arenas), over)
+        if self._written:
+            return Written(self, call, request, layout, offer.arena, rank)
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]
             self._release({key for key in self._reads if key[0] == name})
@@ -263,37 +290,56 @@ class Engine:
             raise TransferFailed(f"the arena {offer.arena} was never offered here; push again")
         if remote.nbytes < min(layout.nbytes, request.slots * request.bucket_bytes):
             raise TransferFailed(f"the arena holds {remote.nbytes} bytes, its buckets take more")
-        return Incoming(self, call, request, layout, offer.arena, rank)
+        return Reading(self, call, request, layout, offer.arena, rank)
 
-    def reads(self, arena: str, request: UpdateRequest, layout: Layout, stage: torch.Tensor | None) -> Reads:
+    def reads(self, arena: str, request: UpdateRequest, layout: Layout, stage: torch.Tensor | None) -> Transfers:
         """The requests that fill ``stage``, or this end's own two buckets, made where they are not there yet."""
         assert self._agent is not None
         size, slots = request.bucket_bytes, request.slots
-        memory = self._two_buckets(size) if stage is None else stage
+        memory = self.memory(request, stage)
         key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size)
         found = self._reads.pop(key, None)
         if found is None:
-            self._release(set(list(self._reads)[: max(0, len(self._reads) - _READS + 1)]))
+            self._release(set(list(self._reads)[: max(0, len(self._reads) - _KEPT + 1)]))
             self._register(memory)
-            here = _IN_FLIGHT if stage is None else layout.buckets(size)
+            here = IN_FLIGHT if stage is None else layout.buckets(size)
             spans = [
                 ((k % slots) * size, (k % here) * size, min(size, layout.nbytes - k * size))
                 for k in range(layout.buckets(size))
             ]
-            found = Reads(self._agent, self._arenas[arena], memory, spans)
+            found = Transfers("READ", self._agent, self._arenas[arena], memory, spans)
         self._reads[key] = found
         return found
 
-    def _two_buckets(self, size: int) -> torch.Tensor:
-        if not self._own or self._own[0].numel() != _IN_FLIGHT * size:
-            self._own = [torch.zeros(_IN_FLIGHT * size, dtype=torch.uint8, device=self._device)]
+    def memory(self, request: UpdateRequest, stage: torch.Tensor | None) -> torch.Tensor:
+        """Where buckets are brought: ``stage``, or this end's own two."""
+        if stage is not None:
+            return stage
+        nbytes = IN_FLIGHT * request.bucket_bytes
+        if not self._own or self._own[0].numel() != nbytes:
+            self._own = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device)]
         return self._own[0]
+
+    def opened(self, memory: torch.Tensor) -> NixlHandle:
+        """What the trainer needs to write to ``memory``."""
+        assert self._agent is not None
+        while len(self._registered) > _KEPT:
+            self._agent.deregister(self._registered.pop(next(iter(self._registered)))[0])
+        self._register(memory)
+        return self._agent.handle(memory)
+
+    def notices(self) -> list[bytes]:
+        """What the trainer has sent since, once the connection is warm; looking brings in what it writes."""
+        assert self._agent is not None
+        if self._warming is not None and self._warming.is_alive():
+            return []
+        return self._agent.notices().get(self._trainer, [])
 
     def _register(self, memory: torch.Tensor) -> None:
         assert self._agent is not None
         place = (memory.data_ptr(), memory.numel())
         if place not in self._registered and memory.numel():
-            self._registered[place] = self._agent.register(memory)
+            self._registered[place] = self._agent.register(memory), memory
 
     def _release(self, keys: set[tuple[str, int, int, int]]) -> None:
         for key in keys:
@@ -301,7 +347,7 @@ class Engine:
         used = {(reads.memory.data_ptr(), reads.memory.numel()) for reads in self._reads.values()}
         for place in self._registered.keys() - used:
             assert self._agent is not None
-            self._agent.deregister(self._registered.pop(place))
+            self._agent.deregister(self._registered.pop(place)[0])
 
     def fail(self, push: str, error: BaseException) -> None:
         """See `base.EngineEnd`; what may still be under way is cut off with the connection."""
@@ -309,15 +355,20 @@ class Engine:
         self._cut()
 
     def _cut(self) -> None:
+        if self._agent is not None and self._trainer:
+            self._agent.forget(self._trainer)
+        if self._written:
+            # What the trainer has yet to write must find nobody: the agent ends before its memory is another's.
+            self._agent, self._trainer, self._written = None, "", False
+            self._registered.clear()
         self._release(set(self._reads))
         self._arenas.clear()
         self._own.clear()
-        if self._agent is not None and self._trainer:
-            self._agent.forget(self._trainer)
 
     def _drop(self) -> None:
         if self._warming is not None:
             self._warming.end()
+            self._warming = None
         self._cut()
         self._trainer = ""
 
@@ -334,53 +385,3 @@ class Engine:
         self._drop()
         self._agent = None
         self._control.close()
-
-
-class Incoming:
-    """See `base.Incoming`."""
-
-    whole: torch.Tensor | None = None
-
-    def __init__(self, end: Engine, call: Call, request: UpdateRequest, layout: Layout, arena: str, rank: int):
-        self._end, self._call, self._request, self._layout, self._rank = end, call, request, layout, rank
-        self.arena = arena
-
-    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
-        """See `base.Incoming`; a bucket is read once it is announced, while the one before is still on its way."""
-        size, count = self._request.bucket_bytes, self._layout.buckets(self._request.bucket_bytes)
-        reads = self._end.reads(self.arena, self._request, self._layout, stage)
-        # Without a stage the other buffer is still being looked at.
-        ahead = _IN_FLIGHT if stage is not None else 1
-        announced: list[Filled] = []
-        posted = 0
-        for number in range(count):
-            while posted <= number or not self._here(reads, number):
-                self._call.check(f"bucket {number} to be read from {reads.remote.agent}")
-                while posted < min(len(announced), number + ahead):
-                    with translated(self._what(posted, reads)):
-                        reads.post(posted, wire.pack(Taken(push=self._request.push, index=posted)))
-                    posted += 1
-                message = self._call.heard(0.0 if posted > number else LOOK_UP_S)
-                if message is not None:
-                    announced.append(self._call.expect(message, len(announced)))
-                else:
-                    time.sleep(_SPIN_S)
-            at = (number if stage is not None else number % _IN_FLIGHT) * size
-            nbytes = min(size, self._layout.nbytes - number * size)
-            if not nbytes:
-                self._call.taken(number)  # nothing was read, so NIXL has notified nobody
-            yield Bucket(number, reads.memory[at : at + nbytes], announced[number].digests)
-
-    def _here(self, reads: Reads, number: int) -> bool:
-        with translated(self._what(number, reads)):
-            return reads.done(number)
-
-    def _what(self, bucket: int, reads: Reads) -> str:
-        start = bucket * self._request.bucket_bytes
-        end = min(start + self._request.bucket_bytes, self._layout.nbytes)
-        first = next(iter(self._layout.pieces(bucket, self._request.bucket_bytes)), None)
-        name = f", from {first.entry.spec.name} on" if first is not None else ""
-        return (
-            f"rank {self._rank} could not read bucket {bucket} (bytes {start} to {end} of the stream{name}) from "
-            f"{reads.remote.agent}"
-        )

@@ -1,0 +1,30 @@
+"""Messages to bytes and back; reading raises one kind of error, whatever the bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+M = TypeVar("M")
+
+_encode_json = msgspec.json.Encoder()
+
+
+def to_json(message: msgspec.Struct) -> bytes:
+    """HTTP body of a message."""
+    return _encode_json.encode(message)
+
+
+def from_json(body: bytes | str, kind: type[M]) -> M:
+    """Message of type ``kind``. Raises `msgspec.MsgspecError`, whatever the body is."""
+    return readable(lambda: msgspec.json.decode(body, type=kind))
+
+
+def readable(decode: Callable[[], M]) -> M:
+    """What ``decode`` gives. Raises `msgspec.MsgspecError`."""
+    try:
+        return decode()
+    except (UnicodeError, RecursionError) as error:  # text that is none, and nesting without end
+        raise msgspec.DecodeError(f"not a message: {error}") from error
