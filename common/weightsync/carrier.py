@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from weightsync import staging, wire
+from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
 from weightsync.transports.base import Deadline, Introduction, Peer, Progress, TrainerEnd
 from weightsync.transports.packing import Packer
@@ -61,22 +62,45 @@ class Carrier:
             if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
                 self._ends[name].introduced(post(asked), deadline)
 
-    def provide(self, plan: UpdateRequest) -> None:
-        """Have the arenas that a push needs: those of the push before, where it has its size."""
-        if self._layout is None or self._plan is None or self._plan.manifest != plan.manifest:
-            self._layout = Layout(plan.manifest)
+    def provide(self, plan: UpdateRequest, shared: Sequence[torch.Tensor] | None = None) -> None:
+        """Have the arenas that a push needs: those of the push before, where it has its size.
+
+        ``shared`` are all tensors, if they are to be read where they are.
+        """
+        before = self._layout, self._plan
+        if (
+            self._layout is None
+            or self._plan is None
+            or ((self._plan.manifest, self._plan.align_bytes) != (plan.manifest, plan.align_bytes))
+        ):
+            self._layout = Layout(plan.manifest, plan.align_bytes)
         self._plan = plan
+        if shared is not None:
+            self._offer(shared, same=self._layout is before[0])
+            return
         if self._served is not None and plan.push == self._served[1].push:
             return  # the arena is filled already
         self._served = None
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and self._layout.nbytes <= nbytes else 1
-        if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes:
+        if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and not self._in_place:
             return
         self._free()
         for _ in range(count):
             cuda = self.device.type == "cuda"
             self._arenas.append(staging.CudaArena(nbytes, self.device) if cuda else staging.ShmArena(nbytes))
+
+    def _offer(self, tensors: Sequence[torch.Tensor], *, same: bool) -> None:
+        assert self._layout is not None
+        arena = self._arenas[0] if self._arenas else None
+        if isinstance(arena, InPlaceArena) and same and arena.addresses == [tensor.data_ptr() for tensor in tensors]:
+            return
+        self._free()
+        self._arenas.append(InPlaceArena(self._layout, tensors))
+
+    @property
+    def _in_place(self) -> bool:
+        return bool(self._arenas) and isinstance(self._arenas[0], InPlaceArena)
 
     def _free(self) -> None:
         self._served = None
@@ -115,8 +139,14 @@ class Carrier:
         assert self._plan is not None
         assert self._layout is not None
         plan = self._plan
-        packer = Packer(self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest)
+        packer = Packer(
+            self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest, copies=not self._in_place
+        )
         self._announced.clear()
+        if self._in_place and not plan.digest:  # there is nothing to do with them
+            for number in range(self._layout.buckets(plan.bucket_bytes)):
+                self._announce(number, ())
+            return Sent(0.0, 0.0, self._finish())
         for packed in packer.fill(tensors, self._acquire):
             self._announce(packed.number, packed.digests)
             self._announced.append(packed.digests)
@@ -164,7 +194,8 @@ class Carrier:
             return  # it was served to others before
         assert self._plan is not None
         assert self._layout is not None
-        if self._layout.nbytes <= self._plan.slots * self._plan.bucket_bytes and not self._plan.stream:
+        whole = self._layout.nbytes <= self._plan.slots * self._plan.bucket_bytes and not self._plan.stream
+        if whole and not self._in_place:  # what is the trainer's own it changes
             self._served = self._arenas[0], self._plan, list(self._announced)
         self._arenas.reverse()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
+import torch
 from tqdm import tqdm
 
 from weightsync import wire
@@ -58,13 +59,16 @@ class Delivery:
         self._pause, self._progress = pause, progress
         self.seconds: dict[str, float] = {}
 
-    def push(self, plan: wire.UpdateRequest, label: str, send: Send, nbytes: int) -> tuple[Sent, Commits]:
-        """Prepare, ``send`` and commit. Raises `WeightSyncError`."""
+    def push(
+        self, plan: wire.UpdateRequest, label: str, send: Send, nbytes: int,
+        shared: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[Sent, Commits]:  # fmt: skip
+        """Prepare, ``send`` and commit; ``shared`` are tensors to be read where they are. Raises `WeightSyncError`."""
         carrier = self._carrier
         assert carrier is not None, "a push has a carrier"
         with self._settled(plan.push):
             with self._fleet.renewed(plan.push, self._deadline):
-                self._prepare(carrier, plan)
+                self._prepare(carrier, plan, shared)
                 if plan.stream:
                     sent, commits = self._stream(carrier, plan.push, label, send, nbytes)
                 else:
@@ -87,9 +91,9 @@ class Delivery:
             self._carrier.rolled_back()
         return commits
 
-    def _prepare(self, carrier: Carrier, plan: wire.UpdateRequest) -> None:
+    def _prepare(self, carrier: Carrier, plan: wire.UpdateRequest, shared: Sequence[torch.Tensor] | None) -> None:
         fleet, deadline = self._fleet, self._deadline
-        carrier.provide(plan)
+        carrier.provide(plan, shared)
         introduce(carrier, fleet, deadline)
         # Here, and not in the threads that ask the engines: a socket is not for several.
         requests = {url: carrier.request(url, engine.transport) for url, engine in fleet.engines.items()}

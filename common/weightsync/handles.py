@@ -14,6 +14,17 @@ class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
     nbytes: int
 
 
+class InPlaceHandle(msgspec.Struct, frozen=True, tag="in_place"):
+    """The trainer's own shared memory: ``files`` that the process ``pid`` has open, by descriptor and inode.
+
+    ``parts`` are (file, its first byte, bytes) in the order of the stream, in whole pages.
+    """
+
+    pid: int
+    files: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int, int], ...]
+
+
 class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
     """What CUDA needs to map another process's allocation, each field as torch hands it out."""
 

@@ -42,9 +42,9 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
-def align(nbytes: int) -> int:
-    """Round up to `ALIGN_BYTES`."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+def align(nbytes: int, to: int = ALIGN_BYTES) -> int:
+    """Round up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
 
 
 class Entry(NamedTuple):
@@ -77,10 +77,12 @@ class Layout:
     """Where each tensor of a manifest lies in the stream; both sides compute it from the manifest alone.
 
     The stream is cut into buckets of ``bucket_bytes`` wherever a boundary falls, so a tensor larger than a bucket is
-    split, and a stage that holds the whole stream holds every tensor contiguously.
+    split, and a stage that holds the whole stream holds every tensor contiguously. Tensors start at multiples of
+    ``align_bytes``.
     """
 
-    def __init__(self, manifest: Sequence[TensorSpec]):
+    def __init__(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES):
+        self.align_bytes = align_bytes
         self.entries: list[Entry] = []
         offset = 0
         for spec in manifest:
@@ -89,7 +91,7 @@ class Layout:
                 raise ManifestMismatch(f"{spec.name}: dtype {spec.dtype}, shape {spec.shape} is not a tensor")
             nbytes = math.prod(spec.shape) * dtype.itemsize
             self.entries.append(Entry(spec, dtype, offset, nbytes))
-            offset += align(nbytes)
+            offset += align(nbytes, align_bytes)
         self.nbytes = offset
         self._ends = [entry.offset + entry.nbytes for entry in self.entries]
         #: Bytes of the tensors alone, without the padding between them.

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 import torch
 
-from weightsync import staging
+from weightsync import in_place, staging
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.errors import (
     ApplyFailed,
@@ -67,7 +67,7 @@ class _Job:
 
     def __init__(self, request: UpdateRequest, end: EngineEnd):
         self.request, self.transport = request, end
-        self.layout = Layout(request.manifest)
+        self.layout = Layout(request.manifest, request.align_bytes)
         self.deadline = Deadline(request.timeout_s)
         self.over, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
@@ -112,6 +112,7 @@ class Receiver:
             free_bytes=staging.free_bytes(device),
             transports=available(),
             settings=groups.settings(),
+            process_space=in_place.process_space(),
         )
 
     def status(self, digest: bool = False) -> RankStatus:

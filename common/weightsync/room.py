@@ -29,6 +29,16 @@ class Choice:
     reason: str
 
 
+def in_place(stream_bytes: int) -> Choice:
+    """For a model that the ranks read where it is."""
+    part = _part(stream_bytes)
+    return Choice(part, max(1, -(-stream_bytes // part)), "full", "the model's parameters are shared memory already")
+
+
+def _part(stream_bytes: int) -> int:
+    return min(_MAX_PART_BYTES, max(_MIN_PART_BYTES, align(-(-stream_bytes // _PARTS))))
+
+
 def choose(
     stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool
 ) -> Choice:
@@ -39,7 +49,7 @@ def choose(
     (twice with ``keep``), in many buckets, else two small ones.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
-    part = min(half, _MAX_PART_BYTES, max(_MIN_PART_BYTES, align(-(-stream_bytes // _PARTS))))
+    part = min(half, _part(stream_bytes))
     times = 2 if keep else 1
     slots = 2
     if asked is not None:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-from weightsync import digest, security, staging, wire
+from weightsync import digest, in_place, room, security, staging, wire
 from weightsync.carrier import Carrier, Sent
 from weightsync.delivery import Delivery, introduce, release
 from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption
@@ -118,19 +118,20 @@ class Sender:
         source = open_source(model, reuse=self._source)
         # Only a module's costs something to open; others might keep a whole gathered model alive until the next push.
         self._source = source if isinstance(source, ModuleSource) else None
-        layout = self._layout_of(source)
+        shared = self._shared(source)
+        layout = self._layout_of(source, in_place.PAGE_BYTES if shared is not None else ALIGN_BYTES)
         label = self._next_version() if version is None else version
         carrier = self._provide_carrier(source)
-        choice = self._choose(carrier, layout)
+        choice = self._choose(carrier, layout) if shared is None else room.in_place(layout.nbytes)
         plan = self._plan(carrier, source, layout, choice)
 
         def send(progress: Progress | None) -> Sent:
             staging.synchronize(source.device)
-            return carrier.send(source.tensors(), progress)
+            return carrier.send(source.tensors() if shared is None else shared, progress)
 
         self._machine.move("push")
         delivery = self._delivery(carrier, deadline)
-        sent, commits = delivery.push(plan, label, send, layout.nbytes)
+        sent, commits = delivery.push(plan, label, send, layout.nbytes, shared)
         self._served = label
         seconds = {**delivery.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
@@ -235,10 +236,20 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _layout_of(self, source: Source) -> Layout:
-        if self._layout is None or tuple(entry.spec for entry in self._layout.entries) != source.specs:
-            self._layout = Layout(source.specs)
+    def _shared(self, source: Source) -> list[torch.Tensor] | None:
+        """All tensors, if every rank can read them where they are and nobody will want them after the push."""
+        here = in_place.process_space()
+        alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
+        if not alone or self._keep or self._staging == "none" or self._bucket_bytes is not None:
+            return None
+        return in_place.find(source.tensors())
+
+    def _layout_of(self, source: Source, align_bytes: int) -> Layout:
+        known = self._layout
+        if known is None or known.align_bytes != align_bytes or tuple(e.spec for e in known.entries) != source.specs:
+            self._layout = Layout(source.specs, align_bytes)
             self._chosen = None
+        assert self._layout is not None
         return self._layout
 
     def _provide_carrier(self, source: Source | None) -> Carrier:
@@ -289,6 +300,7 @@ class Sender:
             keep=self._keep,
             stream=choice.staging == "none",
             slots=choice.slots,
+            align_bytes=layout.align_bytes,
         )
 
     def _next_version(self) -> str:

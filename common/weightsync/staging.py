@@ -21,8 +21,9 @@ from typing import Final
 import psutil
 import torch
 
+from weightsync import in_place
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.handles import CudaHandle, ShmHandle
+from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
 
 SHM_DIRECTORY: Final = Path("/dev/shm")
 _SHM_PREFIX: Final = "weightsync-"
@@ -144,11 +145,13 @@ class CudaArena:
         del self.bytes
 
 
-Arena = ShmArena | CudaArena
+Arena = ShmArena | CudaArena | in_place.InPlaceArena
 
 
-def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:
+def attach(handle: ShmHandle | InPlaceHandle | CudaHandle) -> torch.Tensor:
     """Map a sender's arena into this process as a 1-D uint8 tensor. Raises `TransferFailed`."""
+    if isinstance(handle, InPlaceHandle):
+        return in_place.attach(handle)
     return _attach_shm(handle) if isinstance(handle, ShmHandle) else _attach_cuda(handle)
 
 

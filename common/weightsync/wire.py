@@ -12,7 +12,7 @@ import msgspec
 
 from weightsync import codec
 from weightsync.errors import Weights
-from weightsync.handles import CudaHandle, NixlHandle, ShmHandle
+from weightsync.handles import CudaHandle, InPlaceHandle, NixlHandle, ShmHandle
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
@@ -67,7 +67,8 @@ class RankInfo(Message, frozen=True):
 
     ``device`` is a torch device type (``"cpu"``, ``"cuda"``), ``device_uuid`` names the accelerator under any
     remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device. ``transports`` are
-    those it has what it needs for, ``settings`` the environment variables that both ends should agree on.
+    those it has what it needs for, ``settings`` the environment variables that both ends should agree on,
+    ``process_space`` the name of the space in which ``pid`` is unique.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class RankInfo(Message, frozen=True):
     free_bytes: int = 0
     transports: tuple[Text, ...] = ("ipc_zmq",)
     settings: dict[Text, Text] = {}
+    process_space: str = ""
 
 
 # --- HTTP: trainer -> engine front end --------------------------------------------------------------------------------
@@ -109,7 +111,8 @@ class UpdateRequest(Message, frozen=True):
 
     The same for every transport. ``secret`` proves to the sender, over ZMQ, that a rank was asked by it; ``server_key``
     is the sender's CURVE key, where the address is one of TCP. The checkpoint crosses as one stream of bytes (see
-    `layout.Layout`), ``bucket_bytes`` at a time, bucket k in slot k modulo ``slots`` of the sender's arena. ``owner``
+    `layout.Layout`), tensors at multiples of ``align_bytes``, in buckets, bucket k in slot k modulo ``slots`` of the
+    sender's arena. ``owner``
     takes the engine's lease, ``holder`` names it to others. ``instance`` is the engine that the sender opened. Tensors
     are checked by the digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version
     before to be kept, ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
@@ -130,6 +133,7 @@ class UpdateRequest(Message, frozen=True):
     stream: bool = False
     server_key: Text = ""
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
+    align_bytes: Annotated[int, msgspec.Meta(ge=512, le=1 << 24, multiple_of=512)] = 512
 
 
 class InitNcclGroup(Message, frozen=True):
@@ -318,7 +322,7 @@ class Offer(Message, frozen=True, tag="offer"):
 
     push: str
     arena: str
-    handle: ShmHandle | CudaHandle | NixlHandle | None = None
+    handle: ShmHandle | InPlaceHandle | CudaHandle | NixlHandle | None = None
     alive: tuple[str, ...] = ()
 
 

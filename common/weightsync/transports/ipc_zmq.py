@@ -12,7 +12,7 @@ import torch
 
 from weightsync import staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.handles import CudaHandle, ShmHandle
+from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
 from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
@@ -108,15 +108,16 @@ class Engine:
         if request.address != self._control.address:
             self._arenas.clear()
         call, offer = self._control.meet(request, rank, tuple(self._arenas), over)
+        nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
         try:
-            return Incoming(call, request, layout, self._map(offer, request.slots * request.bucket_bytes), offer.arena)
+            return Incoming(call, request, layout, self._map(offer, nbytes), offer.arena)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"the arena could not be mapped: {type(error).__name__}: {error}") from error
 
     def _map(self, offer: Offer, nbytes: int) -> torch.Tensor:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap what is old before mapping what is new
-        if isinstance(offer.handle, (ShmHandle, CudaHandle)):
+        if isinstance(offer.handle, (ShmHandle, InPlaceHandle, CudaHandle)):
             self._arenas[offer.arena] = staging.attach(offer.handle)
         arena = self._arenas.get(offer.arena)
         if arena is None:

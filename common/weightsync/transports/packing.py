@@ -26,11 +26,15 @@ class Packer:
     """Packs one stream into ``arena``, a 1-D uint8 tensor of ``slots`` buckets that are filled in turn.
 
     What is hashed is the trainer's own tensor where its bytes lie in one piece, so that a fault in packing shows too.
+    Without ``copies`` the arena is the tensors' own memory.
     Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
     """
 
-    def __init__(self, layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str):
+    def __init__(
+        self, layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str, *, copies: bool = True
+    ):
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
+        self._copies = copies
         self._hash = digest.ALGORITHMS[algorithm] if algorithm else None
         self.gather_s = self.digest_s = 0.0
 
@@ -89,7 +93,7 @@ class Packer:
             step = digest.CHUNK_BYTES if hasher is not None and source.device.type == "cpu" else max(1, nbytes)
             pieces = list(zip(torch.split(target, step), torch.split(source, step), strict=True))
         for into, out_of in pieces:
-            if into is not out_of:
+            if into is not out_of and self._copies:
                 staging.copy(into, out_of)
             if hasher is not None:
                 mark = time.perf_counter()
