@@ -2,10 +2,10 @@
 
 For each engine one server runs on this machine's CPU, and rounds are repeated in which everything is measured once, one
 after the other: a memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), the
-engine's own ways, and pushes that verify nothing. Each brings the other of two sets of weights. Of warm pushes the
-second of two in a row counts, and so it does of the engine's own ways (there with the same set again). In the first
-round it is checked what the engine serves after each; at the end, that its weights are, bit by bit, those that it
-loaded itself when it started.
+engine's own ways, pushes that verify nothing, and pushes of parameters in shared memory. Each brings the other of two
+sets of weights. Of warm pushes the second of two in a row counts, and so it does of the engine's own ways (there with
+the same set again). In the first round it is checked what the engine serves after each; at the end, that its weights
+are, bit by bit, those that it loaded itself when it started.
 
 Times are wall-clock seconds in the process that waits for the weights to be served; only vLLM's in-worker reload is
 timed inside of vLLM. Exit code 0 if everything that was pushed is served.
@@ -21,12 +21,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import report
 from benchmarks.peers import RELOAD, Peer, peers
 from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
 from tools.progress import alive
 from weightsync import PushResult, Sender
+from weightsync.wire import Verify
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
 NEW_TOKENS = 8
@@ -96,22 +99,29 @@ class Bench:
                 found[name] = way(self._served)
                 if check:
                     self._check(name)
-        with Sender([self._server.url], verify="off") as sender:
-            for _ in range(2):
-                self._push(sender)
-            found[report.UNVERIFIED] = self._push(sender)
-            if check:
-                self._check(report.UNVERIFIED)
+        shared = self._trainer.shared
+        kinds: tuple[tuple[str, Verify, torch.nn.Module], ...] = (
+            (report.UNVERIFIED, "off", self._trainer.module),
+            (report.SHARED, "digest", shared),
+            (report.SHARED_UNVERIFIED, "off", shared),
+        )
+        for name, verify, module in kinds:
+            with Sender([self._server.url], verify=verify) as sender:
+                for _ in range(2):
+                    self._push(sender, module)
+                found[name] = self._push(sender, module)
+                if check:
+                    self._check(name)
         return found
 
     def _digest(self, sender: Sender) -> str:
         """Hash of the weights that the engine computes with."""
         return sender.status(digest=True)[self._server.url].ranks[0].digest
 
-    def _push(self, sender: Sender) -> Sample:
+    def _push(self, sender: Sender, module: torch.nn.Module | None = None) -> Sample:
         self._turn()
         start = time.perf_counter()
-        result = sender.push(self._trainer.module)
+        result = sender.push(self._trainer.module if module is None else module)
         return {**_flat(result), "seconds": time.perf_counter() - start}
 
     def _turn(self) -> None:

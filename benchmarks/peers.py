@@ -19,6 +19,7 @@ from tools import servers
 
 TIMEOUT_S = 120.0
 TENSOR = "SGLang update_weights_from_tensor"
+DISTRIBUTED = "SGLang update_weights_from_distributed, gloo"
 RELOAD = "vLLM reload_weights, tensors in the worker"
 DISK = {"sglang": "save + SGLang update_weights_from_disk", "vllm": "save + vLLM reload_weights from disk"}
 
@@ -35,6 +36,7 @@ def peers(server: servers.Server, trainer: Trainer, folders: list[Path]) -> Iter
     with _Helper(folders) as helper:
         yield {
             TENSOR: lambda index: helper.ask({"push": index, "url": server.url}),
+            DISTRIBUTED: lambda index: helper.ask({"push": index, "url": server.url, "group": True}),
             DISK["sglang"]: lambda index: _from_disk(trainer, index, lambda folder: _sglang_disk(server, folder)),
         }
 

@@ -36,9 +36,9 @@ def model_folders(kind: models.Kind) -> list[Path]:
 
 
 class Trainer:
-    """One module in private memory, and two sets of weights for it.
+    """One module in private memory and one in shared memory, and two sets of weights for them.
 
-    `use` writes a set into the module's parameters in place, as an optimiser step does; what is pushed is the module.
+    `use` writes a set into the modules' parameters in place, as an optimiser step does; what is pushed is a module.
     """
 
     def __init__(self, folders: list[Path]):
@@ -48,6 +48,7 @@ class Trainer:
             self.sets.append({name: value.detach().clone() for name, value in self.module.named_parameters()})
         for parameter in self.module.parameters():
             parameter.data = parameter.data.clone()  # not a mapped file
+        self.shared = models.load_reference(folders[0]).share_memory()
         self.nbytes = sum(value.nbytes for value in self.sets[0].values())
         self._buffers = [torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(2)]
         self._scratch = Path(tempfile.mkdtemp(prefix="weightsync-bench-", dir=staging.SHM_DIRECTORY))
@@ -62,9 +63,10 @@ class Trainer:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def use(self, index: int) -> None:
-        """Make the module hold set ``index``."""
-        for name, parameter in self.module.named_parameters():
-            staging.copy(parameter.data, self.sets[index][name])
+        """Make the modules hold set ``index``."""
+        for module in (self.module, self.shared):
+            for name, parameter in module.named_parameters():
+                staging.copy(parameter.data, self.sets[index][name])
 
     def memcpys(self) -> list[float]:
         """Seconds of copies of all the model's bytes from one warm private buffer to another, one call each.
