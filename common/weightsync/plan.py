@@ -168,7 +168,7 @@ def _part(cell: Sequence[int], cuts: Sequence[Sequence[int]]) -> Box:
 
 def _check_inside(spec: TensorSpec, box: Box, rank: int) -> None:
     inside = len(box.start) == len(box.shape) == len(spec.shape) and all(
-        0 <= a and 0 <= n and a + n <= size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)
+        min(a, n) >= 0 and a + n <= size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)
     )
     if not inside:
         raise SourceError(f"trainer rank {rank} holds {box} of {spec.name}, which is {list(spec.shape)}")
