@@ -165,10 +165,11 @@ class Delivery:
 
     def _tell(self, error: BaseException) -> None:
         """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised."""
-        urls = self._fleet.engines
-        untold: dict[str, Weights] = {url: "dirty" if engine.stopped else "unchanged" for url, engine in urls.items()}
+        untold = self._fleet.untouched()
         if isinstance(error, WeightSyncError):
-            told = {url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()}
+            told: dict[str, Weights] = {
+                url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()
+            }
             error.settle({**untold, **told})
         elif isinstance(error, (RuntimeError, OSError, ValueError)):
             raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error

@@ -65,8 +65,8 @@ class WeightSourceAdapter:
             return names
         if unknown := sorted(set(said) - names):
             raise SourceError(
-                f"{type(self._weights).__name__}.held_names() lists {unknown[0]!r} and metadata() does not; it describes "
-                "the whole model on every rank"
+                f"{type(self._weights).__name__}.held_names() lists {unknown[0]!r} and metadata() does not; that "
+                "describes the whole model on every rank"
             )
         return frozenset(said)
 
