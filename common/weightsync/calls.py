@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 COMMIT_CALL_S: Final = 600.0
 #: How often the ranks' processes are looked at while a call takes long.
 _LOOK_UP_S: Final = 1.0
-_ENDED: Final = "has ended"
+ENDED: Final = "has ended"
 
 
 class Calls:
@@ -69,22 +69,23 @@ class Calls:
 
     def check_alive(self) -> None:
         """Raise `EngineUnreachable` if a rank's process has ended; engines themselves notice much later."""
-        if any(_fault(rank.pid) == _ENDED for rank in self.ranks):
+        if any(fault(rank.pid) == ENDED for rank in self.ranks):
             raise EngineUnreachable(f"the engine cannot go on{self.trouble()}", weights="unknown")
 
     def trouble(self) -> str:
         """What can be seen of ranks that cannot answer, to be appended to an error."""
-        seen = [f"rank {rank.rank} (process {rank.pid}) {fault}" for rank in self.ranks if (fault := _fault(rank.pid))]
+        seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := fault(rank.pid))]
         return f": {', '.join(seen)}" if seen else ""
 
 
-def _fault(pid: int) -> str:
+def fault(pid: int) -> str:
+    """What can be seen of a process that does not answer; empty if it runs."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return _ENDED
+        return ENDED
     if status == psutil.STATUS_ZOMBIE:
-        return _ENDED
+        return ENDED
     return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
 
 

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from weightsync import staging, wire
+from weightsync.assembly import Work
 from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
 from weightsync.transports.base import Deadline, Introduction, Peer, Progress, TrainerEnd
@@ -19,6 +20,10 @@ from weightsync.wire import UpdateRequest
 
 Post = Callable[[Mapping[str, Introduction]], Mapping[str, wire.JoinReply]]
 """Tells engines, by URL, what a transport has to say before a push; returns their replies."""
+
+
+Fill = Callable[[Layout, staging.ShmArena, tuple[str, ...], str], tuple[list[int], Work]]
+"""Fills an arena, given the names of all in use and the digest's; returns each tensor's digest, and what it took."""
 
 
 class Sent(NamedTuple):
@@ -48,7 +53,8 @@ class Carrier:
 
     def free_bytes(self) -> int:
         """Memory that an arena could take, in bytes."""
-        return staging.free_bytes(self.device) if self.device.type == "cuda" else staging.free_shared_bytes()
+        free = staging.free_bytes(self.device) if self.device.type == "cuda" else staging.free_shared_bytes()
+        return free + sum(arena.bytes.numel() for arena in self._arenas)
 
     def introduce(self, engines: Mapping[str, tuple[str, wire.OpenReply]], post: Post, deadline: Deadline) -> None:
         """Make every engine ready to be pushed to; ``engines`` says by URL over what. Those that are, hear nothing.
@@ -62,10 +68,10 @@ class Carrier:
             if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
                 self._ends[name].introduced(post(asked), deadline)
 
-    def provide(self, plan: UpdateRequest, shared: Sequence[torch.Tensor] | None = None) -> None:
+    def provide(self, plan: UpdateRequest, lent: Sequence[torch.Tensor] | None = None) -> None:
         """Have the arenas that a push needs: those of the push before, where it has its size.
 
-        ``shared`` are all tensors, if they are to be read where they are.
+        ``lent`` are all tensors, if they are to be read where they are.
         """
         before = self._layout, self._plan
         if (
@@ -75,8 +81,8 @@ class Carrier:
         ):
             self._layout = Layout(plan.manifest, plan.align_bytes)
         self._plan = plan
-        if shared is not None:
-            self._offer(shared, same=self._layout is before[0])
+        if lent is not None:
+            self._offer(lent, same=self._layout is before[0])
             return
         if self._served is not None and plan.push == self._served[1].push:
             return  # the arena is filled already
@@ -153,6 +159,25 @@ class Carrier:
             if progress is not None:
                 progress(packed.nbytes)
         return Sent(packer.gather_s, packer.digest_s, self._finish())
+
+    def send_filled(self, fill: Fill, progress: Progress | None) -> Sent:
+        """As `send`, of an arena that has room for all and that ``fill`` fills. Raises what it raises, too."""
+        assert self._plan is not None
+        assert self._layout is not None
+        arena, size, layout = self._arenas[0], self._plan.bucket_bytes, self._layout
+        assert layout.nbytes <= self._plan.slots * size, "the arena holds everything"
+        assert isinstance(arena, staging.ShmArena), "processes share the host's memory"
+        digests, work = fill(layout, arena, tuple(one.name for one in self._arenas), self._plan.digest)
+        ended: list[list[int]] = [[] for _ in range(layout.buckets(size))]
+        for entry, found in zip(layout.entries, digests, strict=True):
+            if entry.nbytes and self._plan.digest:
+                ended[(entry.offset + entry.nbytes - 1) // size].append(found)
+        self._announced = [tuple(those) for those in ended]
+        for number, those in enumerate(self._announced):
+            self._announce(number, those)
+            if progress is not None:
+                progress(min((number + 1) * size, layout.nbytes))
+        return Sent(work.gather_s, work.digest_s, self._finish())
 
     def again(self) -> UpdateRequest | None:
         """What was served last, as a push anew that `resend` sends; None where the arena does not hold it."""

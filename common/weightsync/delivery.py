@@ -61,14 +61,14 @@ class Delivery:
 
     def push(
         self, plan: wire.UpdateRequest, label: str, send: Send, nbytes: int,
-        shared: Sequence[torch.Tensor] | None = None,
+        lent: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Sent, Commits]:  # fmt: skip
-        """Prepare, ``send`` and commit; ``shared`` are tensors to be read where they are. Raises `WeightSyncError`."""
+        """Prepare, ``send`` and commit; ``lent`` are tensors to be read where they are. Raises `WeightSyncError`."""
         carrier = self._carrier
         assert carrier is not None, "a push has a carrier"
         with self._settled(plan.push):
             with self._fleet.renewed(plan.push, self._deadline):
-                self._prepare(carrier, plan, shared)
+                self._prepare(carrier, plan, lent)
                 if plan.stream:
                     sent, commits = self._stream(carrier, plan.push, label, send, nbytes)
                 else:
@@ -91,9 +91,9 @@ class Delivery:
             self._carrier.rolled_back()
         return commits
 
-    def _prepare(self, carrier: Carrier, plan: wire.UpdateRequest, shared: Sequence[torch.Tensor] | None) -> None:
+    def _prepare(self, carrier: Carrier, plan: wire.UpdateRequest, lent: Sequence[torch.Tensor] | None) -> None:
         fleet, deadline = self._fleet, self._deadline
-        carrier.provide(plan, shared)
+        carrier.provide(plan, lent)
         introduce(carrier, fleet, deadline)
         # Here, and not in the threads that ask the engines: a socket is not for several.
         requests = {url: carrier.request(url, engine.transport) for url, engine in fleet.engines.items()}
@@ -169,10 +169,11 @@ class Delivery:
 
     def _tell(self, error: BaseException) -> None:
         """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised."""
-        urls = self._fleet.engines
-        untold: dict[str, Weights] = {url: "dirty" if engine.stopped else "unchanged" for url, engine in urls.items()}
+        untold = self._fleet.untouched()
         if isinstance(error, WeightSyncError):
-            told = {url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()}
+            told: dict[str, Weights] = {
+                url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()
+            }
             error.settle({**untold, **told})
         elif isinstance(error, (RuntimeError, OSError, ValueError)):
             raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error

@@ -110,6 +110,10 @@ class Fleet:
             found.setdefault(engine.transport, set()).update(engine.peers)
         return found
 
+    def untouched(self) -> dict[str, Weights]:
+        """What each engine serves, by URL, if a push has not changed it."""
+        return {url: "dirty" if engine.stopped else "unchanged" for url, engine in self.engines.items()}
+
     def hellos(self) -> dict[str, tuple[str, wire.OpenReply]]:
         """By URL, how each engine is reached and what it said of itself."""
         return {url: (engine.transport, engine.hello) for url, engine in self.engines.items()}

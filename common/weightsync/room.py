@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from weightsync.errors import UnsupportedOption
 from weightsync.layout import ALIGN_BYTES, align
 
 Staging = Literal["full", "none", "auto"]
@@ -40,19 +41,29 @@ def _part(stream_bytes: int) -> int:
 
 
 def choose(
-    stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool
-) -> Choice:
+    stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool,
+    shared: bool = False,
+) -> Choice:  # fmt: skip
     """Buckets and stage for a stream.
 
     ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for
     a stage of its own. A bucket is ``asked`` bytes if given, else half the stream where there is room for all of it
-    (twice with ``keep``), in many buckets, else two small ones.
+    (twice with ``keep``), in many buckets, else two small ones. An arena that several trainer processes have ``shared``
+    holds everything; raises `UnsupportedOption` where there is no room for that.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
     part = min(half, _part(stream_bytes))
     times = 2 if keep else 1
     slots = 2
-    if asked is not None:
+    if shared:
+        bucket_bytes = part if asked is None else align(asked)
+        slots = max(2, -(-stream_bytes // bucket_bytes))
+        if slots * bucket_bytes * times > free_bytes:
+            raise UnsupportedOption(
+                "the ranks of a trainer assemble the model in shared memory, which takes "
+                f"{slots * bucket_bytes * times} bytes, and {free_bytes} are free; free some, or push from one process"
+            )
+    elif asked is not None:
         bucket_bytes = align(asked)
     elif 2 * half * times <= free_bytes * _HOLD_SHARE and staged != "none":
         bucket_bytes, slots = part, max(2, -(-stream_bytes // part))

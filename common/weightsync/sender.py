@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from weightsync import digest, in_place, room, security, staging, wire
 from weightsync.carrier import Carrier, Sent
+from weightsync.crew import crew
 from weightsync.delivery import Delivery, introduce, release
-from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption
+from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights
 from weightsync.fleet import Fleet
 from weightsync.layout import ALIGN_BYTES, Layout
 from weightsync.results import EngineResult, PushResult
@@ -20,9 +21,11 @@ from weightsync.room import Choice, Staging, choose
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
 from weightsync.sources.module import ModuleSource
+from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.transports.base import Deadline, Progress
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
+_T = TypeVar("_T")
 
 
 class Sender:
@@ -44,6 +47,12 @@ class Sender:
     `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the
     engines' lease, with ``"nccl"`` and ``"nixl"`` building one does, and `close` gives it back. Not for use by several
     threads.
+
+    In a trainer of several processes (an initialised `torch.distributed` group of more than one) every rank builds one,
+    with the same arguments, and every rank makes each call of it; all return the same, or raise the same. Rank 0 alone
+    talks to the engines. Each rank sends what it holds: nothing is gathered, and no collective is started. Of plain
+    tensors that several ranks hold, as with DistributedDataParallel, the lowest sends. `close` waits for nobody. The
+    ranks must be on one host, whose shared memory holds the whole model.
     """
 
     def __init__(
@@ -78,23 +87,42 @@ class Sender:
             raise UnsupportedOption(f"timeout_s must be above 0 and at most {wire.MAX_TIMEOUT_S:g}")
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
         self._staging, self._verify, self._keep, self._bucket_bytes = staging, verify, keep_previous, bucket_bytes
-        key = security.sender_token() if token is None else token
+        self._urls, self._token, self._transport = list(engines), token, transport
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
         self._source: Source | None = None
         self._layout: Layout | None = None
+        #: Whether several processes fill the arena.
+        self._shared = False
         self._chosen: Choice | None = None
         #: Label of what was pushed last.
         self._served = ""
-        deadline = Deadline(timeout_s)
-        self._fleet = Fleet(engines, key, pause, transport, deadline)
+        self._crew = crew()
+        try:
+            self._together("build a Sender", type(None), self._open)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, _: Source | None, deadline: Deadline) -> None:
+        key = security.sender_token() if self._token is None else self._token
+        #: Of the only rank, or of rank 0.
+        self._fleet = Fleet(self._urls, key, self._pause, self._transport, deadline)
         if self._fleet.peers.keys() != {"ipc_zmq"}:
-            try:
-                # Groups are made and connections warmed up now, not in the first push.
-                introduce(self._provide_carrier(None), self._fleet, deadline)
-            except BaseException:
-                self.close()
-                raise
+            # Groups are made and connections warmed up now, not in the first push.
+            introduce(self._provide_carrier(None), self._fleet, deadline)
+
+    def _together(self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T], model: object = None) -> _T:
+        """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
+        deadline = Deadline(self._timeout_s)
+        offer = None if model is None else lambda: self._source_of(model)
+        if self._crew is None:
+            return act(offer() if offer is not None else None, deadline)
+        return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
+
+    def _untouched(self) -> dict[str, Weights]:
+        fleet: Fleet | None = getattr(self, "_fleet", None)
+        return dict.fromkeys(self._urls, "unchanged") if fleet is None else fleet.untouched()
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
@@ -104,34 +132,49 @@ class Sender:
         `WeightSyncError.engines` for what each engine serves.
         """
         self._machine.check("push")
-        deadline = Deadline(self._timeout_s)
-        try:
-            return self._push(model, version, deadline)
-        except EngineRestarted as error:
-            if error.weights == "unknown":
-                raise
-            self._fleet.reopen(deadline)
-            return self._push(model, version, deadline)
-
-    def _push(self, model: object, version: str | None, deadline: Deadline) -> PushResult:
         start = time.perf_counter()
+
+        def act(source: Source | None, deadline: Deadline) -> PushResult:
+            assert source is not None, "a push has a source"
+            try:
+                return self._push(source, version, deadline, start)
+            except EngineRestarted as error:
+                if error.weights == "unknown":
+                    raise
+                self._fleet.reopen(deadline)
+                return self._push(source, version, deadline, start)
+
+        return self._together("push", PushResult, act, model)
+
+    def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._source)
         # Only a module's costs something to open; others might keep a whole gathered model alive until the next push.
         self._source = source if isinstance(source, ModuleSource) else None
-        shared = self._shared(source)
-        layout = self._layout_of(source, in_place.PAGE_BYTES if shared is not None else ALIGN_BYTES)
+        return source
+
+    def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
+        manifest, shared = source.specs, False
+        if (of := self._crew) is not None:
+            split = of.planned(source)
+            # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
+            shared = any(split.pieces[1:]) or isinstance(source, WeightSourceAdapter)
+            manifest = split.manifest
+        lent = None if shared else self._lent(source)
+        layout = self._layout_of(manifest, shared, in_place.PAGE_BYTES if lent is not None else ALIGN_BYTES)
         label = self._next_version() if version is None else version
         carrier = self._provide_carrier(source)
-        choice = self._choose(carrier, layout) if shared is None else room.in_place(layout.nbytes)
+        choice = self._choose(carrier, layout) if lent is None else room.in_place(layout.nbytes)
         plan = self._plan(carrier, source, layout, choice)
 
         def send(progress: Progress | None) -> Sent:
+            if shared and of is not None:
+                return carrier.send_filled(lambda *where: of.fill(source, deadline, *where), progress)
             staging.synchronize(source.device)
-            return carrier.send(source.tensors() if shared is None else shared, progress)
+            return carrier.send(source.tensors() if lent is None else lent, progress)
 
         self._machine.move("push")
         delivery = self._delivery(carrier, deadline)
-        sent, commits = delivery.push(plan, label, send, layout.nbytes, shared)
+        sent, commits = delivery.push(plan, label, send, layout.nbytes, lent)
         self._served = label
         seconds = {**delivery.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
@@ -158,16 +201,23 @@ class Sender:
         are left alone. Where that memory does not hold a whole version it returns None, and the next push is the first.
         """
         self._machine.check("push")
-        deadline = Deadline(self._timeout_s)
-        self._fleet.add(url, deadline)
-        self._chosen = None  # a rank with less memory may be among them
-        return self._catch_up(url, deadline)
+
+        def act(_: Source | None, deadline: Deadline) -> EngineResult | None:
+            self._fleet.add(url, deadline)
+            self._chosen = None  # a rank with less memory may be among them
+            return self._catch_up(url, deadline)
+
+        return self._together("add_engine", EngineResult | None, act)
 
     def remove_engine(self, url: str) -> None:
         """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
         self._machine.check("push")
-        self._release([url])
-        self._fleet.remove(url)
+
+        def act(*_: object) -> None:
+            self._release([url])
+            self._fleet.remove(url)
+
+        self._together("remove_engine", type(None), act)
 
     def catch_up(self) -> dict[str, EngineResult]:
         """Bring the engines that were restarted since to the version that the others serve. Raises as `push`.
@@ -176,9 +226,12 @@ class Sender:
         whole version nothing happens, and the next push reaches them.
         """
         self._machine.check("push")
-        deadline = Deadline(self._timeout_s)
-        results = {url: self._catch_up(url, deadline) for url in self._fleet.reopen(deadline)}
-        return {url: result for url, result in results.items() if result is not None}
+
+        def act(_: Source | None, deadline: Deadline) -> dict[str, EngineResult]:
+            results = {url: self._catch_up(url, deadline) for url in self._fleet.reopen(deadline)}
+            return {url: result for url, result in results.items() if result is not None}
+
+        return self._together("catch_up", dict[str, EngineResult], act)
 
     def _catch_up(self, url: str, deadline: Deadline) -> EngineResult | None:
         carrier = self._carrier
@@ -196,8 +249,11 @@ class Sender:
         Once more brings the newer one back.
         """
         self._machine.check("rollback")
-        deadline, start = Deadline(self._timeout_s), time.perf_counter()
-        kept = {rank.previous for status in self.status().values() for rank in status.ranks}
+        return self._together("rollback", PushResult, lambda _, deadline: self._rollback(deadline))
+
+    def _rollback(self, deadline: Deadline) -> PushResult:
+        start = time.perf_counter()
+        kept = {rank.previous for status in self._status(deadline).values() for rank in status.ranks}
         if len(kept) != 1 or "" in kept:
             raise TransferFailed(
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
@@ -212,7 +268,10 @@ class Sender:
 
     def status(self, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
-        deadline = Deadline(self._timeout_s)
+        replies = dict[str, wire.StatusReply]
+        return self._together("status", replies, lambda _, deadline: self._status(deadline, digest=digest))
+
+    def _status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         replies = self._fleet.all(lambda client: client.status(deadline, digest=digest))
         return dict(zip(self._fleet.engines, replies, strict=True))
 
@@ -221,10 +280,13 @@ class Sender:
         if not self._machine.allows("close"):
             return
         self._machine.move("close")
-        self._release(self._fleet.engines)
-        if self._carrier is not None:
-            self._carrier.close()
-        self._fleet.close()
+        if hasattr(self, "_fleet"):
+            self._release(self._fleet.engines)
+            if self._carrier is not None:
+                self._carrier.close()
+            self._fleet.close()
+        if self._crew is not None:
+            self._crew.close()
 
     def _release(self, urls: Iterable[str]) -> None:
         if self._carrier is not None:
@@ -236,7 +298,7 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shared(self, source: Source) -> list[torch.Tensor] | None:
+    def _lent(self, source: Source) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them where they are and nobody will want them after the push."""
         here = in_place.process_space()
         alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
@@ -244,12 +306,11 @@ class Sender:
             return None
         return in_place.find(source.tensors())
 
-    def _layout_of(self, source: Source, align_bytes: int) -> Layout:
-        known = self._layout
-        if known is None or known.align_bytes != align_bytes or tuple(e.spec for e in known.entries) != source.specs:
-            self._layout = Layout(source.specs, align_bytes)
+    def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool, align_bytes: int) -> Layout:
+        known = self._layout is not None and tuple(entry.spec for entry in self._layout.entries) == manifest
+        if self._layout is None or not known or (shared, align_bytes) != (self._shared, self._layout.align_bytes):
+            self._layout, self._shared = Layout(manifest, align_bytes), shared
             self._chosen = None
-        assert self._layout is not None
         return self._layout
 
     def _provide_carrier(self, source: Source | None) -> Carrier:
@@ -260,7 +321,7 @@ class Sender:
         if self._carrier is None or self._carrier.closed:
             ranks, remote = self._fleet.ranks, self._fleet.peers.keys() - {"ipc_zmq"}
             device = torch.device("cpu")
-            if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
+            if self._crew is None and all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
                 gpu = torch.device("cuda", torch.cuda.current_device())
                 gpu = source.device if source is not None and source.device.type == "cuda" else gpu
                 shared = {rank.device_uuid for rank in ranks} == {staging.device_uuid(gpu)}
@@ -280,7 +341,9 @@ class Sender:
                 min(rank.free_bytes for rank in those) // (len(those) if device == "cpu" else 1)
                 for device, those in stages.items()
             ]
-            self._chosen = choose(layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep)
+            self._chosen = choose(
+                layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep, self._shared
+            )
         return self._chosen
 
     def _plan(self, carrier: Carrier, source: Source, layout: Layout, choice: Choice) -> wire.UpdateRequest:

@@ -152,12 +152,21 @@ def test_metadata_that_cannot_be_sent_is_refused(announced, message):
         open_source(Stream(announced))
 
 
-def test_a_weight_source_that_holds_a_part_is_refused():
-    stream = Stream([A, B])
+@pytest.mark.parametrize("others", ["none", "absent"])
+def test_a_weight_source_may_hold_some_of_its_names(others):
+    name, tensor = A
+    stream = Stream([A, B], [A, (B[0], None)] if others == "none" else [A])
     stream.held_names = lambda: None
-    open_source(stream)
-    stream.held_names = lambda: ["a"]
-    with pytest.raises(SourceError, match="this process holds a part"):
+    assert [len(held.boxes) for held in open_source(stream).held] == [1, 1]
+    stream.held_names = lambda: [name]
+    source = open_source(stream)
+    assert [one.name for one in source.specs] == [name, B[0]]
+    assert [[box.shape for box in held.boxes] for held in source.held] == [[tuple(tensor.shape)], []]
+    assert [[part.tolist() for part in parts] for parts in source.parts()] == [[tensor.tolist()], []]
+    with pytest.raises(SourceError, match="b: this process holds nothing of"):
+        list(source.tensors())
+    stream.held_names = lambda: ["c"]
+    with pytest.raises(SourceError, match=r"Stream.held_names\(\) lists 'c' and metadata\(\) does not"):
         open_source(stream)
 
 

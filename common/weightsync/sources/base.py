@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.layout import spec_of
+from weightsync.plan import Held, whole
+from weightsync.sources.shards import check_placements, is_dtensor
 from weightsync.wire import TensorSpec
 
 
@@ -19,7 +21,9 @@ class Source(Protocol):
     ``specs`` is what will be sent, in sending order; it does not change. `tensors` yields the current values in that
     order, strided tensors without gradient, as views of the trainer's own memory where that is possible: use or copy
     each before the next optimiser step. Dropping a tensor before asking for the next keeps memory bounded.
-    It raises `SourceError` where what is read no longer fits ``specs``.
+    It raises `SourceError` where what is read no longer fits ``specs``, or where this process holds a part.
+
+    ``held`` is what this process holds of each, in the same order, and `parts` yields the current values of its boxes.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -28,7 +32,31 @@ class Source(Protocol):
     def device(self) -> torch.device:
         """Where the tensors are, or most of them: where packing them costs least."""
 
+    @property
+    def held(self) -> tuple[Held, ...]: ...
+
     def tensors(self) -> Iterator[torch.Tensor]: ...
+
+    def parts(self) -> Iterator[Sequence[torch.Tensor]]: ...
+
+
+class Whole:
+    """The latter half of a `Source` that holds all of its tensors."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """See `Source`. Nobody promises that other processes hold the same values."""
+        return tuple(Held(one, (whole(one),)) for one in self.specs)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See `Source.tensors`."""
+        raise NotImplementedError
+
+    def parts(self) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Source`."""
+        return ([tensor] for tensor in self.tensors())
 
 
 def describe(name: object, tensor: object) -> TensorSpec:
@@ -43,14 +71,16 @@ def describe(name: object, tensor: object) -> TensorSpec:
 
 
 def check_plain(name: str, tensor: object) -> None:
-    """Raise `SourceError` by name unless ``tensor`` is a strided torch.Tensor without subclass; meta tensors pass."""
+    """Raise `SourceError` by name unless ``tensor`` is a strided torch.Tensor; meta tensors and DTensors pass."""
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name}: expected a torch.Tensor, not {_type_name(tensor)}; leave it out or convert it")
     if is_lazy(tensor):
         raise SourceError(f"{name}: a lazy parameter has no shape yet; run one forward pass first")
+    if is_dtensor(tensor):
+        check_placements(name, tensor)
+        check_plain(name, tensor.detach().to_local())
+        return
     kind = type(tensor.detach())
-    if kind.__name__ == "DTensor":
-        raise SourceError(f"{name}: sharded tensors (DTensor) cannot be sent yet; gather it with full_tensor() first")
     if kind is not torch.Tensor:
         raise SourceError(f"{name}: tensors of type {kind.__name__} cannot be sent; convert it to a plain tensor first")
     if tensor.is_quantized:

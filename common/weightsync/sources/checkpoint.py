@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from weightsync.errors import SourceError
 from weightsync.layout import DTYPES
-from weightsync.sources.base import check_same, finish
+from weightsync.sources.base import Whole, check_same, finish
 from weightsync.wire import TensorSpec
 
 _FILE: Final = "model.safetensors"
@@ -32,7 +32,7 @@ _DTYPES: Final[dict[str, str]] = {
 _TIED: Final = frozenset({"lm_head.weight", "language_model.lm_head.weight"})
 
 
-class CheckpointSource:
+class CheckpointSource(Whole):
     """The tensors of a folder, as `read_specs` describes it.
 
     Files are opened anew at every `tensors`, so a checkpoint that was replaced between two pushes is read as it is

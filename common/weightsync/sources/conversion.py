@@ -26,7 +26,10 @@ Convert = Callable[[State], Mapping[str, torch.Tensor]]
 
 
 class View(NamedTuple):
-    """A checkpoint tensor that lies in the tensor ``source``: ``offset`` in elements from where that one starts."""
+    """A checkpoint tensor that lies in the tensor ``source``: ``offset`` in elements from where that one starts.
+
+    Of a sharded one it is meant as if the whole lay contiguously in memory.
+    """
 
     source: str
     offset: int

@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weightsync.errors import SourceError
+from weightsync.plan import Box, Held, whole
 from weightsync.sources.base import check_same, describe, finish
+from weightsync.sources.shards import LocalShard, boxes_of, is_dtensor, local_of, whole_tensor
 from weightsync.wire import TensorSpec
 
 
 class MappingSource:
     """Every entry of a mapping under its own key, two names of one tensor included.
 
-    Values are looked up one at a time, at opening and at every `tensors`, so a mapping may make them on demand.
+    Values are tensors, DTensors, or `LocalShard`: what this process holds of a tensor. A name that it lacks is held by
+    other ranks, or by nobody. They are looked up one at a time, at opening and at every pass, so a mapping may make
+    them on demand.
     """
 
     specs: tuple[TensorSpec, ...]
 
     def __init__(self, weights: Mapping[Any, Any]):
         self._weights = weights
-        self.specs = finish((describe(name, tensor) for name, tensor in weights.items()), "the mapping")
-        self.device = next(iter(weights.values())).device
+        self.held = tuple(_held(name, value) for name, value in weights.items())
+        self.specs = finish((one.spec for one in self.held), "the mapping")
+        self.device = _tensor(next(iter(weights.values()))).device
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""
-        for expected in self.specs:
+        for held, parts in zip(self.held, self.parts(), strict=True):
+            yield whole_tensor(held, parts)
+
+    def parts(self) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Source`."""
+        for expected in self.held:
+            name = expected.spec.name
             try:
-                tensor = self._weights[expected.name]
+                value = self._weights[name]
             except KeyError as error:
-                raise SourceError(f"{expected.name}: no longer in the mapping; open the source again") from error
-            check_same(expected, describe(expected.name, tensor))
-            yield tensor.detach()
+                raise SourceError(f"{name}: no longer in the mapping; open the source again") from error
+            found = _held(name, value)
+            check_same(expected.spec, found.spec)
+            if found != expected:
+                raise SourceError(f"{name}: this process now holds another part of it; open the source again")
+            if is_dtensor(value):
+                local = local_of(value)
+                yield [box.of(local) for box in boxes_of(name, value)]
+            else:
+                yield [_tensor(value).detach()]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value.tensor if isinstance(value, LocalShard) else value
+    return tensor
+
+
+def _held(name: object, value: Any) -> Held:
+    """Describe one entry. Raises `SourceError` by name for whatever cannot cross as plain bytes."""
+    found = describe(name, _tensor(value))
+    if is_dtensor(value):
+        return Held(found, tuple(local.box for local in boxes_of(found.name, value)), alike=True)
+    if not isinstance(value, LocalShard):
+        return Held(found, (whole(found),))
+    of = TensorSpec(found.name, found.dtype, tuple(value.shape))
+    fits = len(value.start) == len(of.shape) == len(found.shape)
+    if not fits or any(a < 0 or a + n > m for a, n, m in zip(value.start, found.shape, of.shape, strict=True)):
+        raise SourceError(
+            f"{name}: a part of {list(found.shape)} that starts at {list(value.start)} is not in a tensor of "
+            f"{list(of.shape)}"
+        )
+    return Held(of, (Box(tuple(value.start), found.shape),), alike=True)

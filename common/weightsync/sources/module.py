@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from weightsync.errors import SourceError
+from weightsync.plan import Box, Held, whole
 from weightsync.sources.base import check_plain, check_same, describe, spec
-from weightsync.sources.conversion import Group, Recipe, State, compute, plain_recipe, traced_recipe
+from weightsync.sources.conversion import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
+from weightsync.sources.shards import Cut, LocalBox, boxes_of, cut_of, is_dtensor, local_of, whole_tensor
 from weightsync.wire import TensorSpec
 
 _COMPILED: Final = "_orig_mod"
@@ -30,7 +32,9 @@ class ModuleSource:
     One of transformers: what its ``save_pretrained`` would write. Any other: its ``state_dict``, where of several
     names for the same memory the first is kept. Wrappers (DistributedDataParallel, torch.compile) leave no trace.
     Parameters are looked up at every `tensors`, so a swapped ``.data`` is seen; a changed set of names, shapes,
-    strides or ties is refused there.
+    strides, ties or shards is refused there.
+
+    Of DTensors, as FSDP2 makes them, this process offers its own part, and nothing is gathered.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -41,8 +45,11 @@ class ModuleSource:
         _check_modules(self._module)
         state = read_state(self._module)
         self._traits = _traits_of(state)
-        self._recipe = recipe_of(self._module, state)
+        self._recipe = recipe_of(self._module, _logical(state))
         self.specs = self._recipe.specs
+        #: Of each tensor that lies in a sharded one: what is looked at, and the local parts of that.
+        self._cuts = _cuts_of(self._recipe, state)
+        self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
 
     def reads(self, module: nn.Module) -> bool:
@@ -51,19 +58,24 @@ class ModuleSource:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`. Views of the parameters, but for what the conversion to the checkpoint computes."""
+        for held, parts in zip(self.held, self.parts(), strict=True):
+            yield whole_tensor(held, parts)
+
+    def parts(self) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Source`."""
         state = read_state(self._module)
         _check_traits(self._traits, _traits_of(state))
         specs = iter(self.specs)
         for step in self._recipe.steps:
             if not isinstance(step, Group):
-                next(specs)
-                yield step.of(state)
+                found = self._cuts.get(next(specs).name)
+                yield (step.of(state),) if found is None else found.of(state[step.source])
                 continue
             computed = compute(step, lambda tensors: save_layout(self._module, tensors), state)
             while computed:
                 tensor, expected = computed.pop(0), next(specs)
                 check_same(expected, spec(expected.name, tensor))
-                yield tensor
+                yield (tensor,)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -80,7 +92,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def read_state(module: nn.Module) -> State:
     """The tensors of ``module.state_dict()``, detached, without the traces of torch.compile in their names.
 
-    Raises `SourceError` by name for two of one name and for what is no plain tensor.
+    Raises `SourceError` by name for two of one name and for what is neither a plain tensor nor a DTensor.
     """
     state: State = {}
     for raw, tensor in module.state_dict().items():
@@ -132,7 +144,7 @@ def _check_modules(module: nn.Module) -> None:
         if reason := _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0]):
             raise SourceError(f"{name or 'the module'} ({kind.__name__}) {reason}")
         if kind.__name__ == "FullyShardedDataParallel":
-            raise SourceError(f"{name or 'the module'} is sharded by FSDP, which cannot be sent yet; gather it first")
+            raise SourceError(f"{name or 'the module'} is sharded by FSDP1; shard it with fully_shard instead")
         if getattr(part, "hf_quantizer", None) is not None:
             raise SourceError(f"{name or 'the module'} ({kind.__name__}) is quantised; push the full-precision model")
 
@@ -155,7 +167,65 @@ def _by_memory(state: State) -> list[list[str]]:
     return list(groups.values())
 
 
+def _logical(state: State) -> State:
+    """The state as if nothing were sharded: for each sharded tensor one of its whole shape that has no data."""
+    if not any(map(is_dtensor, state.values())):
+        return state
+    whole_of = {
+        name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+        for names in _by_memory(state)
+        for name, tensor in [(names[0], state[names[0]])]
+        if is_dtensor(tensor)
+    }
+    first = {name: names[0] for names in _by_memory(state) for name in names}
+    return {name: whole_of.get(first[name], tensor) for name, tensor in state.items()}
+
+
+class _Parts(NamedTuple):
+    """A checkpoint tensor in a sharded one: ``boxes`` are this process's parts of what ``cut`` looks at."""
+
+    cut: Cut
+    boxes: tuple[LocalBox, ...]
+
+    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Their current values."""
+        local = local_of(tensor)
+        return [self.cut.turned(box.of(local)) for box in self.boxes]
+
+    def seen(self) -> tuple[Box, ...]:
+        """Where they are in the checkpoint tensor."""
+        return tuple(self.cut.seen(box) for box, _ in self.boxes)
+
+
+def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
+    """Raises `SourceError` by name for what would have to be computed from sharded tensors."""
+    found: dict[str, _Parts] = {}
+    specs = iter(recipe.specs)
+    for step in recipe.steps:
+        inputs = (step.source,) if isinstance(step, View) else step.inputs
+        outputs = [next(specs) for _ in range(1 if isinstance(step, View) else len(step.outputs))]
+        sharded = [name for name in inputs if is_dtensor(state[name])]
+        if not sharded:
+            continue
+        name, tensor = sharded[0], state[sharded[0]]
+        cut = cut_of(tensor.shape, step.shape, step.stride, step.offset) if isinstance(step, View) else None
+        if cut is None:
+            raise SourceError(
+                f"{outputs[0].name} is computed from {name}, of which every rank holds a part: it is no plain slice of "
+                "it; keep that module out of fully_shard, or push a mapping of checkpoint names to tensors"
+            )
+        found[outputs[0].name] = _Parts(cut, cut.local(boxes_of(name, tensor)))
+    return found
+
+
+def _held(one: TensorSpec, parts: _Parts | None) -> Held:
+    return Held(one, (whole(one),)) if parts is None else Held(one, parts.seen(), alike=True)
+
+
 def _memory(name: str, tensor: torch.Tensor) -> object:
+    if is_dtensor(tensor):
+        # A rank may have nothing of it, and still know by the memory of that nothing which names are tied.
+        return local_of(tensor).untyped_storage()._cdata, tuple(tensor.shape), tensor.dtype, str(tensor.placements)
     if not tensor.numel():
         return name  # Nothing to share.
     # The address of the storage object, because on the meta device there is no data pointer.
@@ -183,11 +253,17 @@ class _Traits(NamedTuple):
     spec: TensorSpec
     stride: tuple[int, ...]
     alias: str
+    boxes: tuple[LocalBox, ...]
 
 
 def _traits_of(state: State) -> dict[str, _Traits]:
     alias = {name: names[0] for names in _by_memory(state) for name in names}
-    return {name: _Traits(describe(name, tensor), tensor.stride(), alias[name]) for name, tensor in state.items()}
+    return {
+        name: _Traits(
+            describe(name, tensor), tensor.stride(), alias[name], boxes_of(name, tensor) if is_dtensor(tensor) else ()
+        )
+        for name, tensor in state.items()
+    }
 
 
 def _check_traits(opened: Mapping[str, _Traits], now: Mapping[str, _Traits]) -> None:
@@ -195,5 +271,6 @@ def _check_traits(opened: Mapping[str, _Traits], now: Mapping[str, _Traits]) -> 
         return
     changed = min(name for name in opened.keys() | now.keys() if opened.get(name) != now.get(name))
     raise SourceError(
-        f"{changed}: its shape, dtype, stride or tie has changed since the source was opened; open the source again"
+        f"{changed}: its shape, dtype, stride, tie or shards have changed since the source was opened; open the source "
+        "again"
     )

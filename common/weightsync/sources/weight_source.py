@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
 from weightsync.errors import SourceError
 from weightsync.layout import DTYPES
+from weightsync.plan import Held, whole
 from weightsync.sources.base import check_same, describe, finish, text
+from weightsync.sources.shards import whole_tensor
 from weightsync.wire import TensorSpec
 
 CPU: Final = torch.device("cpu")
@@ -42,27 +44,50 @@ def is_weight_source(model: object) -> TypeGuard[WeightSource]:
 class WeightSourceAdapter:
     """Reads ``metadata()`` once, and checks on every pass that iteration agrees with it.
 
-    Raises `SourceError` for a source of which this process holds only a part (``held_names()`` is not None).
+    Where ``held_names()`` is not None, this process holds those tensors alone: iteration may yield None for the others,
+    or leave them out. Which ranks hold a tensor is not known to hold the same values: the lowest provides it.
     """
 
     specs: tuple[TensorSpec, ...]
 
     def __init__(self, weights: WeightSource):
         self._weights = weights
-        held_names = getattr(weights, "held_names", None)
-        if callable(held_names) and held_names() is not None:
-            raise SourceError(
-                f"{type(weights).__name__}.held_names() says that this process holds a part of the model; "
-                "that cannot be sent yet: yield whole tensors and return None from held_names()"
-            )
         self.specs = finish(map(_spec, weights.metadata()), f"{type(weights).__name__}.metadata()")
+        self._names = self._held_names()
         # Not asked of a tensor: iteration may be a collective, and starting one to look would hang the others.
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
+    def _held_names(self) -> frozenset[str]:
+        names = frozenset(one.name for one in self.specs)
+        held = getattr(self._weights, "held_names", None)
+        said = held() if callable(held) else None
+        if said is None:
+            return names
+        if unknown := sorted(set(said) - names):
+            raise SourceError(
+                f"{type(self._weights).__name__}.held_names() lists {unknown[0]!r} and metadata() does not; that "
+                "describes the whole model on every rank"
+            )
+        return frozenset(said)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """See `Source`."""
+        return tuple(Held(one, (whole(one),) if one.name in self._names else ()) for one in self.specs)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""
-        pairs = iter(self._weights)
+        for held, parts in zip(self.held, self.parts(), strict=True):
+            yield whole_tensor(held, parts)
+
+    def parts(self) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Source`."""
+        # What this process does not hold may be left out, or come as None: both are passed over.
+        pairs = (pair for pair in self._weights if pair[1] is not None or pair[0] in self._names)
         for expected in self.specs:
+            if expected.name not in self._names:
+                yield ()
+                continue
             pair = next(pairs, None)
             if pair is None:
                 raise SourceError(f"{self._who()} ended before {expected.name}, which metadata() announces")
@@ -70,7 +95,7 @@ class WeightSourceAdapter:
             if name != expected.name:
                 raise SourceError(f"{self._who()} yielded {name!r} where metadata() announces {text(expected)}")
             check_same(expected, describe(name, tensor))
-            yield tensor.detach()
+            yield (tensor.detach(),)
         extra = next(pairs, None)
         if extra is not None:
             raise SourceError(f"{self._who()} yielded {extra[0]!r} after the last tensor that metadata() announces")
