@@ -98,15 +98,20 @@ class Carrier:
 
     def _offer(self, tensors: Sequence[torch.Tensor], *, same: bool) -> None:
         assert self._layout is not None
-        arena = self._arenas[0] if self._arenas else None
-        if isinstance(arena, InPlaceArena) and same and arena.addresses == [tensor.data_ptr() for tensor in tensors]:
+        if same and self.lent is not None and self.lent.addresses == [tensor.data_ptr() for tensor in tensors]:
             return
         self._free()
         self._arenas.append(InPlaceArena(self._layout, tensors))
 
     @property
+    def lent(self) -> InPlaceArena | None:
+        """The tensors that were read where they are in the push before."""
+        arena = self._arenas[0] if self._arenas else None
+        return arena if isinstance(arena, InPlaceArena) else None
+
+    @property
     def _in_place(self) -> bool:
-        return bool(self._arenas) and isinstance(self._arenas[0], InPlaceArena)
+        return self.lent is not None
 
     def _free(self) -> None:
         self._served = None

@@ -40,17 +40,19 @@ def process_space() -> str:
     return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
-def find(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+def find(tensors: Iterable[torch.Tensor], known: InPlaceArena | None = None) -> list[torch.Tensor] | None:
     """The tensors, if each can be read by another process where it is; None otherwise.
 
     That takes host memory shared by file descriptor, as ``model.share_memory()`` makes it, in which each tensor is
-    contiguous and begins at a page.
+    contiguous and begins at a page. Those at the addresses of ``known`` are taken to be so still.
     """
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
         return None
-    found = []
-    for tensor in tensors:
-        if tensor.numel() and not _readable(tensor):
+    found: list[torch.Tensor] = []
+    before = [] if known is None else known.addresses
+    for number, tensor in enumerate(tensors):
+        same = number < len(before) and tensor.data_ptr() == before[number] and tensor.is_contiguous()
+        if not same and tensor.numel() and not _readable(tensor):
             return None
         found.append(tensor)
     return found
@@ -83,6 +85,8 @@ class InPlaceArena:
             parts.append((number, start, nbytes))
         self.name = f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
         self.addresses = [tensor.data_ptr() for tensor in tensors]
+        #: As long as they live nothing else can be at their addresses.
+        self._tensors = list(tensors)
         inodes = tuple((descriptor, os.fstat(descriptor).st_ino) for descriptor in files)
         self._handle = InPlaceHandle(pid=os.getpid(), files=inodes, parts=tuple(parts))
         self.bytes = _map(list(files), parts, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -93,6 +97,7 @@ class InPlaceArena:
 
     def close(self) -> None:
         """Unmap; the memory is the trainer's."""
+        self._tensors.clear()
         del self.bytes
 
 

@@ -304,7 +304,7 @@ class Sender:
         alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
         if not alone or self._keep or self._staging == "none" or self._bucket_bytes is not None:
             return None
-        return in_place.find(source.tensors())
+        return in_place.find(source.tensors(), self._provide_carrier(source).lent)
 
     def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool, align_bytes: int) -> Layout:
         known = self._layout is not None and tuple(entry.spec for entry in self._layout.entries) == manifest

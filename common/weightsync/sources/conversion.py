@@ -39,6 +39,8 @@ class View(NamedTuple):
     def of(self, state: State) -> torch.Tensor:
         """The view of the current tensor."""
         source = state[self.source]
+        if not self.offset and source.shape == self.shape and source.stride() == self.stride:
+            return source
         return source.as_strided(self.shape, self.stride, int(source.storage_offset()) + self.offset)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from weightsync.errors import SourceError
 from weightsync.plan import Box, Held, whole
+from weightsync.sources import glance
 from weightsync.sources.base import check_plain, check_same, describe, spec
 from weightsync.sources.conversion import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
 from weightsync.sources.shards import Cut, LocalBox, boxes_of, cut_of, is_dtensor, local_of, whole_tensor
@@ -51,10 +52,23 @@ class ModuleSource:
         self._cuts = _cuts_of(self._recipe, state)
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
+        #: Of a state that was found to have these traits.
+        self._marks: glance.Marks | None = None
 
     def reads(self, module: nn.Module) -> bool:
         """Whether this source was opened on this very module, which still has the layout that it had then."""
-        return module is self._given and _traits_of(read_state(self._module)) == self._traits
+        return module is self._given and self._look()[1] == self._traits
+
+    def _look(self) -> tuple[State, dict[str, _Traits]]:
+        """The state and its traits; in a moment, where all is where and what it was."""
+        found = glance.state_of(self._module)
+        marks = None if found is None else glance.marks_of(found)
+        if found is not None and marks is not None and marks == self._marks:
+            return {_uncompiled(name): tensor.detach() for name, tensor in found.items()}, self._traits
+        state = read_state(self._module)
+        traits = _traits_of(state)
+        self._marks = marks if traits == self._traits else None
+        return state, traits
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`. Views of the parameters, but for what the conversion to the checkpoint computes."""
@@ -63,8 +77,9 @@ class ModuleSource:
 
     def parts(self) -> Iterator[Sequence[torch.Tensor]]:
         """See `Source`."""
-        state = read_state(self._module)
-        _check_traits(self._traits, _traits_of(state))
+        state, traits = self._look()
+        if traits is not self._traits:
+            _check_traits(self._traits, traits)
         specs = iter(self.specs)
         for step in self._recipe.steps:
             if not isinstance(step, Group):

@@ -90,7 +90,8 @@ class Packer:
         else:
             source = raw[done : done + nbytes]
             # In pieces, so that what is hashed is still in the cache; on an accelerator that would only cost launches.
-            step = digest.CHUNK_BYTES if hasher is not None and source.device.type == "cpu" else max(1, nbytes)
+            cached = hasher is not None and self._copies and source.device.type == "cpu"
+            step = digest.CHUNK_BYTES if cached else max(1, nbytes)
             pieces = list(zip(torch.split(target, step), torch.split(source, step), strict=True))
         for into, out_of in pieces:
             if into is not out_of and self._copies:
