@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from weightsync import routes, security, wire
+from weightsync import frames, routes, security, wire
 
 #: Route -> the message that it takes.
 ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
@@ -42,7 +42,7 @@ METHODS = {
     "weightsync_restore": wire.CommitRequest,
     "weightsync_abort": wire.AbortRequest,
 }
-FROM_RANK, FROM_SENDER = get_args(wire.FromRank), get_args(wire.FromSender)
+FROM_RANK, FROM_SENDER = get_args(frames.FromRank), get_args(frames.FromSender)
 
 #: What takes an engine's lease, if only to be refused.
 TAKES_LEASE = {name for name, kind in ROUTES.items() if "holder" in kind.__struct_fields__}

@@ -1,4 +1,4 @@
-"""``weightsync status URL ...`` and ``weightsync abort URL ...``, for whoever looks after engines."""
+"""``weightsync status URL ...``, ``abort URL ...`` and ``join TRAINER URL ...``, for whoever looks after engines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=what, description=what)
         command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine")
         command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS")
+    what = "have a trainer that listens (Sender.listen) bring engines to the version that it serves"
+    command = commands.add_parser("join", help=what, description=what)
+    command.add_argument("trainer", metavar="TRAINER", help="where the trainer listens")
+    command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine, as the trainer reaches it")
+    command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
     asked = parser.parse_args(arguments)
     failed = 0
     for url in asked.urls:
         try:
+            if asked.command == "join":
+                trainer = EngineClient(asked.trainer, security.sender_token())
+                print(_join(trainer, url, Deadline(asked.timeout)))
+                continue
             client = EngineClient(url, security.sender_token())
             print(_RUN[asked.command](client, Deadline(asked.timeout)))
         except WeightSyncError as error:
@@ -44,13 +53,22 @@ def _status(client: EngineClient, deadline: Deadline) -> str:
     held = f", lease of {status.holder}" if status.holder else ""
     why = f" ({status.detail})" if status.detail else ""
     lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *ranks]
-    # Versions and holders are what trainers called them: nothing that a terminal would obey.
-    return "\n".join("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
+    return "\n".join(map(_shown, lines))
 
 
 def _abort(client: EngineClient, deadline: Deadline) -> str:
     client.abort("", deadline)
     return f"{client.url}: aborted; " + _status(client, deadline).split(": ", 1)[1]
+
+
+def _join(trainer: EngineClient, url: str, deadline: Deadline) -> str:
+    version = trainer.add_engine(url, deadline)
+    return _shown(f"{url}: serves version {version}" if version else f"{url}: waits for the next push")
+
+
+def _shown(line: str) -> str:
+    """Versions and holders are what trainers called them: nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 _RUN = {"status": _status, "abort": _abort}

@@ -70,6 +70,10 @@ class EngineClient:
         """Take the lease, and make every rank check the manifest and come for the bytes."""
         return self._post(f"update_weights_via_{transport}", request, wire.UpdateReply, deadline)
 
+    def add_engine(self, url: str, deadline: Deadline) -> str:
+        """Of a sender that listens at this client's URL: have the engine at ``url`` take part; what it then serves."""
+        return self._post("add_engine", wire.AddEngine(url=url), wire.EngineAdded, deadline).version
+
     def renew(self, owner: str, deadline: Deadline) -> None:
         """Keep the lease through a push. Raises `LeaseHeld` if another has it."""
         try:

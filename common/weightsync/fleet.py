@@ -118,18 +118,24 @@ class Fleet:
         """By URL, how each engine is reached and what it said of itself."""
         return {url: (engine.transport, engine.hello) for url, engine in self.engines.items()}
 
-    def add(self, url: str, deadline: Deadline) -> None:
-        """One more engine. Raises as `Sender` when built."""
+    def add(self, url: str, deadline: Deadline) -> str:
+        """One more engine; its URL as it is known from then on. Raises as `Sender` when built."""
         client = EngineClient(url, self._token)
         if client.url in self.engines:
             raise UnsupportedOption(f"{client.url} is among the engines already")
         self._admit(client, client.open(deadline))
         self._clients.append(client)
+        return client.url
+
+    def removable(self, url: str) -> str:
+        """The URL as it is known here. Raises `UnsupportedOption` for one that is not there, or is the last."""
+        known = url.rstrip("/")
+        if known not in self.engines or len(self.engines) == 1:
+            raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.engines)}")
+        return known
 
     def remove(self, url: str) -> None:
-        """One engine less. Raises `UnsupportedOption` for one that is not there, or is the last."""
-        if url not in self.engines or len(self.engines) == 1:
-            raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.engines)}")
+        """One engine less, which is `removable`."""
         self._clients.remove(self.engines.pop(url).client)
 
     @contextmanager

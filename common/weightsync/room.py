@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import torch
+
+from weightsync import staging
 from weightsync.errors import UnsupportedOption
 from weightsync.layout import ALIGN_BYTES, align
+from weightsync.wire import RankInfo
 
 Staging = Literal["full", "none", "auto"]
 
@@ -28,6 +33,29 @@ class Choice:
     slots: int
     staging: Staging
     reason: str
+
+
+def stage_bytes(ranks: Sequence[RankInfo]) -> int:
+    """What every rank has for a stage. Ranks on a CPU share its memory, ranks on accelerators have one each."""
+    by_device = {device: [r for r in ranks if r.device == device] for device in {r.device for r in ranks}}
+    return min(
+        min(rank.free_bytes for rank in those) // (len(those) if device == "cpu" else 1)
+        for device, those in by_device.items()
+    )
+
+
+def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remote: bool) -> torch.device:
+    """Where arenas are best: on the trainer's GPU where all that read them can, otherwise in the host's memory.
+
+    ``source`` is where the weights are, if that is known; ``remote``: some engine is reached over a network.
+    """
+    if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        gpu = source if source is not None and source.type == "cuda" else gpu
+        shared = {rank.device_uuid for rank in ranks} == {staging.device_uuid(gpu)}
+        if remote or (shared and source == gpu):
+            return gpu
+    return torch.device("cpu")
 
 
 def in_place(stream_bytes: int) -> Choice:

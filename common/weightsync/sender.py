@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 
@@ -16,6 +17,7 @@ from weightsync.delivery import Delivery, introduce, release
 from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights
 from weightsync.fleet import Fleet
 from weightsync.layout import ALIGN_BYTES, Layout
+from weightsync.reception import Reception
 from weightsync.results import EngineResult, PushResult
 from weightsync.room import Choice, Staging, choose
 from weightsync.session import PUSH, Machine
@@ -26,6 +28,11 @@ from weightsync.transports.base import Deadline, Progress
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
 _T = TypeVar("_T")
+
+#: What takes the sender to be where this move of `session.PUSH` may follow.
+_MOVES: Final = {
+    "push": "push", "add_engine": "push", "remove_engine": "push", "catch_up": "push", "rollback": "rollback",
+}  # fmt: skip
 
 
 class Sender:
@@ -98,6 +105,9 @@ class Sender:
         #: Label of what was pushed last.
         self._served = ""
         self._crew = crew()
+        #: What asks for engines to take part waits for a push to end, and the other way round.
+        self._turn = threading.RLock()
+        self._reception: Reception | None = None
         try:
             self._together("build a Sender", type(None), self._open)
         except BaseException:
@@ -114,6 +124,12 @@ class Sender:
 
     def _together(self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T], model: object = None) -> _T:
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
+        with self._turn:
+            return self._run(what, kind, act, model)
+
+    def _run(self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T], model: object) -> _T:
+        if what in _MOVES:
+            self._machine.check(_MOVES[what])
         deadline = Deadline(self._timeout_s)
         offer = None if model is None else lambda: self._source_of(model)
         if self._crew is None:
@@ -131,7 +147,6 @@ class Sender:
         of vLLM's ``WeightSource``. On return every rank of every engine serves exactly these weights. On error see
         `WeightSyncError.engines` for what each engine serves.
         """
-        self._machine.check("push")
         start = time.perf_counter()
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
@@ -200,24 +215,49 @@ class Sender:
         It is brought to the version that the others serve, at once and from the memory that still holds it; the others
         are left alone. Where that memory does not hold a whole version it returns None, and the next push is the first.
         """
-        self._machine.check("push")
 
         def act(_: Source | None, deadline: Deadline) -> EngineResult | None:
-            self._fleet.add(url, deadline)
+            known = self._fleet.add(url, deadline)
             self._chosen = None  # a rank with less memory may be among them
-            return self._catch_up(url, deadline)
+            try:
+                return self._catch_up(known, deadline)
+            except BaseException:
+                self._fleet.remove(known)
+                raise
 
         return self._together("add_engine", EngineResult | None, act)
 
     def remove_engine(self, url: str) -> None:
         """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
-        self._machine.check("push")
 
         def act(*_: object) -> None:
-            self._release([url])
-            self._fleet.remove(url)
+            known = self._fleet.removable(url)
+            self._release([known])
+            self._fleet.remove(known)
 
         self._together("remove_engine", type(None), act)
+
+    def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Answer, from now on, those who ask by ``weightsync join`` for an engine to take part; where to ask.
+
+        A new engine, or one that was restarted, is then brought to the served version as by `add_engine` and
+        `catch_up`, between two pushes and without an act of the trainer. Raises `UnsupportedOption`.
+        """
+        if self._crew is not None or self._reception is not None:
+            raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
+        token = security.sender_token() if self._token is None else self._token
+        self._reception = Reception(host, port, security.usable(token), self._admit)
+        return self._reception.url
+
+    def _admit(self, url: str) -> str:
+        with self._turn:
+            known = url.rstrip("/")
+            if known in self._fleet.engines:
+                self.catch_up()
+            else:
+                self.add_engine(known)
+            version = self._fleet.engines[known].version
+            return version if version == self._served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
         """Bring the engines that were restarted since to the version that the others serve. Raises as `push`.
@@ -225,7 +265,6 @@ class Sender:
         The bytes come from the memory that still holds them; nothing of the model is needed. Where that does not hold a
         whole version nothing happens, and the next push reaches them.
         """
-        self._machine.check("push")
 
         def act(_: Source | None, deadline: Deadline) -> dict[str, EngineResult]:
             results = {url: self._catch_up(url, deadline) for url in self._fleet.reopen(deadline)}
@@ -248,7 +287,6 @@ class Sender:
 
         Once more brings the newer one back.
         """
-        self._machine.check("rollback")
         return self._together("rollback", PushResult, lambda _, deadline: self._rollback(deadline))
 
     def _rollback(self, deadline: Deadline) -> PushResult:
@@ -277,6 +315,13 @@ class Sender:
 
     def close(self) -> None:
         """Give the lease back; release memory, sockets and connections; idempotent."""
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
+        with self._turn:
+            self._close()
+
+    def _close(self) -> None:
         if not self._machine.allows("close"):
             return
         self._machine.move("close")
@@ -314,20 +359,13 @@ class Sender:
         return self._layout
 
     def _provide_carrier(self, source: Source | None) -> Carrier:
-        """What moves the bytes; it stays while the sender does, or until a push fails.
-
-        Its arenas lie on the trainer's GPU where all that read them can, otherwise in the host's memory.
-        """
+        """What moves the bytes; it stays while the sender does, or until a push fails."""
         if self._carrier is None or self._carrier.closed:
-            ranks, remote = self._fleet.ranks, self._fleet.peers.keys() - {"ipc_zmq"}
-            device = torch.device("cpu")
-            if self._crew is None and all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
-                gpu = torch.device("cuda", torch.cuda.current_device())
-                gpu = source.device if source is not None and source.device.type == "cuda" else gpu
-                shared = {rank.device_uuid for rank in ranks} == {staging.device_uuid(gpu)}
-                if remote or (shared and source is not None and source.device == gpu):
-                    device = gpu
-            self._carrier, self._chosen = Carrier(device), None
+            remote = bool(self._fleet.peers.keys() - {"ipc_zmq"})
+            device = None if source is None else source.device
+            arena = room.arena_device(self._fleet.ranks, device, remote=remote)
+            # Several processes can fill one in the host's memory alone.
+            self._carrier, self._chosen = Carrier(arena if self._crew is None else torch.device("cpu")), None
         return self._carrier
 
     def _choose(self, carrier: Carrier, layout: Layout) -> Choice:
@@ -335,14 +373,9 @@ class Sender:
         if self._chosen is None:
             ranks, here = self._fleet.ranks, carrier.device.type
             free = min([carrier.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
-            stages = {device: [r for r in ranks if r.device == device] for device in {r.device for r in ranks}}
-            # Ranks on a CPU share its memory, ranks on accelerators have one each.
-            rooms = [
-                min(rank.free_bytes for rank in those) // (len(those) if device == "cpu" else 1)
-                for device, those in stages.items()
-            ]
+            stage = room.stage_bytes(ranks)
             self._chosen = choose(
-                layout.nbytes, free, min(rooms), self._bucket_bytes, self._staging, self._keep, self._shared
+                layout.nbytes, free, stage, self._bucket_bytes, self._staging, self._keep, self._shared
             )
         return self._chosen
 
@@ -350,21 +383,13 @@ class Sender:
         """What every engine is told of a push; the transport adds where to come for the bytes."""
         devices = [source.device, carrier.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
         return wire.UpdateRequest(
-            push=secrets.token_hex(8),
-            address="",
-            secret="",
-            bucket_bytes=choice.bucket_bytes,
+            push=secrets.token_hex(8), address="", secret="", bucket_bytes=choice.bucket_bytes,
             timeout_s=self._timeout_s,
             manifest=tuple(entry.spec for entry in layout.entries),
-            owner=self._fleet.owner,
-            holder=self._fleet.holder,
-            verify=self._verify,
+            owner=self._fleet.owner, holder=self._fleet.holder, verify=self._verify,
             digest="" if self._verify == "off" else digest.algorithm_for(*devices),
-            keep=self._keep,
-            stream=choice.staging == "none",
-            slots=choice.slots,
-            align_bytes=layout.align_bytes,
-        )
+            keep=self._keep, stream=choice.staging == "none", slots=choice.slots, align_bytes=layout.align_bytes,
+        )  # fmt: skip
 
     def _next_version(self) -> str:
         versions = [engine.version for engine in self._fleet.engines.values()]

@@ -1,4 +1,4 @@
-"""Every message that crosses a process, once: JSON over HTTP, msgpack over ZMQ.
+"""Every message that crosses a process, once: JSON over HTTP, here; msgpack over ZMQ, in `frames`.
 
 Rules of evolution: a field added later has a default, a tag is never reused, bulk bytes never ride in a message.
 """
@@ -12,7 +12,6 @@ import msgspec
 
 from weightsync import codec
 from weightsync.errors import Weights
-from weightsync.handles import CudaHandle, InPlaceHandle, NixlHandle, ShmHandle
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
@@ -50,6 +49,8 @@ Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(m
 class Message(msgspec.Struct, frozen=True):
     """Base of all messages; unknown fields are ignored, so that a newer minor version can add some."""
 
+
+from_json, to_json = codec.from_json, codec.to_json
 
 # --- plain data -------------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,18 @@ class LeaseRequest(Message, frozen=True):
     owner: Text
 
 
+class AddEngine(Message, frozen=True):
+    """engine's side -> trainer: the engine at ``url`` is to serve what the others do."""
+
+    url: Text
+
+
+class EngineAdded(Message, frozen=True):
+    """It now serves ``version``; empty where it has to wait for the next push."""
+
+    version: str = ""
+
+
 class AbortRequest(Message, frozen=True):
     """Forget the push ``push``, or whichever is under way where it is empty.
 
@@ -299,100 +312,3 @@ class RankReply(Message, frozen=True):
 
     body: msgspec.Raw = msgspec.Raw(b"{}")
     error: ErrorReply | None = None
-
-
-# --- ZMQ: sender <-> engine rank --------------------------------------------------------------------------------------
-
-
-class Hello(Message, frozen=True, tag="hello"):
-    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped."""
-
-    push: str
-    secret: str
-    rank: int
-    mapped: tuple[str, ...] = ()
-
-
-class Offer(Message, frozen=True, tag="offer"):
-    """sender -> rank: bucket k lies in slot k modulo `UpdateRequest.slots` of this arena.
-
-    ``handle`` says how to reach it, and is absent where this rank knows, or where the bytes come by themselves.
-    ``alive`` names all arenas that the sender still has, so that others can be unmapped.
-    """
-
-    push: str
-    arena: str
-    handle: ShmHandle | InPlaceHandle | CudaHandle | NixlHandle | None = None
-    alive: tuple[str, ...] = ()
-
-
-class Filled(Message, frozen=True, tag="filled"):
-    """sender -> rank: bucket ``index`` can be read; ``digests`` are those of the tensors that end in it."""
-
-    push: str
-    index: int
-    digests: tuple[int, ...] = ()
-
-
-class Still(Message, frozen=True, tag="still"):
-    """sender -> rank: the push goes on; there is nothing to answer. A rank that is gone cannot be sent it."""
-
-    push: str
-
-
-class Taken(Message, frozen=True, tag="taken"):
-    """rank -> sender: bucket ``index`` is no longer needed where the sender keeps it."""
-
-    push: str
-    index: int
-
-
-class Room(Message, frozen=True, tag="room"):
-    """rank -> sender: write bucket k, below ``upto``, to slot k modulo ``slots`` of my memory.
-
-    ``handle`` says how to reach it, and is absent where only ``upto`` has grown.
-    """
-
-    push: str
-    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
-    upto: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
-    handle: NixlHandle | None = None
-
-
-class Prepared(Message, frozen=True, tag="prepared"):
-    """rank -> sender: the whole stream is here; verifying it took ``verify_s`` seconds."""
-
-    push: str
-    verify_s: float = 0.0
-
-
-class Failed(Message, frozen=True, tag="failed"):
-    """Either side: this push is over. ``error`` is a class name of `weightsync.errors`."""
-
-    push: str
-    error: str
-    message: str
-
-
-FromRank = Hello | Taken | Room | Prepared | Failed
-FromSender = Offer | Filled | Still | Failed
-
-from_json, to_json = codec.from_json, codec.to_json
-_encode_msgpack = msgspec.msgpack.Encoder()
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
-
-
-def pack(message: FromRank | FromSender) -> bytes:
-    """ZMQ frame of a message."""
-    return _encode_msgpack.encode(message)
-
-
-def unpack_from_rank(frame: bytes) -> FromRank:
-    """Message of an engine rank. Raises as `from_json`."""
-    return codec.readable(lambda: _from_rank.decode(frame))
-
-
-def unpack_from_sender(frame: bytes) -> FromSender:
-    """Message of a sender. Raises as `from_json`."""
-    return codec.readable(lambda: _from_sender.decode(frame))

@@ -15,7 +15,7 @@ from tests import fuzz
 from tests.helpers import plan_of
 from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
 from tools import models
-from weightsync import errors, security, staging, wire
+from weightsync import errors, frames, security, staging, wire
 from weightsync.layout import Layout, digest_of
 from weightsync.sources import open_source
 from weightsync.stage import Stages
@@ -61,25 +61,25 @@ class FakeSender:
         """The rank's next message."""
         assert self.socket.poll(SOON_S * 1000), "the rank hangs"
         self.rank, frame = self.socket.recv_multipart()
-        return wire.unpack_from_rank(frame)
+        return frames.unpack_from_rank(frame)
 
     def say(self, message):
-        frame = message if isinstance(message, bytes) else wire.pack(message)
+        frame = message if isinstance(message, bytes) else frames.pack(message)
         self.socket.send_multipart([self.rank, frame])
 
     def _taken(self, bucket):
         if bucket >= 2:
-            assert self.hear() == wire.Taken(push=PUSH, index=bucket - 2)
+            assert self.hear() == frames.Taken(push=PUSH, index=bucket - 2)
 
     def steps(self):
         """What an honest sender says, one after the other."""
-        yield wire.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
+        yield frames.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
         for packed in self.filled:
-            yield wire.Filled(push=PUSH, index=packed.number, digests=packed.digests)
+            yield frames.Filled(push=PUSH, index=packed.number, digests=packed.digests)
 
     def outcome(self):
         """What the rank says in the end."""
-        while isinstance(said := self.hear(), wire.Taken):
+        while isinstance(said := self.hear(), frames.Taken):
             continue
         return said
 
@@ -93,8 +93,8 @@ class FakeSender:
 def is_ignored(frame):
     """Whether a frame is a message of some other push, or one that needs no answer."""
     try:
-        message = wire.unpack_from_sender(frame)
-        return message.push != PUSH or isinstance(message, wire.Still)
+        message = frames.unpack_from_sender(frame)
+        return message.push != PUSH or isinstance(message, frames.Still)
     except msgspec.MsgspecError:
         return False
 
@@ -105,7 +105,7 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
 
     def push(sender, at, frame):
         rank.prepare(sender.request)
-        assert isinstance(sender.hear(), wire.Hello)
+        assert isinstance(sender.hear(), frames.Hello)
         for number, honest in enumerate(sender.steps()):
             if number == at:
                 sender.say(frame)
@@ -123,7 +123,7 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
             said = push(sender, at, frame)
             assert time.monotonic() - start < SOON_S
             counts[type(said).__name__] += 1
-            if isinstance(said, wire.Failed):
+            if isinstance(said, frames.Failed):
                 assert issubclass(getattr(errors, said.error), errors.WeightSyncError)
                 assert said.message
                 assert rank.settled() == "serving"

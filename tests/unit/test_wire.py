@@ -5,7 +5,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightsync import wire
+from weightsync import frames, handles, wire
 from weightsync.wire import TensorSpec
 
 GOLDEN_JSON = [
@@ -14,7 +14,7 @@ GOLDEN_JSON = [
         wire.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
                       settings={"NCCL": "2.27.5"}),
         b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
-        b'"settings":{"NCCL":"2.27.5"}}',
+        b'"settings":{"NCCL":"2.27.5"},"process_space":""}',
     ),
     (
         wire.UpdateRequest(
@@ -23,7 +23,7 @@ GOLDEN_JSON = [
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-        b'"keep":false,"stream":false,"server_key":"","slots":2}',
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"align_bytes":512}',
     ),
     (wire.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
@@ -37,8 +37,11 @@ GOLDEN_JSON = [
     ),
     (
         wire.RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
-        b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":""}',
+        b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
+        b'"host":"","rdma":false}',
     ),
+    (wire.AddEngine(url="http://a"), b'{"url":"http://a"}'),
+    (wire.EngineAdded(version="7"), b'{"version":"7"}'),
     (
         wire.JoinReply((wire.RankJoined(rank=1, device="cpu", interface="lo", agent="n", metadata=b"\0\xff"),), "i"),
         b'{"ranks":[{"rank":1,"device":"cpu","interface":"lo","agent":"n","metadata":"AP8="}],"instance":"i"}',
@@ -54,39 +57,54 @@ GOLDEN_JSON = [
     ),
 ]  # fmt: skip
 
-FAR = wire.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
+FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
 GOLDEN_MSGPACK = [
     (
-        wire.Hello(push="p", secret="s", rank=1),
+        frames.Hello(push="p", secret="s", rank=1),
         "85a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490",
     ),
     (
-        wire.Offer(push="p", arena="a", handle=wire.ShmHandle(path="/d", nbytes=3)),
+        frames.Offer(push="p", arena="a", handle=handles.ShmHandle(path="/d", nbytes=3)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "83a474797065a373686da470617468a22f64a66e627974657303a5616c69766590",
     ),
     (
-        wire.Offer(push="p", arena="a", handle=FAR, alive=("a",)),
+        frames.Offer(push="p", arena="a", handle=FAR, alive=("a",)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "87a474797065a46e69786ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000"
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
     ),
     (
-        wire.Filled(push="p", index=2, digests=(1,)),
+        frames.Filled(push="p", index=2, digests=(1,)),
         "84a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101",
     ),
-    (wire.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
-    (wire.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
+    (frames.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
+    (frames.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
     (
-        wire.Prepared(push="p"),
+        frames.Room("p", 4, 2, FAR),
+        "85a474797065a4726f6f6da470757368a170a5736c6f747304a47570746f02a668616e646c6587a474797065a46e6978"
+        "6ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a9"
+        "6465766963655f696400a66d656d6f7279a44452414d",
+    ),
+    (
+        frames.Room("p", 2, 3),
+        "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
+    ),
+    (
+        frames.Offer(push="p", arena="a", handle=handles.InPlaceHandle(7, ((3, 9),), ((0, 0, 4096),))),
+        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c6163"
+        "65a370696407a566696c657391920309a5706172747391930000cd1000a5616c69766590",
+    ),
+    (
+        frames.Prepared(push="p"),
         "83a474797065a87072657061726564a470757368a170a87665726966795f73cb0000000000000000",
     ),
     (
-        wire.Failed(push="p", error="E", message="m"),
+        frames.Failed(push="p", error="E", message="m"),
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
     ),
 ]
-FROM_SENDER = (wire.Offer, wire.Filled, wire.Still)
+FROM_SENDER = (frames.Offer, frames.Filled, frames.Still)
 
 
 def named(golden):
@@ -106,13 +124,16 @@ def test_json_is_frozen(message, raw):
 @pytest.mark.parametrize(**named(GOLDEN_MSGPACK))
 def test_msgpack_is_frozen(message, raw):
     frame = bytes.fromhex(raw)
-    assert wire.pack(message) == frame
-    unpack = wire.unpack_from_sender if isinstance(message, FROM_SENDER) else wire.unpack_from_rank
+    assert frames.pack(message) == frame
+    unpack = frames.unpack_from_sender if isinstance(message, FROM_SENDER) else frames.unpack_from_rank
     assert unpack(frame) == message
 
 
 def test_every_frame_is_frozen():
-    assert {type(message) for message, _ in GOLDEN_MSGPACK} == {*get_args(wire.FromRank), *get_args(wire.FromSender)}
+    assert {type(message) for message, _ in GOLDEN_MSGPACK} == {
+        *get_args(frames.FromRank),
+        *get_args(frames.FromSender),
+    }
 
 
 def test_fields_of_a_newer_minor_version_are_ignored():
@@ -137,4 +158,4 @@ def test_a_message_of_a_sender_before_there_were_other_transports_is_understood(
 
 def test_a_pickle_is_no_message():
     with pytest.raises(msgspec.MsgspecError):
-        wire.unpack_from_rank(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")
+        frames.unpack_from_rank(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")

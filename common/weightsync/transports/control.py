@@ -23,10 +23,11 @@ import msgspec
 import psutil
 import zmq
 
-from weightsync import errors, security, wire
+from weightsync import errors, frames, security, wire
 from weightsync.errors import TransferFailed
+from weightsync.frames import Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken
 from weightsync.transports.base import Deadline, Peer
-from weightsync.wire import Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken, UpdateRequest
+from weightsync.wire import UpdateRequest
 
 #: How long either side sleeps at most before it looks whether the push is over.
 LOOK_UP_S: Final = 0.1
@@ -194,9 +195,9 @@ class Talk:
                 gone.add(peer)
         return gone
 
-    def _send(self, peer: Peer, message: wire.FromSender) -> None:
+    def _send(self, peer: Peer, message: frames.FromSender) -> None:
         try:
-            self._control.socket.send_multipart([self._identity[peer], wire.pack(message)], zmq.DONTWAIT)
+            self._control.socket.send_multipart([self._identity[peer], frames.pack(message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:
             raise TransferFailed(f"{peer} is gone: {error}") from error
 
@@ -218,9 +219,9 @@ class Talk:
                 continue
             identity, frame = self._control.socket.recv_multipart(zmq.DONTWAIT)[:2]
             with contextlib.suppress(msgspec.MsgspecError):  # not a peer; a peer's silence is caught by the deadline
-                self._handle(identity, wire.unpack_from_rank(frame))
+                self._handle(identity, frames.unpack_from_rank(frame))
 
-    def _handle(self, identity: bytes, message: wire.FromRank) -> None:
+    def _handle(self, identity: bytes, message: frames.FromRank) -> None:
         if message.push != self._push:
             return  # left over from a push that was called off
         if isinstance(message, Hello):
@@ -269,7 +270,7 @@ class EngineControl:
         try:
             socket = self._dial(request)
             call = Call(socket, request, Deadline(request.timeout_s + _GRACE_S), over)
-            socket.send(wire.pack(Hello(push=request.push, secret=request.secret, rank=rank, mapped=mapped)))
+            socket.send(frames.pack(Hello(push=request.push, secret=request.secret, rank=rank, mapped=mapped)))
         except zmq.ZMQError as error:
             raise TransferFailed(f"the sender could not be met: {type(error).__name__}: {error}") from error
         offer = call.next("where the bytes are")
@@ -286,11 +287,11 @@ class EngineControl:
         kind = type(error).__name__ if isinstance(error, errors.WeightSyncError) else "TransferFailed"
         self._tell(Failed(push=push, error=kind, message=str(error) or type(error).__name__))
 
-    def _tell(self, message: wire.FromRank) -> None:
+    def _tell(self, message: frames.FromRank) -> None:
         # A sender that cannot be reached any more has nothing to be told.
         for socket in self._sockets:
             with contextlib.suppress(zmq.ZMQError):
-                socket.send(wire.pack(message))
+                socket.send(frames.pack(message))
 
     def check(self, request: UpdateRequest) -> None:
         """Raise `TransferFailed` for an address that is not to be dialled."""
@@ -343,7 +344,7 @@ class Call:
             if not security.owner_lives(self._request.address):
                 raise TransferFailed(f"the sender is gone; it was to announce {what}")
 
-    def next(self, what: str) -> wire.FromSender:
+    def next(self, what: str) -> frames.FromSender:
         """The next message about this push."""
         self._looked = time.monotonic()
         while True:
@@ -351,12 +352,12 @@ class Call:
             if (message := self.heard(min(self.deadline.left(), LOOK_UP_S))) is not None:
                 return message
 
-    def heard(self, timeout_s: float) -> wire.FromSender | None:
+    def heard(self, timeout_s: float) -> frames.FromSender | None:
         """A message about this push that comes within ``timeout_s``. Raises what the sender reports."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
         try:
-            message = wire.unpack_from_sender(self._socket.recv(zmq.DONTWAIT))
+            message = frames.unpack_from_sender(self._socket.recv(zmq.DONTWAIT))
         except msgspec.MsgspecError as error:
             raise TransferFailed(f"the sender's message cannot be read: {error}") from error
         if message.push != self._request.push:
@@ -369,7 +370,7 @@ class Call:
         """Wait for a bucket to be announced."""
         return self.expect(self.next(f"bucket {index}"), index)
 
-    def expect(self, message: wire.FromSender, index: int) -> Filled:
+    def expect(self, message: frames.FromSender, index: int) -> Filled:
         """The message, if it announces that bucket. Raises `TransferFailed`."""
         if not isinstance(message, Filled) or message.index != index:
             raise TransferFailed(f"expected bucket {index}, got {message}")
@@ -379,9 +380,9 @@ class Call:
         """Tell the sender that a bucket is needed no more."""
         self.say(Taken(push=self._request.push, index=index))
 
-    def say(self, message: wire.FromRank) -> None:
+    def say(self, message: frames.FromRank) -> None:
         """Tell the sender something of this push. Raises `TransferFailed`."""
         try:
-            self._socket.send(wire.pack(message))
+            self._socket.send(frames.pack(message))
         except zmq.ZMQError as error:
             raise TransferFailed(f"the sender cannot be told {type(message).__name__}: {error}") from error

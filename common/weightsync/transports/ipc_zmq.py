@@ -12,12 +12,13 @@ import torch
 
 from weightsync import staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.frames import Offer
 from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
 from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
 from weightsync.transports.control import Call, EngineControl, Talk, TrainerControl
-from weightsync.wire import Offer, UpdateRequest
+from weightsync.wire import UpdateRequest
 
 
 class Trainer:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.frames import Filled, Offer
 from weightsync.layout import Layout
 from weightsync.staging import Arena, device_uuid
 from weightsync.transports import groups
@@ -34,7 +35,7 @@ from weightsync.transports.control import (
     local_address,
 )
 from weightsync.transports.groups import FAILED, JOINED, MADE, Group, Joining, all_there
-from weightsync.wire import Filled, InitNcclGroup, Offer, UpdateRequest
+from weightsync.wire import InitNcclGroup, UpdateRequest
 
 #: Broadcasts that a rank has posted and not yet seen the end of.
 _IN_FLIGHT: Final = 2

@@ -15,8 +15,9 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from weightsync import staging, wire
+from weightsync import frames, staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.frames import Offer, Room, Taken
 from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
@@ -25,7 +26,7 @@ from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp,
 from weightsync.transports.base import Deadline, Introduction, Peer
 from weightsync.transports.control import EngineControl, Talk, TrainerControl, interface_of, local_address
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
-from weightsync.wire import Offer, RegisterNixl, Room, Taken, UpdateRequest
+from weightsync.wire import RegisterNixl, UpdateRequest
 
 #: How long a rank tries to connect before its first push.
 _WARM_S: Final = 30.0
@@ -147,7 +148,7 @@ class Trainer:
                 while lane.arrived < lane.posted and lane.transfers.done(lane.arrived):
                     lane.arrived += 1
                 while lane.posted < min(self._filled + 1, room.upto, lane.arrived + IN_FLIGHT):
-                    lane.transfers.post(lane.posted, wire.pack(Taken(push=plan.push, index=lane.posted)))
+                    lane.transfers.post(lane.posted, frames.pack(Taken(push=plan.push, index=lane.posted)))
                     lane.posted += 1
             talk.taken(peer, lane.arrived - 1)
 
@@ -176,7 +177,7 @@ class Trainer:
     def _noticed(self, agent: str, notice: bytes, push: str, talk: Talk) -> None:
         peer = self._agents.get(agent)
         try:
-            message = wire.unpack_from_rank(notice)
+            message = frames.unpack_from_rank(notice)
         except msgspec.MsgspecError:
             return
         if peer is not None and isinstance(message, Taken) and message.push == push:

@@ -9,13 +9,14 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
-from weightsync import wire
+from weightsync import frames
+from weightsync.frames import Filled, Room, Taken
 from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
 from weightsync.transports.agents import SPIN_S, Transfers, translated
 from weightsync.transports.base import Bucket
 from weightsync.transports.control import LOOK_UP_S, Call
-from weightsync.wire import Filled, Room, Taken, UpdateRequest
+from weightsync.wire import UpdateRequest
 
 #: Buckets that were posted and whose end was not seen yet: enough to hide the way of one message.
 IN_FLIGHT: Final = 2
@@ -79,7 +80,7 @@ class Reading(_Push):
                 self._call.check(f"bucket {number} to be read from {reads.remote.agent}")
                 while posted < min(len(self._announced), number + ahead):
                     with translated(self._what(posted, reads)):
-                        reads.post(posted, wire.pack(Taken(push=self._request.push, index=posted)))
+                        reads.post(posted, frames.pack(Taken(push=self._request.push, index=posted)))
                     posted += 1
                 self._listen(0.0 if posted > number else LOOK_UP_S)
             if not self._nbytes(number):
@@ -122,7 +123,7 @@ class Written(_Push):
     def _arrived(self) -> Iterator[int]:
         for notice in self._end.notices():
             try:
-                message = wire.unpack_from_rank(notice)
+                message = frames.unpack_from_rank(notice)
             except msgspec.MsgspecError:
                 continue  # the answer to the warm-up, or nobody's
             if isinstance(message, Taken) and message.push == self._request.push:

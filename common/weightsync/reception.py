@@ -1,0 +1,87 @@
+"""Where a trainer is asked, by those who start engines, to have one more take part: HTTP, with the key, no more.
+
+The trainer's own program has no part in it: a thread answers, between two pushes.
+"""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from weightsync import security, wire
+from weightsync.errors import UnsupportedOption, WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+ROUTE: Final = "add_engine"
+#: Longer than any address is.
+_MAX_BODY_BYTES: Final = 64 << 10
+#: Whoever connects and says nothing is not waited for.
+_SILENCE_S: Final = 10.0
+
+
+class Reception:
+    """Listens at ``host`` and ``port`` (0: any that is free); ``admit`` brings in the engine at a URL.
+
+    ``admit`` returns the version that the engine then serves, and raises `WeightSyncError`.
+    """
+
+    def __init__(self, host: str, port: int, token: str, admit: Callable[[str], str]):
+        class Handler(_Handler):
+            pass
+
+        Handler.token, Handler.admit = token, staticmethod(admit)
+        try:
+            self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise UnsupportedOption(f"cannot listen at {host} port {port}: {error}") from error
+        self._server.daemon_threads = True
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="weightsync-reception", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    token: str
+    admit: Callable[[str], str]
+    timeout = _SILENCE_S
+
+    def do_POST(self) -> None:
+        status, reply = self._answer()
+        body = wire.to_json(reply)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _answer(self) -> tuple[int, msgspec.Struct]:
+        scheme, _, shown = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not security.same(shown, self.token):
+            return 401, wire.ErrorReply(error="AuthenticationFailed", message="unauthorized")
+        if self.path != f"{wire.PREFIX}/{ROUTE}":
+            return 404, wire.ErrorReply(error="UnsupportedOption", message="there is no such route")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
+            return 413, wire.ErrorReply(error="UnsupportedOption", message=f"at most {_MAX_BODY_BYTES} bytes")
+        try:
+            asked = wire.from_json(self.rfile.read(int(length)), wire.AddEngine)
+        except msgspec.MsgspecError as error:
+            return 400, wire.ErrorReply(error="UnsupportedOption", message=f"not an engine: {error}")
+        try:
+            return 200, wire.EngineAdded(version=type(self).admit(asked.url))
+        except WeightSyncError as error:
+            return 409, wire.ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)
