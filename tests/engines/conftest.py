@@ -186,7 +186,7 @@ def with_plugin(engine, kind, tp, folder, scratch):
     return folder, {"args": CACHING[engine]}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(request, model_folder, tmp_path_factory):
     """A `Served` for the configuration (engine, kind, tp) that the module asks for."""
     engine, kind, tp = request.param
@@ -210,5 +210,5 @@ ALL = [*CACHES, *OTHERS]
 def configurations(wanted):
     """Parametrize a module over configurations of `served`."""
     return pytest.mark.parametrize(
-        "served", wanted, indirect=True, ids=lambda c: "-".join(map(str, c)), scope="session"
+        "served", wanted, indirect=True, ids=lambda c: "-".join(map(str, c)), scope="package"
     )

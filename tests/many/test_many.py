@@ -4,13 +4,12 @@ import time
 
 import pytest
 
+from tests.engines.conftest import NEW_TOKENS, PROMPT, assert_agrees, differ
 from tools import models, servers
 from weightsync import Sender, security, wire
 from weightsync.client import EngineClient
 from weightsync.errors import UnsupportedOption
 from weightsync.transports.base import Deadline
-
-from .conftest import NEW_TOKENS, PROMPT, assert_agrees, differ
 
 KIND = "qwen3"
 
