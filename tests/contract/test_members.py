@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -139,3 +140,20 @@ for _ in range(2):
 def test_a_rank_that_ends_while_it_waits_for_a_silent_trainer_ends_well():
     for _ in range(3):
         subprocess.run([sys.executable, "-c", ENDS_EARLY], check=True, timeout=60)
+
+
+def test_what_was_under_way_when_a_push_failed_finds_nobody(make):
+    rig, tensors = make("nixl"), random_tensors()
+    rig.push(tensors, 4096)
+    # NIXL itself, which would go on to write into memory that is another's by then.
+    agents = [weakref.ref(end._agent.nixl) for end in rig.peers.values()]
+
+    def broken():
+        yield from tensors[:20]
+        raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone"):
+        rig.push(broken(), 512, manifest=tensors)
+    rig.outcomes = None  # what was raised refers to where
+    assert [agent() for agent in agents] == [None] * len(agents)
+    assert_equal(rig.push(tensors, 4096), tensors)

@@ -209,9 +209,11 @@ class Trainer:
         return talk.all_prepared(what)
 
     def call_off(self, error: BaseException) -> None:
-        """See `base.TrainerEnd`."""
+        """See `base.TrainerEnd`; the ranks give up their agents, and are to be introduced again."""
         if self._talk is not None:
             self._talk.call_off(error)
+            for peer in self._talk.peers:
+                self._known.pop(peer.engine, None)
             self._talk = None
 
     def dismiss(self, engine: str) -> None:
@@ -351,18 +353,20 @@ class Engine:
             self._agent.deregister(self._registered.pop(place)[0])
 
     def fail(self, push: str, error: BaseException) -> None:
-        """See `base.EngineEnd`; what may still be under way is cut off with the connection."""
+        """See `base.EngineEnd`; what is still under way must find nobody, so the agent ends before its memory does."""
         self._control.fail(push, error)
-        self._cut()
+        held = [memory for _, memory in self._registered.values()], list(self._own)
+        self._drop()
+        self._agent = None
+        del held
 
     def _cut(self) -> None:
-        if self._agent is not None and self._trainer:
-            self._agent.forget(self._trainer)
-        if self._written:
-            # What the trainer has yet to write must find nobody: the agent ends before its memory is another's.
-            self._agent, self._trainer, self._written = None, "", False
-            self._registered.clear()
         self._release(set(self._reads))
+        if self._agent is not None:
+            while self._registered:
+                self._agent.deregister(self._registered.popitem()[1][0])
+            if self._trainer:
+                self._agent.forget(self._trainer)
         self._arenas.clear()
         self._own.clear()
 
@@ -371,7 +375,7 @@ class Engine:
             self._warming.end()
             self._warming = None
         self._cut()
-        self._trainer = ""
+        self._trainer, self._written = "", False
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
