@@ -191,7 +191,8 @@ def table(record: report.Record) -> str:
     ]
     verdicts = []
     for net, paths in samples.items():
-        base = _fastest(paths, (BROADCAST, *READS))
+        ours = WRITES if "tcp" in net else READS
+        base = _fastest(paths, (BROADCAST, *ours))
         if net != MEMCPY:
             lines.append(net)
         for name, found in paths.items():
@@ -207,8 +208,8 @@ def table(record: report.Record) -> str:
             reached = _ratio(paths[base], paths[OURS])
             met = "met" if reached >= AIM else "MISSED"
             verdicts.append(f"aim, {net}: ours at least {AIM:g} of {base}; {reached:.2f}: {met}")
-        if write := _fastest(paths, WRITES):
-            verdicts.append(f"{net}: {write} has {_ratio(paths[base], paths[write]):.2f} of the speed of {base}")
+        if other := _fastest(paths, READS if ours is WRITES else WRITES):
+            verdicts.append(f"{net}: {other} has {_ratio(paths[base], paths[other]):.2f} of the speed of {base}")
     lines.append(
         "seconds of ours: tail: after the last tensor was taken; gather, digest: packing and hashing at the trainer; "
         "verify:\nhashing at the rank. Where transfers overlap with packing, the tail is that of the last bucket"

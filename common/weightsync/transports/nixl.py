@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
 
@@ -17,30 +16,20 @@ import torch
 
 from weightsync import frames, staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.frames import Offer, Room, Taken
+from weightsync.frames import Offer, Taken
 from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
 from weightsync.transports import base
-from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory, translated
+from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory
 from weightsync.transports.base import Deadline, Introduction, Peer
 from weightsync.transports.control import EngineControl, Talk, TrainerControl, interface_of, local_address
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
+from weightsync.transports.nixl_writing import KEPT, Writer
 from weightsync.wire import RegisterNixl, UpdateRequest
 
 #: How long a rank tries to connect before its first push.
 _WARM_S: Final = 30.0
-#: Stages that a rank keeps registered: one, and that of the version before where it keeps it, for each of two arenas.
-_KEPT: Final = 4
-
-
-@dataclass
-class _Lane:
-    """The way into one rank's memory: how many buckets were sent on it, and how many have arrived."""
-
-    transfers: Transfers
-    posted: int = 0
-    arrived: int = 0
 
 
 class Trainer:
@@ -57,12 +46,8 @@ class Trainer:
         self._agents: dict[str, Peer] = {}
         self._talk: Talk | None = None
         self._plan: UpdateRequest | None = None
-        self._layout, self._arena = Layout([]), torch.empty(0, dtype=torch.uint8)
-        #: The last bucket that was announced.
-        self._filled = -1
-        self._lanes: dict[Peer, _Lane] = {}
-        #: Prepared WRITEs, the latest last, by the agent and all else that they depend on.
-        self._writes: dict[tuple[str, object], Transfers] = {}
+        self._writer = Writer(self._agent)
+        self._last = 0
 
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
@@ -105,8 +90,8 @@ class Trainer:
         for arena in arenas:
             if arena.name not in self._registered:
                 self._registered[arena.name] = self._agent.register(arena.bytes)
-        self._plan, self._layout, self._arena = plan, layout, arenas[0].bytes
-        self._filled, self._lanes = -1, {}
+        self._plan, self._last = plan, layout.buckets(plan.bucket_bytes) - 1
+        self._writer.begin(plan, layout, arenas[0].bytes)
         self._talk = Talk(self._control, plan.push, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
         handle = self._agent.handle(arena.bytes)
@@ -137,42 +122,14 @@ class Trainer:
         """Looking is also what keeps transfers going, while the trainer packs too."""
         talk, plan = self._talking(), self._plan
         assert plan is not None
-        for agent, notices in self._agent.notices().items():
+        heard = list(self._agent.notices().items())
+        while not self._writer.heard.empty():
+            heard.append(self._writer.heard.get())
+        for agent, notices in heard:
             for notice in notices:
                 self._noticed(agent, notice, plan.push, talk)
-        for peer, room in talk.rooms.items():
-            if peer not in self._lanes:
-                self._lanes[peer] = self._lane(peer, room, plan)
-            lane = self._lanes[peer]
-            with translated(f"bucket {lane.arrived} could not be written to {peer}"):
-                while lane.arrived < lane.posted and lane.transfers.done(lane.arrived):
-                    lane.arrived += 1
-                while lane.posted < min(self._filled + 1, room.upto, lane.arrived + IN_FLIGHT):
-                    lane.transfers.post(lane.posted, frames.pack(Taken(push=plan.push, index=lane.posted)))
-                    lane.posted += 1
-            talk.taken(peer, lane.arrived - 1)
-
-    def _lane(self, peer: Peer, room: Room, plan: UpdateRequest) -> _Lane:
-        """The way into the memory that a rank has offered, prepared where it is not yet."""
-        handle, layout, size = room.handle, self._layout, plan.bucket_bytes
-        if handle is None or self._agents.get(handle.agent) != peer:
-            raise TransferFailed(f"{peer} offers memory of an agent that is not its own; push again")
-        if handle.nbytes < min(layout.nbytes, room.slots * size):
-            raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, its buckets take more")
-        place = (handle, self._arena.data_ptr(), layout.nbytes, size, plan.slots, room.slots)
-        found = self._writes.pop((handle.agent, place), None)
-        if found is None:
-            older = [key for key in self._writes if key[0] == handle.agent]
-            for key in older[: max(0, len(older) - _KEPT + 1)]:
-                self._writes.pop(key).release()
-            self._agent.know(handle.agent, handle.metadata, str(peer))
-            spans = [
-                ((k % room.slots) * size, (k % plan.slots) * size, min(size, layout.nbytes - k * size))
-                for k in range(layout.buckets(size))
-            ]
-            found = Transfers("WRITE", self._agent, handle, self._arena, spans)
-        self._writes[handle.agent, place] = found
-        return _Lane(found)
+        for peer, bucket in self._writer.arrived(talk.rooms, self._agents).items():
+            talk.taken(peer, bucket)
 
     def _noticed(self, agent: str, notice: bytes, push: str, talk: Talk) -> None:
         peer = self._agents.get(agent)
@@ -192,24 +149,19 @@ class Trainer:
     def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
         """See `base.TrainerEnd`."""
         self._talking().announce(bucket, digests)
-        self._filled = bucket
+        self._writer.filled(bucket)
         self._look()
 
     def finish(self) -> float:
         """See `base.TrainerEnd`."""
-        self._taken(self._filled)
-        talk, what = self._talking(), "the ranks to hold and verify everything"
-
-        def missing() -> set[Peer]:
-            self._look()  # the notice of the last bucket may itself be under way
-            return talk.unprepared()
-
-        if self._lanes:
-            talk.wait(missing, what, SPIN_S)
-        return talk.all_prepared(what)
+        self._taken(self._last)
+        seconds = self._talking().all_prepared("the ranks to hold and verify everything")
+        self._writer.stop()
+        return seconds
 
     def call_off(self, error: BaseException) -> None:
         """See `base.TrainerEnd`; the ranks give up their agents, and are to be introduced again."""
+        self._writer.stop()
         if self._talk is not None:
             self._talk.call_off(error)
             for peer in self._talk.peers:
@@ -222,8 +174,7 @@ class Trainer:
 
     def forget(self) -> None:
         """See `base.TrainerEnd`."""
-        while self._writes:
-            self._writes.popitem()[1].release()
+        self._writer.forget()
         for registered in self._registered.values():
             self._agent.deregister(registered)
         self._registered.clear()
@@ -303,7 +254,7 @@ class Engine:
         key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size)
         found = self._reads.pop(key, None)
         if found is None:
-            self._release(set(list(self._reads)[: max(0, len(self._reads) - _KEPT + 1)]))
+            self._release(set(list(self._reads)[: max(0, len(self._reads) - KEPT + 1)]))
             self._register(memory)
             here = IN_FLIGHT if stage is None else layout.buckets(size)
             spans = [
@@ -326,7 +277,7 @@ class Engine:
     def opened(self, memory: torch.Tensor) -> NixlHandle:
         """What the trainer needs to write to ``memory``."""
         assert self._agent is not None
-        while len(self._registered) > _KEPT:
+        while len(self._registered) > KEPT:
             self._agent.deregister(self._registered.pop(next(iter(self._registered)))[0])
         self._register(memory)
         return self._agent.handle(memory)
