@@ -172,6 +172,8 @@ class Receiver:
             staged, verify_s = None, 0.0
             if not job.request.stream:
                 staged, verify_s = self._stages.fill(incoming, job.request, job.layout, self._current)
+            # A sender that is gone, or has another arena by now, gets its memory back.
+            self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
             with self._lock:
                 if job.over.is_set():
                     raise TransferFailed("the push was aborted")

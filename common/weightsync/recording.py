@@ -15,12 +15,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from weightsync.layout import DTYPES
 from weightsync.memory import Memory, Owner
 from weightsync.sink import Opened
-from weightsync.standin import COPIES, RESHAPES, Standin, Unrecordable, is_view, one_cast
+from weightsync.standin import COPIES, RESHAPES, Standin, Unrecordable, is_view, one_cast, tensors_in
 from weightsync.wire import TensorSpec
 
 aten: Final = torch.ops.aten
@@ -117,6 +117,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: Memory that the loader made, by address, kept so that no address comes twice; with it what was written there.
         self._fresh: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler to say that nothing here is to be compiled; nothing is while a model loads.
+        return False
+
     def feed(self, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """What the loader gets to read."""
         for spec in specs:
@@ -133,7 +138,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(args, kwargs)
         standins = [tensor for tensor in tensors if isinstance(tensor, Standin)]
         if targets := list(_written(func, args, kwargs)):
             return self._write(func, args, kwargs, targets)
@@ -145,11 +150,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 if (owner := self.recording.memory.owner(tensor)) is not None:
                     self._fall(owner, f"{_called(func)} reads it", ())
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    storage = leaf.untyped_storage()
-                    if storage.data_ptr():
-                        self._fresh.setdefault(storage.data_ptr(), (storage, set()))[1].update(names)
+            for tensor in tensors_in((result,)):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr():
+                    self._fresh.setdefault(storage.data_ptr(), (storage, set()))[1].update(names)
         return result
 
     # --- what is read
@@ -213,8 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- what is written
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]) -> Any:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        sources = [leaf for leaf in leaves if all(leaf is not target for target in targets)]
+        sources = [leaf for leaf in tensors_in(args, kwargs) if all(leaf is not target for target in targets)]
         names = self._behind(sources).union(*(one.names for one in sources if isinstance(one, Standin)))
         into = [self._place(target) for target in targets]
         if all(place == "fresh" for place in into) and not names:
@@ -300,7 +303,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         ]
     for at, name in _writes[func]:
         found = args[at] if at < len(args) else kwargs.get(name)
-        yield from (leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor))
+        yield from tensors_in((found,))
 
 
 def _called(func: Any) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 aten: Final = torch.ops.aten
 
@@ -78,7 +77,7 @@ class Standin(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Standin))
+        found = next(leaf for leaf in tensors_in(args, kwargs or {}) if isinstance(leaf, Standin))
         # The recorder sees its own thread alone: what else that one writes would not be noticed.
         where = "in another thread" if threading.get_ident() != found.recorder.thread else "after the load"
         found.recorder.broken = f"it uses {min(found.names)} {where}"
@@ -105,6 +104,17 @@ class Standin(torch.Tensor):
     ) -> Standin:
         """Another stand-in for the same tensors."""
         return Standin(self.recorder, self.names, seen, slice_, self.dtypes if dtypes is None else dtypes, self.device)
+
+
+def tensors_in(values: Iterable[Any], named: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    """The tensors among arguments of an operation, those in lists too; many times as fast as torch's own way."""
+    found: list[torch.Tensor] = []
+    for value in (*values, *named.values()) if named else values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += (leaf for leaf in value if isinstance(leaf, torch.Tensor))
+    return found
 
 
 def one_cast(dtypes: Sequence[torch.dtype]) -> bool:
