@@ -105,9 +105,9 @@ class LoadPlan:
             and self.memory.gaps(owner, found.written.get(owner, ()))
         ]
 
-    def lost(self, other: LoadPlan) -> list[str]:
-        """Names of parameters of which ``other`` loads more than this."""
-        mine, theirs = self._recording.written, other._recording.written
+    def lost(self, other: Recording) -> list[str]:
+        """Names of parameters that are loaded as a whole by what was recorded there, and not by this."""
+        mine, theirs = self._recording.written, other.written
         return [
             owner.name
             for owner in self.memory.owners
@@ -178,8 +178,10 @@ class LoadPlan:
     def differs(self, stage: torch.Tensor) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if all are."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
+        base = stage.data_ptr()
+        alike = all(_memcmp(base + run.source, run.target, run.nbytes) == 0 for run in self._runs)
         with torch.inference_mode(False), torch.no_grad():
-            for copy in self.copies:
+            for copy in [copy for copy, _ in self._strided] if alike else self.copies:
                 source = _part(stage, copy, entries[copy.name])
                 if not _same(source, copy.target):
                     return copy.name

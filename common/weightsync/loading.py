@@ -11,6 +11,7 @@ import torch
 from weightsync.errors import ManifestMismatch
 from weightsync.layout import Layout, check_manifest, listed
 from weightsync.load_plan import LoadPlan
+from weightsync.recording import record
 from weightsync.sink import Expected, Opened, Sink
 from weightsync.stage import Staged
 from weightsync.wire import TensorSpec
@@ -56,7 +57,7 @@ class Loading:
         What is complete says the checkpoint that the engine was started with. Where nothing tells what that is, every
         parameter must be loaded as a whole, and no tensor may be left `unread` by all ranks.
         """
-        if self._layout is not None and manifest == self._manifest and self._unmoved():
+        if self._layout is not None and manifest == self._manifest:
             return self._layout
         expected = self._known()
         if isinstance(expected, Expected):
@@ -108,8 +109,12 @@ class Loading:
         """A tied tensor may be left out only where the engine gets its weights from the other one."""
         if self._plan is None or self._opened is None or len(manifest) == len(expected.specs):
             return
-        whole = LoadPlan(self._opened, Layout(expected.specs), self._sink.device)
-        if lost := self._plan.lost(whole):
+        try:
+            lost = self._plan.lost(record(self._opened, expected.specs, self._sink.device))
+        except Exception as error:
+            logger.info("what the engine's loader does with the whole checkpoint cannot be recorded: %s", error)
+            return
+        if lost:
             left_out = {spec.name for spec in expected.specs} - {spec.name for spec in manifest}
             raise ManifestMismatch(
                 f"the push does not fit the engine's model: without {listed(left_out)} nothing is loaded into "

@@ -35,8 +35,10 @@ class Memory:
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        #: Every link from a module to what it holds: the dictionary, the key, the value.
-        self._links: tuple[list[dict[str, Any]], list[str], list[Any]] = ([], [], [])
+        #: Every link from a module to what it holds: the dictionary, the key in it, the value.
+        self._links: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._names: list[str] = []
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -44,8 +46,9 @@ class Memory:
                 for key, value in held.items():
                     if value is None:
                         continue
-                    for column, entry in zip(self._links, (held, key, value), strict=True):
-                        column.append(entry)
+                    self._links.append(held)
+                    self._keys.append(key)
+                    self._values.append(value)
                     if isinstance(value, torch.Tensor):
                         self._tensors.append(value)
                         self._names.append(f"{prefix}.{key}" if prefix else key)
@@ -59,7 +62,7 @@ class Memory:
 
     def _merged(self) -> Iterator[Owner]:
         spans = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), at)
+            (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), at)
             for at, tensor in enumerate(self._held)
             if tensor.numel()
         )
@@ -101,9 +104,8 @@ class Memory:
 
     def is_unmoved(self) -> bool:
         """Whether every module still holds the same tensors at the same addresses. Runs no Python for each."""
-        held, keys, values = self._links
         return (
-            all(map(operator.is_, map(dict.get, held, keys), values))
+            all(map(operator.is_, map(dict.get, self._links, self._keys), self._values))
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
@@ -111,9 +113,8 @@ class Memory:
         """Undo what exchanged tensors of the model; the name of one, empty if nothing was."""
         if self.is_unmoved():
             return ""
-        held, keys, values = self._links
         found = ""
-        for link, key, value in zip(held, keys, values, strict=True):
+        for link, key, value in zip(self._links, self._keys, self._values, strict=True):
             if link.get(key) is not value:
                 link[key], found = value, found or key
         for tensor, name, address, data in zip(self._tensors, self._names, self._addresses, self._held, strict=True):
@@ -122,7 +123,7 @@ class Memory:
         return found
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
+def extent_bytes(tensor: torch.Tensor) -> int:
     """From the first byte of a tensor to behind its last."""
     if tensor.numel() == 0:
         return 0

@@ -213,12 +213,15 @@ class Receiver:
 
     def ready(self, request: CommitRequest) -> None:
         """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
+        self._loading.look_up(self._wanted(request))
+
+    def _wanted(self, request: CommitRequest) -> Staged | None:
+        """What is to be loaded, if it is in memory; raises as `ready`."""
         if request.rollback:
             self._machine.check("rollback")
             if self._previous is None or self._previous.version != request.version:
                 raise TransferFailed(f"rank {self._sink.rank} keeps no version {request.version!r} to go back to")
-            self._loading.look_up(self._previous)
-            return
+            return self._previous
         job = self._job
         if job is None or job.request.push != request.push or not self._machine.allows("commit"):
             raise TransferFailed(
@@ -227,7 +230,7 @@ class Receiver:
             )
         # It must not expire on one rank while another already loads it.
         job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
-        self._loading.look_up(job.staged)
+        return job.staged
 
     def apply(self, request: CommitRequest) -> float:
         """Load the staged push, or the version before; returns the seconds it took.
@@ -236,7 +239,7 @@ class Receiver:
         """
         start = time.perf_counter()
         with self._lock:
-            self.ready(request)
+            self._wanted(request)
             self._machine.move("rollback" if request.rollback else "commit")
             self._before = (request.push, self._current, self._previous)
             job = None if request.rollback else self._job

@@ -7,6 +7,7 @@ parameter it happens to: its name and why.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from weightsync.layout import DTYPES
-from weightsync.memory import Memory, Owner
+from weightsync.memory import Memory, Owner, extent_bytes
 from weightsync.sink import Opened
 from weightsync.standin import COPIES, RESHAPES, Standin, Unrecordable, is_view, one_cast, tensors_in
 from weightsync.wire import TensorSpec
@@ -132,6 +133,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def kept(self) -> str:
         """Name of a tensor that the loader holds on to after it has ended; empty if there is none."""
+        if any(found() is not None for _, found in self.made):
+            gc.collect()  # what only refers to itself is not held
         return next((name for name, found in self.made if found() is not None), "")
 
     def __torch_dispatch__(
@@ -236,7 +239,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(target, Standin):
             return "standin"
         if (owner := self.recording.memory.owner(target)) is not None:
-            return owner
+            return owner if target.data_ptr() + extent_bytes(target) <= owner.end else "foreign"
         if target.numel() == 0 or target.untyped_storage().data_ptr() in self._fresh:
             return "fresh"
         return "foreign"
@@ -250,7 +253,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if target.numel():
                 self._fresh[target.untyped_storage().data_ptr()][1].update(names)
         elif place == "foreign":
-            self.broken = f"{_called(func)} writes to memory that is no parameter"
+            self.broken = f"{_called(func)} writes to memory that is no parameter, or more than one"
         elif target.numel():
             assert isinstance(place, Owner)
             self.recording.written.setdefault(place, []).append(target)

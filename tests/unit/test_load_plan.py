@@ -1,13 +1,14 @@
 """Load plans: what a loader of views, casts and copies does is recorded without a trace, and replayed bit by bit."""
 
 import sys
+import tracemalloc
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.loaders import DTYPES, Model, bits, odd_loader, plan_for, random_bits, really_loaded, two
+from tests.unit.loaders import DTYPES, Model, bits, by_name, odd_loader, plan_for, random_bits, really_loaded, two
 
 # --- programs of views, casts and copies ------------------------------------------------------------------------------
 
@@ -167,6 +168,20 @@ def test_replaying_takes_no_step_of_python_for_each_tensor(turned):
         assert calls_of(plan.memory.is_unmoved) == calls_of(plan_for(*one_of(load))[0].memory.is_unmoved)
     assert counted[0] == counted[1]
     assert counted[0] < 100
+
+
+@pytest.mark.parametrize("tensors", [10, 2000])
+def test_replaying_takes_no_memory(tensors):
+    model, checkpoint = many(tensors)
+    plan, stage = plan_for(model, by_name, checkpoint)
+    plan.replay(stage)
+    tracemalloc.start()
+    try:
+        plan.replay(stage)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4096
 
 
 def one_of(load):

@@ -145,6 +145,19 @@ def test_what_cannot_be_undone_or_replayed_is_refused_as_a_whole(act, said):
     assert OUTSIDE.sum() == 0
 
 
+def test_a_loader_that_writes_to_several_parameters_at_once_is_left_alone():
+    model, checkpoint = two()
+    flat = torch.zeros(48)
+    model.plain.data, model.odd.data = flat[:24].view(4, 6), flat[24:].view(4, 6)
+
+    def load(model, weights):
+        for number, (_, tensor) in enumerate(weights):
+            flat.narrow(0, 12 * number, 36).copy_(tensor.reshape(-1).repeat(2)[:36])
+
+    with pytest.raises(Unrecordable, match="no parameter, or more than one"):
+        plan_for(model, load, checkpoint)
+
+
 def test_a_loader_that_raises_is_refused_and_has_changed_nothing():
     model, checkpoint = two()
     checkpoint["odd"] = torch.zeros(9, 9)
