@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import gc
 import importlib
-import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import torch
-
-from weightsync.layout import digest_of
-
-logger = logging.getLogger(__name__)
 
 SUPPORTED: Final = "0.5.23"
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
@@ -152,7 +145,7 @@ def cpu_group(scheduler: Any) -> Any:
 
 def device_of(scheduler: Any) -> torch.device:
     """Where the scheduler's weights live."""
-    return next(_model(scheduler).parameters()).device
+    return next(model(scheduler).parameters()).device
 
 
 def model_source(scheduler: Any) -> tuple[str, str | None, str]:
@@ -161,112 +154,10 @@ def model_source(scheduler: Any) -> tuple[str, str | None, str]:
     return str(config.model_path), getattr(config, "revision", None), str(config.dtype).removeprefix("torch.")
 
 
-def _model(scheduler: Any) -> torch.nn.Module:
-    model: torch.nn.Module = scheduler.tp_worker.model_runner.model
-    return model
-
-
-def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole checkpoint in one begin/end session, draft models included.
-
-    The session is opened on the runners themselves: it begins and ends inside one scheduler handler, so that nothing
-    can come in between, and a rank that fails leaves no other waiting in the session's barrier.
-
-    A model reads each tensor before it asks for the next. Several models read them all in turn.
-    """
-    runners = scheduler.weight_updater._select_runners("all")
-    named = weights if len(runners) == 1 else list(weights)
-    for _, runner in runners:
-        runner.weight_updater.begin_weight_update()
-        loaded, message = runner.weight_updater.load_weights_from_distributed(named)
-        if not loaded:
-            raise RuntimeError(message)
-        runner.weight_updater.end_weight_update(run_post_load=False)
-
-
-def digest(scheduler: Any) -> str:
-    """Hash of the weights the scheduler computes with, in hex."""
-    return digest_of(_weights(_model(scheduler)))
-
-
-def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def fresh_digest(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What `digest` would give had this rank been started on a checkpoint of these weights.
-
-    Builds a second instance of the model beside the served one, so it needs the memory of both for that long.
-    """
-    device = device_of(scheduler)
-    model = None
-    try:
-        # A scheduler handles requests in inference mode; a start does not, and what it makes must be like it.
-        with torch.inference_mode(False), _apart_from_live(device):
-            model = _fresh_model(scheduler.tp_worker.model_runner, weights)
-            return digest_of(_weights(model))
-    finally:
-        # Layers and their weight loaders refer to each other.
-        del model
-        gc.collect()
-        if device.type != "cpu":
-            torch.accelerator.empty_cache()
-
-
-def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
-    """The model as `ModelRunner.load_model` makes it at a start, from these weights instead of files."""
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadFormat
-    from sglang.srt.model_executor.model_runner_components.load_model_utils import load_kv_cache_scales
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import get_model
-    from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
-
-    # A loader that quantizes is kept; one that makes weights up (dummy) is not.
-    kept = issubclass(type(runner.loader), DefaultModelLoader)
-    asked = False
-
-    class Given(type(runner.loader) if kept else DefaultModelLoader):  # type: ignore[misc]
-        def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal asked
-            asked = True
-            yield from weights
-
-    config = copy.copy(runner.load_config)
-    if not kept:
-        config.load_format, config.model_loader_extra_config = LoadFormat.AUTO, {}
-    loader = Given(config)
-    with get_model().override(load_format=config.load_format):
-        model: torch.nn.Module = loader.load_model(
-            model_config=runner.model_config, device_config=DeviceConfig(runner.device, runner.gpu_id)
-        )
-    if not asked:
-        raise RuntimeError(f"{type(runner.loader).__name__} cannot load weights that are not files")
-    current_platform.post_load_model(model)
-    load_kv_cache_scales(model=model, kv_cache_dtype=get_model().kv_cache_dtype)
-    reserve_rope_cache_for_long_sequences(model, runner.model_config, logger)
-    return model
-
-
-@contextlib.contextmanager
-def _apart_from_live(device: torch.device) -> Iterator[None]:
-    """Inside, a model that is made shares nothing with those made before: no rotary tables, no offloading."""
-    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
-    from sglang.srt.utils.offloader import NoopOffloader, get_offloader, set_offloader
-
-    ropes, offloader = dict(_ROPE_DICT), get_offloader()
-    _ROPE_DICT.clear()
-    set_offloader(NoopOffloader())
-    try:
-        # Ranks sample alike from the same random state: what a constructor draws must not move it.
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            yield
-    finally:
-        set_offloader(offloader)
-        _ROPE_DICT.clear()
-        _ROPE_DICT.update(ropes)
+def model(scheduler: Any) -> torch.nn.Module:
+    """The served model."""
+    found: torch.nn.Module = scheduler.tp_worker.model_runner.model
+    return found
 
 
 def handle(scheduler: Any, request: type, handler: Callable[[Any], Any]) -> None:

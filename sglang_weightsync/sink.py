@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from sglang_weightsync import compat
+from sglang_weightsync import compat, compat_loading
 from weightsync.expected import expected_of
-from weightsync.sink import Expected
+from weightsync.sink import Expected, Opened
 
 
 class SglangSink:
@@ -25,14 +25,22 @@ class SglangSink:
         model, revision, dtype = compat.model_source(self._scheduler)
         return expected_of(model, revision=revision, dtype=dtype)
 
+    def opened(self) -> Opened | str:
+        """The model's own loader, within a begin/end session."""
+        found = compat_loading.recordable(self._scheduler)
+        if isinstance(found, str):
+            return found
+        model, load = found
+        return Opened(model, load, lambda: compat_loading.written_by_others(self._scheduler))
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through SGLang's begin/end session."""
-        compat.load(self._scheduler, weights)
+        compat_loading.load(self._scheduler, weights)
 
     def digest(self) -> str:
         """Of every parameter and buffer."""
-        return compat.digest(self._scheduler)
+        return compat_loading.digest(self._scheduler)
 
     def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
         """`digest` of a scheduler freshly started on these weights."""
-        return compat.fresh_digest(self._scheduler, weights)
+        return compat_loading.fresh_digest(self._scheduler, weights)

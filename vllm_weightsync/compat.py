@@ -96,6 +96,13 @@ def model_config(worker: Any) -> Any:
     return worker.vllm_config.model_config
 
 
+def why_reload(worker: Any) -> str:
+    """Why weights are brought in by vLLM's reload and not copied into place."""
+    if worker_device(worker).type == "cpu":
+        return "on a CPU vLLM packs layers after loading, which its reload does again"
+    return "vLLM's reload is the only way in on an accelerator as yet"
+
+
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks what was packed at start."""
     model = worker.model_runner.get_model()

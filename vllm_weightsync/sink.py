@@ -28,6 +28,10 @@ class VllmSink:
         config = compat.model_config(self._worker)
         return expected_of(config.model, revision=config.revision, dtype=str(config.dtype).removeprefix("torch."))
 
+    def opened(self) -> str:
+        """Nothing but the reload path knows how layers are packed."""
+        return compat.why_reload(self._worker)
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through vLLM's reload path."""
         compat.reload(self._worker, weights)

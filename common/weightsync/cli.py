@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(client: EngineClient, deadline: Deadline) -> str:
     status = client.status(deadline)
     ranks = [
-        f"  rank {rank.rank}: {rank.state}" + "".join(f", {word}" for word in (rank.push, rank.detail) if word)
+        f"  rank {rank.rank}: {rank.state}"
+        + "".join(f", {word}" for word in (rank.push, rank.detail, rank.loading) if word)
         for rank in status.ranks
     ]
     held = f", lease of {status.holder}" if status.holder else ""

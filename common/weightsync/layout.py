@@ -115,7 +115,8 @@ class Layout:
                 yield Piece(entry, start - entry.offset, start - low, max(0, min(end, high) - start), end <= high)
 
 
-def _listed(items: Iterable[str]) -> str:
+def listed(items: Iterable[str]) -> str:
+    """Names for an error, in order, shortened where they are many or long."""
     names = sorted(items)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     shown = (name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "..." for name in names[:_LISTED])
@@ -132,15 +133,15 @@ def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec],
     faults: list[str] = []
     twice = {spec.name for spec in pushed if spec.name in have or have.update({spec.name: spec})}
     if twice:
-        faults.append(f"sent twice: {_listed(twice)}")
+        faults.append(f"sent twice: {listed(twice)}")
     if unknown := have.keys() - want.keys():
-        faults.append(f"unknown to the engine: {_listed(unknown)}")
+        faults.append(f"unknown to the engine: {listed(unknown)}")
     if missing := want.keys() - have.keys() - set(optional):
-        faults.append(f"missing: {_listed(missing)}")
+        faults.append(f"missing: {listed(missing)}")
     both = have.keys() & want.keys()
     faults += [
         f"{label}: "
-        + _listed(
+        + listed(
             f"{name} ({getattr(have[name], what)}, the engine has {getattr(want[name], what)})"
             for name in both
             if getattr(have[name], what) != getattr(want[name], what)

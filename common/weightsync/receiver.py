@@ -10,12 +10,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from threading import Event
 from typing import Final, TypeVar
 
 import msgspec
-import torch
 
 from weightsync import in_place, staging
 from weightsync.calls import COMMIT_CALL_S
@@ -26,15 +25,17 @@ from weightsync.errors import (
     WeightSyncError,
     WrongState,
 )
-from weightsync.layout import Layout, check_manifest
+from weightsync.layout import Layout
+from weightsync.loading import Loading
 from weightsync.session import REPLICA, Machine
-from weightsync.sink import Expected, Sink
+from weightsync.sink import Sink
 from weightsync.stage import Staged, Stages
 from weightsync.transports import groups
 from weightsync.transports.base import Deadline, EngineEnd, Incoming, Introduction
 from weightsync.transports.registry import ENGINE_ENDS, available
 from weightsync.wire import (
     AbortRequest,
+    Accepted,
     CommitRequest,
     Done,
     ErrorReply,
@@ -65,9 +66,8 @@ _ABORT_WAIT_S = 5.0
 class _Job:
     """One push on this rank, from prepare to its end."""
 
-    def __init__(self, request: UpdateRequest, end: EngineEnd):
-        self.request, self.transport = request, end
-        self.layout = Layout(request.manifest, request.align_bytes)
+    def __init__(self, request: UpdateRequest, end: EngineEnd, layout: Layout):
+        self.request, self.transport, self.layout = request, end, layout
         self.deadline = Deadline(request.timeout_s)
         self.over, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
@@ -84,7 +84,7 @@ class Receiver:
 
     def __init__(self, sink: Sink):
         self._sink = sink
-        self._expected: Expected | None = None
+        self._loading = Loading(sink)
         #: By transport, each made when it is first used.
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(sink.rank, sink.device)
@@ -126,6 +126,7 @@ class Receiver:
             digest=self._sink.digest() if digest else "",
             previous=previous.version if previous is not None else "",
             failed=self._failed,
+            loading=self._loading.way,
         )
 
     def _end(self, transport: str) -> EngineEnd:
@@ -145,16 +146,13 @@ class Receiver:
             self.abort()
         self._settled()
 
-    def prepare(self, request: UpdateRequest, transport: str) -> None:
+    def prepare(self, request: UpdateRequest, transport: str) -> Accepted:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
         end = self._end(transport)
         end.check(request)
         self._supersede(request.push)
         self._machine.check("prepare")
-        if self._expected is None:
-            self._expected = self._sink.expected()
-        check_manifest(request.manifest, self._expected.specs, self._expected.optional)
-        job = _Job(request, end)
+        job = _Job(request, end, self._loading.accept(request.manifest, request.align_bytes))
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)
@@ -162,6 +160,7 @@ class Receiver:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
         threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
+        return Accepted(self._loading.unread)
 
     def _receive(self, job: _Job) -> None:
         try:
@@ -174,6 +173,8 @@ class Receiver:
             staged, verify_s = None, 0.0
             if not job.request.stream:
                 staged, verify_s = self._stages.fill(incoming, job.request, job.layout, self._current)
+            # A sender that is gone, or has another arena by now, gets its memory back.
+            self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
             with self._lock:
                 if job.over.is_set():
                     raise TransferFailed("the push was aborted")
@@ -213,11 +214,15 @@ class Receiver:
 
     def ready(self, request: CommitRequest) -> None:
         """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
+        self._loading.look_up(self._wanted(request))
+
+    def _wanted(self, request: CommitRequest) -> Staged | None:
+        """What is to be loaded, if it is in memory; raises as `ready`."""
         if request.rollback:
             self._machine.check("rollback")
             if self._previous is None or self._previous.version != request.version:
                 raise TransferFailed(f"rank {self._sink.rank} keeps no version {request.version!r} to go back to")
-            return
+            return self._previous
         job = self._job
         if job is None or job.request.push != request.push or not self._machine.allows("commit"):
             raise TransferFailed(
@@ -226,6 +231,7 @@ class Receiver:
             )
         # It must not expire on one rank while another already loads it.
         job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
+        return job.staged
 
     def apply(self, request: CommitRequest) -> float:
         """Load the staged push, or the version before; returns the seconds it took.
@@ -234,14 +240,14 @@ class Receiver:
         """
         start = time.perf_counter()
         with self._lock:
-            self.ready(request)
+            self._wanted(request)
             self._machine.move("rollback" if request.rollback else "commit")
             self._before = (request.push, self._current, self._previous)
             job = None if request.rollback else self._job
         try:
             if job is None:
                 assert self._previous is not None
-                self._load(self._previous.tensors(), None)
+                self._load(self._previous)
                 self._current, self._previous = self._previous, self._current
             else:
                 self._apply_job(job)
@@ -260,23 +266,17 @@ class Receiver:
         return time.perf_counter() - start
 
     def _apply_job(self, job: _Job) -> None:
-        request = job.request
         if job.staged is not None:
-            tensors = job.staged.tensors
-            self._load(tensors(), tensors if request.verify == "deep" else None)
+            self._load(job.staged, deep=job.request.verify == "deep")
             return
-        assert job.incoming is not None
         try:
-            self._load(self._stages.stream(job.incoming, request, job.layout), None)
+            self._load(job)
         except ApplyFailed as error:
-            job.transport.fail(request.push, error)
+            job.transport.fail(job.request.push, error)
             raise
 
-    def _load(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        again: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
-    ) -> None:
+    def _load(self, what: Staged | _Job, *, deep: bool = False) -> None:
+        """Load a version in memory, or one that is still to come."""
         rank = self._sink.rank
         try:
             self._quiesce()
@@ -284,10 +284,14 @@ class Receiver:
             self._machine.move("untouched")
             raise ApplyFailed(f"rank {rank} failed before anything was loaded: {_text(error)}") from error
         try:
-            self._sink.load(weights)
+            if isinstance(what, Staged):
+                self._loading.load(what)
+            else:
+                assert what.incoming is not None
+                self._sink.load(self._stages.stream(what.incoming, what.request, what.layout))
             # The sender takes its memory back on the reply: nothing may still be reading it.
             staging.synchronize(self._sink.device)
-            if again is not None and self._sink.fresh_digest(again()) != self._sink.digest():
+            if deep and isinstance(what, Staged) and self._sink.fresh_digest(what.tensors()) != self._sink.digest():
                 raise DigestMismatch("the engine's parameters do not hold what a fresh engine would load")
         except Exception as error:
             self._detail = _text(error)
@@ -313,7 +317,7 @@ class Receiver:
         if current is None:
             raise ApplyFailed(f"rank {self._sink.rank} keeps no version to go back to", weights="dirty")
         self._machine.move("rollback")
-        self._load(current.tensors(), None)
+        self._load(current)
         self._machine.move("applied")
         self._before = ("", None, None)
         self._current, self._previous, self._detail = current, previous, ""
@@ -338,6 +342,7 @@ class Receiver:
             if any(released):
                 self._last = self._current = self._previous = None
                 self._before = ("", None, None)
+                self._loading.keep(())
                 self._stages.release()
 
 
@@ -355,8 +360,8 @@ def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struc
     if method == "register_nixl":
         return receiver.join(from_json(payload, RegisterNixl))
     if method in UPDATE_METHODS:
-        receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
-    elif method == "weightsync_ready":
+        return receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
+    if method == "weightsync_ready":
         receiver.ready(from_json(payload, CommitRequest))
     elif method == "weightsync_commit":
         receiver.apply(from_json(payload, CommitRequest))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
@@ -19,12 +19,14 @@ from weightsync.errors import (
     ApplyFailed,
     EngineRestarted,
     LeaseHeld,
+    ManifestMismatch,
     ProtocolMismatch,
     PushTimeout,
     TransferFailed,
     UnsupportedOption,
     WeightSyncError,
 )
+from weightsync.layout import listed
 from weightsync.lease import Lease
 from weightsync.session import REPLICA, Machine
 from weightsync.transports.base import Introduction
@@ -184,7 +186,7 @@ class Replica:
                     await self._forget(f"push {self._push} is superseded by {asked.push}")
                 self._machine.check("prepare")
                 payload = wire.to_json(asked)
-                collect(await self._call(method, payload, asked.timeout_s), wire.Done)
+                check_read(collect(await self._call(method, payload, asked.timeout_s), wire.Accepted))
             except BaseException as error:
                 await self._forget_after_failure(asked.push)  # some rank may have begun
                 self._own_up(error)
@@ -323,6 +325,12 @@ class Replica:
             yield
         finally:
             self._turn.release()
+
+
+def check_read(ranks: Sequence[wire.Accepted]) -> None:
+    """Raise `ManifestMismatch` by name for tensors that no rank has a use for."""
+    if unread := set(ranks[0].unread).intersection(*(rank.unread for rank in ranks)):
+        raise ManifestMismatch(f"the push does not fit the engine's model: no rank loads {listed(unread)}")
 
 
 async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:

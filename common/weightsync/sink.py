@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,17 @@ class Expected(NamedTuple):
     optional: frozenset[str] = frozenset()
 
 
+class Opened(NamedTuple):
+    """An engine's loader laid open, so that what it does can be recorded once and then done without it."""
+
+    model: torch.nn.Module
+    """Its parameters and buffers are what the loader writes to."""
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+    """The loader alone, for any of the checkpoint's tensors."""
+    around: Callable[[], AbstractContextManager[None]]
+    """What the engine needs to be done before and after weights are written by somebody else than its loader."""
+
+
 class Sink(Protocol):
     """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's own loop."""
 
@@ -27,6 +39,9 @@ class Sink(Protocol):
 
     def expected(self) -> Expected:
         """What a push must consist of. Raises `ManifestMismatch` if that cannot be known."""
+
+    def opened(self) -> Opened | str:
+        """The engine's loader, or why nothing but `load` will do: ``"it packs layers"``."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a complete checkpoint through the engine's own path, post-load steps included.

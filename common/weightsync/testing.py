@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import socket
 import subprocess
@@ -32,7 +33,7 @@ from weightsync.expected import expected_of
 from weightsync.layout import digest_of
 from weightsync.receiver import Receiver, handle
 from weightsync.replica import Replica, restored
-from weightsync.sink import Expected
+from weightsync.sink import Expected, Opened
 
 _START_S: Final = 120.0
 _STOP_S: Final = 10.0
@@ -53,6 +54,10 @@ class ModelSink:
     def expected(self) -> Expected:
         """The checkpoint in the folder."""
         return expected_of(str(self._folder), revision=None, dtype=str(self.model.dtype).removeprefix("torch."))
+
+    def opened(self) -> Opened | str:
+        """`load`, with nothing to be done before or after."""
+        return Opened(self.model, self.load, contextlib.nullcontext)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

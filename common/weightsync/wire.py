@@ -19,8 +19,7 @@ PROTOCOL: Final[tuple[int, int]] = (1, 0)
 #: Version of this package, which the sides tell each other for error messages alone.
 PACKAGE_VERSION: Final = version("weightsync")
 
-#: Where every engine carries its admin routes.
-PREFIX: Final = "/weightsync"
+PREFIX: Final = "/weightsync"  #: Where every engine carries its admin routes.
 
 #: What happens to requests in flight when a version commits; see the README.
 PauseMode = Literal["retract", "wait", "abort", "keep"]
@@ -35,10 +34,8 @@ State = Literal[
 
 #: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
 MAX_BODY_BYTES: Final = 64 << 20
-#: Largest message over ZMQ, in bytes; the digests of 100,000 tensors take less than 1 MB.
-MAX_FRAME_BYTES: Final = 16 << 20
-#: Longest that anything may be asked to take, in seconds.
-MAX_TIMEOUT_S: Final = 86400.0
+MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 100,000 tensors take less than 1 MB.
+MAX_TIMEOUT_S: Final = 86400.0  #: Longest that anything may be asked to take, in seconds.
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
 #: Names, labels and addresses that are kept, logged, or told to others.
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -263,7 +260,7 @@ class StatusRequest(Message, frozen=True):
 class RankStatus(Message, frozen=True):
     """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before.
 
-    ``failed`` is the push that ended here without being applied, and ``detail`` says why.
+    ``failed`` is the push that ended here without being applied, ``detail`` says why, ``loading`` how pushes get in.
     """
 
     rank: int
@@ -273,6 +270,7 @@ class RankStatus(Message, frozen=True):
     digest: str = ""
     previous: str = ""
     failed: str = ""
+    loading: str = ""
 
 
 class StatusReply(Message, frozen=True):
@@ -312,3 +310,9 @@ class RankReply(Message, frozen=True):
 
     body: msgspec.Raw = msgspec.Raw(b"{}")
     error: ErrorReply | None = None
+
+
+class Accepted(Message, frozen=True):
+    """One rank takes part in a push. ``unread`` names tensors that it has no use for; some other rank must have."""
+
+    unread: tuple[str, ...] = ()

@@ -145,17 +145,32 @@ def test_the_version_before_can_be_gone_back_to(engine, a, b):
         assert served(engine) == expected(b)
 
 
+#: The third load fails half-way: the engine's own loader, or what it needs to be done after a load plan was replayed.
+FAIL_THIRD = {
+    "loader": """
+load, calls = testing.ModelSink.load, []
+def fail_third(self, weights):
+    calls.append(1)
+    load(self, (pair for n, pair in enumerate(weights) if len(calls) != 3 or n < 7 or 1 / 0))
+testing.ModelSink.load = fail_third
+testing.ModelSink.opened = lambda self: "it counts"
+""",
+    "plan": """
+opened, calls = testing.ModelSink.opened, [1]
+@contextlib.contextmanager
+def fail_third():
+    yield
+    calls.append(1)
+    len(calls) != 3 or 1 / 0
+testing.ModelSink.opened = lambda self: opened(self)._replace(around=fail_third)
+""",
+}
+
+
+@pytest.mark.parametrize("by", FAIL_THIRD)
 @pytest.mark.parametrize("bucket_bytes", [None, 100_000])
-def test_a_commit_that_fails_half_way_goes_back_where_the_version_is_kept(model_folder, a, b, bucket_bytes):
-    code = (
-        "from weightsync import testing\n"
-        "load, calls = testing.ModelSink.load, []\n"
-        "def fail_third(self, weights):\n"
-        "    calls.append(1)\n"
-        "    load(self, (pair for n, pair in enumerate(weights) if len(calls) != 3 or n < 7 or 1 / 0))\n"
-        "testing.ModelSink.load = fail_third\n"
-        "testing.main()\n"
-    )
+def test_a_commit_that_fails_half_way_goes_back_where_the_version_is_kept(model_folder, a, b, bucket_bytes, by):
+    code = f"import contextlib\nfrom weightsync import testing\n{FAIL_THIRD[by]}\ntesting.main()\n"
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
         with Sender([engine.url], keep_previous=True, bucket_bytes=bucket_bytes) as sender:
             sender.push(a, version="a")

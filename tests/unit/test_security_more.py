@@ -360,6 +360,9 @@ class Held:
     def expected(self):
         return Expected(MANIFEST)
 
+    def opened(self):
+        return "it holds nothing"
+
 
 def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
     directory, receiver = security.private_directory(), Receiver(Held())

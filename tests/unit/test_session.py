@@ -85,6 +85,9 @@ class DictSink:
     def expected(self):
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.weights.items()))
 
+    def opened(self):
+        return "it holds a dictionary"
+
     def load(self, weights):
         for number, (name, tensor) in enumerate(weights):
             if number == 1 and self.during is not None:

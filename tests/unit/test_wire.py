@@ -51,6 +51,12 @@ GOLDEN_JSON = [
         b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false,"instance":""}',
     ),
     (wire.LeaseRequest(owner="o"), b'{"owner":"o"}'),
+    (wire.Accepted(unread=("w",)), b'{"unread":["w"]}'),
+    (
+        wire.RankStatus(rank=1, state="serving", loading="load plan, 3 copies"),
+        b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"",'
+        b'"loading":"load plan, 3 copies"}',
+    ),
     (
         wire.ErrorReply(error="ManifestMismatch", message="m"),
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',

@@ -17,6 +17,10 @@ import time
 FILE = os.environ.get("FAULT_FILE", "")
 
 
+#: The rank that this process is.
+HERE = {}
+
+
 class Injected(RuntimeError):
     """What an injected exception is."""
 
@@ -65,16 +69,23 @@ def receiver(module):
         load = sink.load
 
         def faulty(weights):
+            recorded = False
+
             def passing():
+                nonlocal recorded
                 for number, pair in enumerate(weights):
+                    recorded = type(pair[1]).__name__ == "Standin"
                     yield pair
-                    at("rank loads", tensor=number, rank=sink.rank)
+                    if not recorded:
+                        at("rank loads", tensor=number, rank=sink.rank)
 
             arm_post_load(sink)
             load(passing())
-            at("rank loaded", rank=sink.rank)
+            if not recorded:
+                at("rank loaded", rank=sink.rank)
 
         sink.load = faulty
+        HERE["rank"] = sink.rank
 
     @around(module.Receiver, "prepare")
     def prepare(original, self, *args):
@@ -85,6 +96,31 @@ def receiver(module):
     def quiesce(original, self):
         at("rank stops", rank=self._sink.rank)
         return original(self)
+
+
+def load_plan(module):
+    @around(module.LoadPlan, "replay")
+    def replay(original, self, stage):
+        # Tensors count as loaded in proportion to the runs of bytes that were copied, the last when all is.
+        tensors, run, runs, done = len(self.layout.entries), module._run, len(self._runs) + 1, 0
+        numbers = iter(range(tensors))
+
+        def counted(calls):
+            nonlocal done
+            for call in calls:
+                yield call
+                done += 1
+                for _ in range(done * tensors // runs - (done - 1) * tensors // runs):
+                    at("rank loads", tensor=next(numbers), **HERE)
+
+        module._run = lambda calls: run(counted(calls))
+        try:
+            original(self, stage)
+        finally:
+            module._run = run
+        for number in numbers:
+            at("rank loads", tensor=number, **HERE)
+        at("rank loaded", **HERE)
 
 
 def arm_post_load(sink):
@@ -209,6 +245,7 @@ def replica(module):
 
 PATCHES = {
     "weightsync.receiver": receiver,
+    "weightsync.load_plan": load_plan,
     "weightsync.transports.control": control,
     "weightsync.transports.ipc_zmq": incoming,
     "weightsync.transports.nccl": incoming,

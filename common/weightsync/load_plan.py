@@ -1,0 +1,272 @@
+"""A load plan: where an engine's own loader puts every slice of a checkpoint, done again as a few grouped copies."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from weightsync.layout import Entry, Layout
+from weightsync.memory import Owner, overlap
+from weightsync.recording import Copy, Recording, record
+from weightsync.sink import Opened
+from weightsync.standin import Unrecordable
+
+#: Runs from this size on are copied with other threads running; for smaller ones switching costs more than copying.
+_LARGE_BYTES: Final = 1 << 20
+#: How much is compared in one go, in bytes.
+_COMPARED_BYTES: Final = 64 << 20
+
+_memmove: Final = ctypes.CDLL(None).memmove
+_memmove.restype = None
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp: Final = ctypes.CDLL(None).memcmp
+_memcmp.restype = ctypes.c_int
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+#: In one step of C for each, also of the loop around it: less than a call of the C library takes through ctypes.
+_setitem: Final[Any] = operator.setitem
+
+
+class _Run(NamedTuple):
+    """Bytes that lie together in the stage, from ``source`` on, and in the model, from ``target`` on."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class _Bound(NamedTuple):
+    """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it."""
+
+    large: tuple[list[int], list[int], list[int]]
+    small: tuple[list[memoryview], list[memoryview]]
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+
+
+class LoadPlan:
+    """How to load checkpoints of one layout into one model, as its loader would.
+
+    ``loader`` names what only the loader itself can load, for the parameters in ``fallen``, each with its reason;
+    `replay` does all else. Making one raises `Unrecordable`, or what the loader raises, and changes no weight.
+    """
+
+    def __init__(self, opened: Opened, layout: Layout, device: torch.device):
+        self.layout, self._device = layout, device
+        specs = [entry.spec for entry in layout.entries]
+        self._recording = found = record(opened, specs, device)
+        self.memory = found.memory
+        _refuse_conflicts(found)
+        self.fallen = {owner.name: why for owner, why in found.fallen.items()}
+        self.loader = frozenset(found.unfollowed).union(*(found.touched[owner] for owner in found.fallen))
+        if any(not found.touched[owner] for owner in found.fallen):
+            owner = next(owner for owner in found.fallen if not found.touched[owner])
+            raise Unrecordable(f"{owner.name}: {found.fallen[owner]}, and no tensor is known that it is loaded from")
+        self._check_loader_alone(opened)
+        self.copies: list[Copy] = []
+        for owner, copies in _by_owner(found).items():
+            if owner not in found.fallen:
+                self.copies += copies
+        self._constants = [one for one in found.constants if self.memory.owner(one.target) not in found.fallen]
+        self._runs, self._strided = self._compile()
+        self._bound: dict[int, _Bound] = {}
+
+    def _check_loader_alone(self, opened: Opened) -> None:
+        """The loader must do the same with ``loader`` alone as it does with the whole checkpoint."""
+        if not self.loader:
+            return
+        specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
+        alone = record(opened, [spec for spec in specs if spec.name not in self._recording.unfollowed], self._device)
+        for owner in self._recording.fallen:
+            if _places(alone, owner) != _places(self._recording, owner):
+                raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
+
+    def unread(self) -> list[str]:
+        """Names of tensors that nothing is loaded from on this rank."""
+        read = self._recording.read()
+        return [entry.spec.name for entry in self.layout.entries if entry.spec.name not in read]
+
+    def unwritten(self) -> list[str]:
+        """Names of parameters that are not loaded, or not as a whole; also of buffers, if they are in part."""
+        found = self._recording
+        scalars = bool(found.unfollowed)
+        return [
+            owner.name
+            for owner in sorted(self.memory.owners, key=operator.attrgetter("name"))
+            if (owner in found.written or (owner.parameter and not (scalars and owner.end - owner.start <= _SCALAR)))
+            and self.memory.gaps(owner, found.written.get(owner, ()))
+        ]
+
+    def lost(self, other: Recording) -> list[str]:
+        """Names of parameters that are loaded as a whole by what was recorded there, and not by this."""
+        mine, theirs = self._recording.written, other.written
+        return [
+            owner.name
+            for owner in self.memory.owners
+            if owner in theirs
+            and not self.memory.gaps(owner, theirs[owner])
+            and self.memory.gaps(owner, mine.get(owner, ()))
+        ]
+
+    # --- doing it again
+
+    def _compile(self) -> tuple[list[_Run], list[tuple[Copy, Entry]]]:
+        """Copies as runs of bytes, neighbours joined, sources counted from the stage's first byte; and all others."""
+        entries = {entry.spec.name: entry for entry in self.layout.entries}
+        runs: list[_Run] = []
+        strided: list[tuple[Copy, Entry]] = []
+        for copy in self.copies:
+            entry, target = entries[copy.name], copy.target
+            whole = target.is_contiguous() and _is_contiguous(target.shape, copy.strides)
+            if self._device.type == "cpu" and whole and copy.dtype == target.dtype:
+                runs.append(_Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
+            else:
+                strided.append((copy, entry))
+        joined: list[_Run] = []
+        for run in sorted(runs):
+            last = joined[-1] if joined else _Run(0, 0, 0)
+            if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
+                joined[-1] = _Run(last.source, last.target, last.nbytes + run.nbytes)
+            else:
+                joined.append(run)
+        return joined, strided
+
+    def bind(self, stage: torch.Tensor) -> None:
+        """Get ready to `replay` out of ``stage``, a 1-D uint8 tensor of the layout's bytes; nothing the second time."""
+        if stage.data_ptr() in self._bound:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._bound[stage.data_ptr()] = self._bind(stage)
+
+    def _bind(self, stage: torch.Tensor) -> _Bound:
+        base = stage.data_ptr()
+        large = [run for run in self._runs if run.nbytes >= _LARGE_BYTES]
+        small = [run for run in self._runs if run.nbytes < _LARGE_BYTES]
+        constants = [(one.target, one.value.expand(one.target.shape)) for one in self._constants]
+        strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
+        pairs = [*constants, *strided]
+        return _Bound(
+            ([run.target for run in large], [base + run.source for run in large], [run.nbytes for run in large]),
+            ([_at(run.target, run.nbytes) for run in small], [_at(base + run.source, run.nbytes) for run in small]),
+            [target for target, _ in pairs],
+            [source for _, source in pairs],
+        )
+
+    def keep(self, stages: Iterable[torch.Tensor]) -> None:
+        """Forget what was made ready for other memory than these stages, and let go of it."""
+        addresses = {stage.data_ptr() for stage in stages}
+        self._bound = {address: bound for address, bound in self._bound.items() if address in addresses}
+
+    def replay(self, stage: torch.Tensor) -> None:
+        """Copy every slice to where the loader would. Costs the bytes, and next to nothing for each tensor."""
+        self.bind(stage)
+        bound = self._bound[stage.data_ptr()]
+        _run(map(_memmove, *bound.large))
+        _run(map(_setitem, bound.small[0], itertools.repeat(slice(None)), bound.small[1]))
+        if bound.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(bound.targets, bound.sources)
+
+    def differs(self, stage: torch.Tensor) -> str:
+        """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if all are."""
+        entries = {entry.spec.name: entry for entry in self.layout.entries}
+        base = stage.data_ptr()
+        alike = all(_memcmp(base + run.source, run.target, run.nbytes) == 0 for run in self._runs)
+        with torch.inference_mode(False), torch.no_grad():
+            for copy in [copy for copy, _ in self._strided] if alike else self.copies:
+                source = _part(stage, copy, entries[copy.name])
+                if not _same(source, copy.target):
+                    return copy.name
+            for constant in self._constants:
+                if not _same(constant.value.expand(constant.target.shape), constant.target):
+                    owner = self.memory.owner(constant.target)
+                    return owner.name if owner is not None else ""
+        return ""
+
+
+#: The largest parameter of one element, in bytes.
+_SCALAR: Final = 8
+
+
+def _refuse_conflicts(found: Recording) -> None:
+    """Parameters that are written to twice in one place fall back: grouped copies have no order."""
+    for owner, copies in _by_owner(found).items():
+        if owner in found.fallen:
+            continue
+        targets = [copy.target for copy in copies]
+        targets += [one.target for one in found.constants if found.memory.owner(one.target) == owner]
+        try:
+            if overlap(targets):
+                found.fallen[owner] = "a part of it is written twice"
+        except ValueError as error:
+            found.fallen[owner] = str(error)
+
+
+def _by_owner(found: Recording) -> dict[Owner, list[Copy]]:
+    """Copies by parameter, each once, and every parameter that constants are written to."""
+    groups: dict[Owner, dict[Any, Copy]] = {}
+    for copy in found.copies:
+        owner = found.memory.owner(copy.target)
+        assert owner is not None
+        target = copy.target
+        found.touched.setdefault(owner, set()).add(copy.name)
+        key = (*copy[:4], target.data_ptr(), target.shape, target.stride(), target.dtype)
+        groups.setdefault(owner, {})[key] = copy
+    return {owner: list(group.values()) for owner, group in groups.items()}
+
+
+def _places(found: Recording, owner: Owner) -> list[Any]:
+    return sorted(
+        (part.data_ptr(), tuple(part.shape), part.stride(), str(part.dtype)) for part in found.written.get(owner, ())
+    )
+
+
+def _part(stage: torch.Tensor, copy: Copy, entry: Entry) -> torch.Tensor:
+    """The slice of a copy as a view of the stage."""
+    raw = stage[entry.offset : entry.offset + entry.nbytes].view(copy.dtype)
+    offset = raw.storage_offset() + copy.offset_bytes // copy.dtype.itemsize
+    return raw.as_strided(copy.target.shape, copy.strides, offset)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    run = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != run:
+                return False
+            run *= size
+    return True
+
+
+def _at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def _run(calls: Iterable[object]) -> None:
+    """Have every call made, without a step of Python's own for each."""
+    collections.deque(calls, maxlen=0)
+
+
+def _same(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether copying would change no bit."""
+    alike = source.dtype == target.dtype and source.device == target.device
+    if alike and source.device.type == "cpu" and source.is_contiguous() and target.is_contiguous():
+        return bool(_memcmp(source.data_ptr(), target.data_ptr(), target.nbytes) == 0)
+    if not target.ndim:
+        source, target = source.view(1), target.view(1)
+    rows = max(1, _COMPARED_BYTES // max(1, math.prod(target.shape[1:]) * target.itemsize))
+    pairs = zip(torch.split(source, rows), torch.split(target, rows), strict=True)
+    return all(torch.equal(_bits(one.to(device=other.device, dtype=other.dtype)), _bits(other)) for one, other in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # Also where the only element of a dimension has a stride of its own.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

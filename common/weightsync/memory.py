@@ -1,0 +1,175 @@
+"""Where a model's parameters and buffers lie, and whether they still do."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy
+import numpy.typing
+import torch
+
+#: More pieces than this of one parameter are not looked at one by one.
+_PIECES: Final = 1 << 22
+
+#: Pairs of addresses, from and to, in order.
+Spans = numpy.typing.NDArray[numpy.int64]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Memory of one parameter or buffer, or of several that share it; ``name`` is the first one's."""
+
+    name: str
+    start: int
+    end: int
+    parameter: bool
+
+
+class Memory:
+    """The memory of every parameter and buffer of a model, by address, as it is when this is made."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        #: Every link from a module to what it holds: the dictionary, the key in it, the value.
+        self._links: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._names: list[str] = []
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for held in (module._modules, module._parameters, module._buffers):
+                for key, value in held.items():
+                    if value is None:
+                        continue
+                    self._links.append(held)
+                    self._keys.append(key)
+                    self._values.append(value)
+                    if isinstance(value, torch.Tensor):
+                        self._tensors.append(value)
+                        self._names.append(f"{prefix}.{key}" if prefix else key)
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        #: Keeps the memory, so that an address cannot come to mean something else.
+        self._held = [tensor.detach() for tensor in self._tensors]
+        self.owners = list(self._merged())
+        self._starts = [owner.start for owner in self.owners]
+        self._order = sorted(range(len(self._held)), key=self._addresses.__getitem__)
+        self._sorted = [self._addresses[at] for at in self._order]
+
+    def _merged(self) -> Iterator[Owner]:
+        spans = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor), at)
+            for at, tensor in enumerate(self._held)
+            if tensor.numel()
+        )
+        together: list[int] = []
+        start = end = 0
+        for low, high, at in spans:
+            if together and low >= end:
+                yield self._owner(start, end, together)
+                together = []
+            start = low if not together else start
+            end = max(end, high) if together else high
+            together.append(at)
+        if together:
+            yield self._owner(start, end, together)
+
+    def _owner(self, start: int, end: int, tensors: list[int]) -> Owner:
+        parameter = any(isinstance(self._tensors[at], torch.nn.Parameter) for at in tensors)
+        return Owner(self._names[min(tensors)], start, end, parameter)
+
+    def gaps(self, owner: Owner, parts: Iterable[torch.Tensor]) -> bool:
+        """Whether some of what the tensors of ``owner`` hold is in none of ``parts``, views of it."""
+        low, high = bisect.bisect_left(self._sorted, owner.start), bisect.bisect_left(self._sorted, owner.end)
+        whole = merged(self._held[at] for at in self._order[low:high])
+        covered = merged(parts)
+        # Every run of the whole must lie in one run of what is covered.
+        at = numpy.searchsorted(covered[:, 0], whole[:, 0], side="right") - 1
+        return bool(numpy.any(at < 0) or numpy.any(covered[numpy.maximum(at, 0), 1] < whole[:, 1]))
+
+    def owner(self, tensor: torch.Tensor) -> Owner | None:
+        """Whose memory a tensor is in; None if it is nobody's, or has no data."""
+        if tensor.device.type == "meta" or tensor.numel() == 0:
+            return None
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return None  # a tensor without memory of its own
+        at = bisect.bisect_right(self._starts, address) - 1
+        return self.owners[at] if at >= 0 and address < self.owners[at].end else None
+
+    def is_unmoved(self) -> bool:
+        """Whether every module still holds the same tensors at the same addresses. Runs no Python for each."""
+        return (
+            all(map(operator.is_, map(dict.get, self._links, self._keys), self._values))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        )
+
+    def put_back(self) -> str:
+        """Undo what exchanged tensors of the model; the name of one, empty if nothing was."""
+        if self.is_unmoved():
+            return ""
+        found = ""
+        for link, key, value in zip(self._links, self._keys, self._values, strict=True):
+            if link.get(key) is not value:
+                link[key], found = value, found or key
+        for tensor, name, address, data in zip(self._tensors, self._names, self._addresses, self._held, strict=True):
+            if tensor.data_ptr() != address:
+                tensor.data, found = data, found or name
+        return found
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first byte of a tensor to behind its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def spans(tensor: torch.Tensor) -> Spans:
+    """The bytes of a tensor: addresses in pairs, in no order. Raises `ValueError` for one in too many pieces."""
+    run = 1
+    outer: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride == run and not outer:
+            run *= size
+        else:
+            outer.append((size, stride))
+    if math.prod(size for size, _ in outer) > _PIECES:
+        raise ValueError(f"it is in more than {_PIECES} pieces")
+    starts = numpy.zeros(1 if tensor.numel() else 0, dtype=numpy.int64)
+    for size, stride in outer:
+        starts = (starts[:, None] + numpy.arange(size, dtype=numpy.int64) * stride).reshape(-1)
+    starts = starts * tensor.itemsize + tensor.data_ptr()
+    return numpy.stack((starts, starts + run * tensor.itemsize), axis=1)
+
+
+def ordered(tensors: Iterable[torch.Tensor]) -> Spans:
+    """The bytes of several tensors, one run after the other by address. Raises as `spans`."""
+    found = numpy.concatenate([numpy.zeros((0, 2), dtype=numpy.int64), *map(spans, tensors)])
+    by_address: Spans = found[numpy.argsort(found[:, 0], kind="stable")]
+    return by_address
+
+
+def overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some byte is in two of the tensors, or in one twice. Raises as `spans`."""
+    found = ordered(tensors)
+    return bool(numpy.any(found[1:, 0] < numpy.maximum.accumulate(found[:, 1])[:-1]))
+
+
+def merged(tensors: Iterable[torch.Tensor]) -> Spans:
+    """As `ordered`, with runs that touch or overlap made one."""
+    found = ordered(tensors)
+    if not len(found):
+        return found
+    ends = numpy.maximum.accumulate(found[:, 1])
+    first = numpy.concatenate(([True], found[1:, 0] > ends[:-1]))
+    last = numpy.concatenate((first[1:], [True]))
+    return numpy.stack((found[first, 0], ends[last]), axis=1)

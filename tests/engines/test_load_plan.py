@@ -1,0 +1,62 @@
+"""How weights get in, on every configuration, and that every rank says so."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tools import models, servers
+from weightsync.errors import ManifestMismatch
+
+from .conftest import ALL, NEW_TOKENS, PROMPT, assert_same, configurations
+
+pytestmark = configurations(ALL)
+
+
+def loading(served):
+    return [rank.loading for rank in served.state().ranks]
+
+
+def test_every_rank_says_how_weights_get_in(served):
+    served.push(served.a)
+    ways = loading(served)
+    assert len(ways) == served.tp
+    if served.server.engine == "vllm":
+        (way,) = set(ways)
+        assert way == "the engine's own loader: on a CPU vLLM packs layers after loading, which its reload does again"
+        return
+    tensors = len(load_file(served.a / "model.safetensors"))
+    for way in ways:
+        start, copies, end = way.partition(", ")[0], way.split()[2], way.rpartition(" ")[2]
+        assert (start, end) == ("load plan", "copies")
+        assert int(copies) >= tensors  # every tensor has a place on every rank
+
+
+def test_replayed_weights_are_those_that_the_engine_loads_itself(served):
+    with served.sender() as sender:
+        sender.push(models.load_reference(served.a))
+        planned = served.digests()
+        sender.push(models.load_reference(served.b))
+    served.push(served.b, staging="none")
+    other = served.digests()
+    served.push(served.a, staging="none")  # streams are loaded by the engine's loader
+    assert served.digests() == planned
+    served.push(served.b)
+    assert served.digests() == other
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_tensors_that_come_in_another_order_are_loaded_as_well(served):
+    weights = load_file(served.b / "model.safetensors")
+    with served.sender() as sender:
+        for _ in range(2):
+            sender.push(dict(reversed(weights.items())))
+            assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_what_is_refused_leaves_the_plan_as_it_was(served):
+    served.push(served.a)
+    before, ways = served.digests(), loading(served)
+    weights = load_file(served.b / "model.safetensors")
+    weights["model.extra.weight"] = weights["model.norm.weight"].clone()
+    with served.sender() as sender, pytest.raises(ManifestMismatch, match=r"unknown to the engine: model\.extra"):
+        sender.push(weights)
+    assert (served.digests(), loading(served)) == (before, ways)

@@ -1,0 +1,89 @@
+"""Models, checkpoints and loaders that the tests of load plans share."""
+
+import contextlib
+import copy
+
+import torch
+
+from weightsync.layout import Layout, spec_of
+from weightsync.load_plan import LoadPlan
+from weightsync.sink import Opened
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def random_bits(shape, dtype, generator):
+    """Any bits that are a number."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 4
+    return values.to(dtype)
+
+
+class Model(torch.nn.Module):
+    """Parameters and buffers by name, each a part of memory that holds more than it."""
+
+    def __init__(self, parameters, buffers=None):
+        super().__init__()
+        for name, tensor in parameters.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        for name, tensor in (buffers or {}).items():
+            self.register_buffer(name, tensor)
+
+
+def staged(checkpoint):
+    """The layout of a checkpoint, and a stage that holds it."""
+    layout = Layout([spec_of(name, tensor) for name, tensor in checkpoint.items()])
+    stage = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8)
+    for entry in layout.entries:
+        entry.view(stage).copy_(checkpoint[entry.spec.name])
+    return layout, stage
+
+
+def plan_for(model, load, checkpoint):
+    """A plan; that recording it changed nothing has been checked."""
+    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    held = dict(model.state_dict(keep_vars=True))
+    layout, stage = staged(checkpoint)
+    try:
+        plan = LoadPlan(Opened(model, lambda weights: load(model, weights), contextlib.nullcontext), layout, CPU)
+    finally:
+        after = model.state_dict(keep_vars=True)
+        assert all(after[name] is tensor for name, tensor in held.items())
+        assert {name: bits(tensor) for name, tensor in after.items()} == before
+    return plan, stage
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def really_loaded(model, load, checkpoint):
+    loaded = copy.deepcopy(model)
+    load(loaded, ((name, tensor.clone()) for name, tensor in checkpoint.items()))
+    return {name: bits(tensor) for name, tensor in loaded.state_dict().items()}
+
+
+def by_name(model, weights):
+    """A loader that copies each tensor over the one of its name, and does more to those whose names say so."""
+    for name, tensor in weights:
+        model.get_parameter(name).data.copy_(tensor)
+
+
+def two(**more):
+    """A model of two parameters and a checkpoint for it."""
+    names = {"plain": (4, 6), "odd": (4, 6), **more}
+    model = Model({name: torch.randn(shape) for name, shape in names.items()})
+    return model, {name: torch.randn(shape) for name, shape in names.items()}
+
+
+def odd_loader(act):
+    """A loader that treats the tensor ``odd`` by itself."""
+
+    def load(model, weights):
+        for name, tensor in weights:
+            if name == "odd":
+                act(model.odd, tensor)
+            else:
+                model.get_parameter(name).data.copy_(tensor)
+
+    return load

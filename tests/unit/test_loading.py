@@ -1,0 +1,328 @@
+"""How a rank loads, with the reference engine's sink and sinks that differ from it in one thing."""
+
+import contextlib
+import sys
+
+import pytest
+import requests
+import torch
+
+from tools import models
+from weightsync import Sender
+from weightsync.errors import ManifestMismatch
+from weightsync.layout import Layout, digest_of, spec_of
+from weightsync.loading import Loading
+from weightsync.replica import check_read
+from weightsync.sink import Expected, Opened
+from weightsync.stage import Staged
+from weightsync.testing import ModelSink, ReferenceEngine
+from weightsync.wire import Accepted
+
+CPU = torch.device("cpu")
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+class Counting(ModelSink):
+    """Counts what its loader is given, recordings aside."""
+
+    given = 0
+
+    def load(self, weights):
+        super().load(self._counted(weights))
+
+    def _counted(self, weights):
+        for name, tensor in weights:
+            self.given += type(tensor) is torch.Tensor
+            yield name, tensor
+
+
+class Unknown(Counting):
+    """No checkpoint tells what is complete."""
+
+    def expected(self):
+        raise ManifestMismatch("nobody knows this model")
+
+
+@pytest.fixture
+def checkpoints(model_folder):
+    """Three checkpoints of one model."""
+    return [models.load_reference(model_folder("llama", seed)).state_dict() for seed in range(3)]
+
+
+@pytest.fixture
+def folder(model_folder):
+    return model_folder("llama", 0)
+
+
+def push(loading, checkpoint, again=None):
+    """What a receiver does with a push; the stage."""
+    layout = loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
+    data = torch.zeros(layout.nbytes, dtype=torch.uint8) if again is None else again.data
+    for entry in layout.entries:
+        entry.view(data).copy_(checkpoint[entry.spec.name])
+    staged = Staged("push", layout, data)
+    loading.look_up(staged)
+    loading.load(staged)
+    return staged
+
+
+def test_the_first_push_is_loaded_by_the_engine_and_those_after_by_the_plan(folder, checkpoints):
+    sink = Counting(folder, CPU)
+    loading = Loading(sink)
+    assert loading.way == ""
+    tensors = len(checkpoints[1])
+    for number, checkpoint in enumerate((*checkpoints, checkpoints[0])):
+        staged = push(loading, checkpoint)
+        assert sink.digest() == digest_of(checkpoint.items())
+        assert loading.way == f"load plan, {tensors} copies"
+        assert sink.given == tensors, number
+    assert loading.accept([entry.spec for entry in staged.layout.entries]) is staged.layout
+
+
+def test_what_streams_in_or_lies_otherwise_goes_through_the_engine(folder, checkpoints):
+    sink = Counting(folder, CPU)
+    loading = Loading(sink)
+    first = push(loading, checkpoints[0])
+    given = sink.given
+    turned = dict(reversed(checkpoints[1].items()))
+    push(loading, turned)
+    assert sink.given == 2 * given  # another layout is another plan
+    assert sink.digest() == digest_of(turned.items())
+    loading.load(first)
+    assert sink.given == 3 * given
+    assert sink.digest() == digest_of(checkpoints[0].items())
+
+
+def test_memory_that_has_moved_is_recorded_again(folder, checkpoints):
+    sink = Counting(folder, CPU)
+    loading = Loading(sink)
+    push(loading, checkpoints[0])
+    staged = push(loading, checkpoints[1])
+    for move in (
+        lambda: setattr(sink.model.lm_head.weight, "data", torch.zeros_like(sink.model.lm_head.weight)),
+        lambda: setattr(sink.model.model.norm, "weight", torch.nn.Parameter(sink.model.model.norm.weight.detach() * 2)),
+        lambda: setattr(sink.model.model.layers[0], "mlp", type(sink.model.model.layers[0].mlp)(sink.model.config)),
+    ):
+        move()
+        sink.model.to(torch.bfloat16)
+        given = sink.given
+        push(loading, checkpoints[2], staged)
+        assert sink.given > given
+        assert sink.digest() == digest_of(checkpoints[2].items())
+        given = sink.given
+        push(loading, checkpoints[0], staged)
+        assert sink.given == given
+        assert sink.digest() == digest_of(checkpoints[0].items())
+
+
+def test_memory_that_moves_after_the_push_was_accepted_is_noticed(folder, checkpoints):
+    sink = Counting(folder, CPU)
+    loading = Loading(sink)
+    staged = push(loading, checkpoints[0])
+    old = sink.model.lm_head.weight.data
+    sink.model.lm_head.weight.data = torch.zeros_like(old)
+    loading.look_up(staged)
+    assert "checked by the first push" in loading.way
+    loading.load(staged)
+    assert sink.digest() == digest_of(checkpoints[0].items())
+    assert loading.way.startswith("load plan")
+
+
+class Arithmetic(Counting):
+    """Does more than copying to one parameter."""
+
+    def load(self, weights):
+        super().load((name, tensor * 2 if name == NAME else tensor) for name, tensor in weights)
+
+
+def test_a_loader_that_computes_one_parameter_loads_that_one_itself(folder, checkpoints):
+    sink = Arithmetic(folder, CPU)
+    loading = Loading(sink)
+    for number, checkpoint in enumerate(checkpoints):
+        push(loading, checkpoint)
+        want = {name: tensor * 2 if name == NAME else tensor for name, tensor in checkpoint.items()}
+        assert sink.digest() == digest_of(want.items())
+        assert sink.given == len(checkpoint) + number
+    assert loading.way == (
+        f"load plan, {len(checkpoints[0]) - 1} copies; the engine's own loader for {NAME} "
+        "(what is copied into it is computed)"
+    )
+
+
+class WorkedOn(Counting):
+    """Its parameters are worked on after loading."""
+
+    def opened(self):
+        return Opened(self.model, super().load, contextlib.nullcontext)
+
+    @torch.no_grad()
+    def load(self, weights):
+        super().load(weights)
+        self.model.get_parameter(NAME).neg_()
+
+
+class LaidOutAnew(WorkedOn):
+    """Its parameters are made anew with every load."""
+
+    @torch.no_grad()
+    def load(self, weights):
+        Counting.load(self, weights)
+        self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.clone())
+
+
+class Threads(Counting):
+    """Its loader cannot be recorded."""
+
+    def load(self, weights):
+        super().load((name, torch.from_numpy(tensor.float().numpy()).bfloat16()) for name, tensor in weights)
+
+
+class Says(Counting):
+    """An engine that knows better."""
+
+    def opened(self):
+        return "it packs layers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (WorkedOn, f"what it makes of {NAME} is not what was recorded: it is worked on after loading"),
+        (LaidOutAnew, "it lays the parameters out anew with every load"),
+        (Threads, "it cannot be recorded ("),
+        (Says, "it packs layers"),
+    ],
+)
+def test_what_cannot_be_planned_is_loaded_by_the_engine_which_status_says(folder, checkpoints, kind, why):
+    sink = kind(folder, CPU)
+    loading = Loading(sink)
+    for number, checkpoint in enumerate(checkpoints):
+        push(loading, checkpoint)
+        negated = {name: -tensor if name == NAME else tensor for name, tensor in checkpoint.items()}
+        assert sink.digest() == digest_of((negated if kind is WorkedOn else checkpoint).items())
+        assert sink.given == (number + 1) * len(checkpoint)
+        assert loading.way.startswith(f"the engine's own loader: {why}")
+
+
+# --- what a complete push is, without a checkpoint on disk ------------------------------------------------------------
+
+
+def specs(checkpoint, *, without=(), **more):
+    named = {**checkpoint, **more}
+    return [spec_of(name, tensor) for name, tensor in named.items() if name not in without]
+
+
+class Skips(Unknown):
+    """Passes over what it does not know."""
+
+    def load(self, weights):
+        super().load(pair for pair in weights if pair[0] in self.model.state_dict())
+
+
+def test_without_a_checkpoint_a_push_is_complete_if_it_fills_the_model(folder, checkpoints):
+    sink = Skips(folder, CPU)
+    loading, before = Loading(sink), sink.digest()
+    with pytest.raises(ManifestMismatch, match=f"nothing that was sent is loaded into {NAME};.*start the engine from"):
+        loading.accept(specs(checkpoints[1], without={NAME}))
+    with pytest.raises(ManifestMismatch, match=r"sent twice: lm_head\.weight"):
+        loading.accept([*specs(checkpoints[1]), *specs(checkpoints[1])[-1:]])
+    extra = torch.zeros(2)
+    loading.accept(specs(checkpoints[1], **{"model.extra.weight": extra}))
+    assert loading.unread == ("model.extra.weight",)
+    assert sink.digest() == before
+    push(loading, checkpoints[1])
+    assert loading.unread == ()
+    assert sink.digest() == digest_of(checkpoints[1].items())
+
+
+def test_without_a_checkpoint_a_misshapen_or_unknown_tensor_is_refused_with_what_the_loader_says(folder, checkpoints):
+    sink = Unknown(folder, CPU)
+    loading, before = Loading(sink), sink.digest()
+    for manifest in (
+        specs({**checkpoints[1], NAME: torch.zeros(3, 5)}),
+        specs(checkpoints[1], **{"model.extra.weight": torch.zeros(2)}),
+    ):
+        with pytest.raises(ManifestMismatch, match=r"nobody knows this model; nor does recording.*cannot be recorded"):
+            loading.accept(manifest)
+    assert sink.digest() == before
+
+
+def test_what_one_rank_reads_no_other_has_to():
+    check_read([Accepted(("a", "b")), Accepted(("c",))])
+    check_read([Accepted()])
+    with pytest.raises(ManifestMismatch, match=r"no rank loads b$"):
+        check_read([Accepted(("a", "b")), Accepted(("b", "c"))])
+
+
+class Scaled(Counting):
+    """Has a parameter with a default, and a buffer, that no checkpoint holds."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.model.register_parameter("k_scale", torch.nn.Parameter(torch.ones(())))
+        self.model.register_buffer("table", torch.arange(5.0))
+
+    def digest(self):
+        return digest_of((n, t) for n, t in self.model.state_dict().items() if n not in ("k_scale", "table"))
+
+
+def test_with_a_checkpoint_what_its_tensors_do_not_fill_is_no_fault(folder, checkpoints):
+    sink = Scaled(folder, CPU)
+    loading = Loading(sink)
+    for checkpoint in checkpoints:
+        push(loading, checkpoint)
+        assert sink.digest() == digest_of(checkpoint.items())
+    assert loading.way.startswith("load plan")
+
+
+class Optional(Counting):
+    """Takes a push without its output layer for a complete one, as tied models do; its own is not tied."""
+
+    def expected(self):
+        return Expected(super().expected().specs, frozenset({"lm_head.weight"}))
+
+
+def test_a_tied_tensor_can_be_left_out_only_where_its_place_is_filled_all_the_same(folder, checkpoints):
+    loading = Loading(Optional(folder, CPU))
+    without = specs(checkpoints[1], without={"lm_head.weight"})
+    with pytest.raises(ManifestMismatch, match=r"without lm_head.weight nothing is loaded into lm_head.weight"):
+        loading.accept(without)
+    sink = Optional(folder, CPU)
+    sink.model.lm_head.weight = sink.model.model.embed_tokens.weight
+    tied = Loading(sink)
+    assert isinstance(tied.accept(without), Layout)
+
+
+# --- seen from a sender -----------------------------------------------------------------------------------------------
+
+UNKNOWN = """
+from weightsync import testing
+from weightsync.errors import ManifestMismatch
+load = testing.ModelSink.load
+def expected(self):
+    raise ManifestMismatch("nobody knows this model")
+def known_alone(self, weights):
+    load(self, (pair for pair in weights if pair[0] in self.model.state_dict()))
+testing.ModelSink.expected, testing.ModelSink.load = expected, known_alone
+testing.main()
+"""
+
+
+def test_an_engine_of_an_unknown_model_is_pushed_to_and_refuses_by_name_what_is_not_complete(folder, checkpoints):
+    with ReferenceEngine(folder, launcher=(sys.executable, "-c", UNKNOWN)) as engine, Sender([engine.url]) as sender:
+        before = sender.status(digest=True)[engine.url].ranks[0]
+        assert before.loading == ""
+        lacking = {name: tensor for name, tensor in checkpoints[1].items() if name != NAME}
+        with pytest.raises(ManifestMismatch, match=f"nothing that was sent is loaded into {NAME}") as raised:
+            sender.push(lacking)
+        assert raised.value.engines == {engine.url: "unchanged"}
+        with pytest.raises(ManifestMismatch, match=r"no rank loads model\.extra\.weight") as raised:
+            sender.push({**checkpoints[1], "model.extra.weight": torch.zeros(2)})
+        assert raised.value.engines == {engine.url: "unchanged"}
+        assert requests.get(f"{engine.url}/health", timeout=10).status_code == 200
+        assert sender.status(digest=True)[engine.url].ranks[0].digest == before.digest
+        for checkpoint in checkpoints:
+            sender.push(checkpoint)
+            rank = sender.status(digest=True)[engine.url].ranks[0]
+            assert rank.digest == digest_of(checkpoint.items())
+            assert rank.loading == f"load plan, {len(checkpoint)} copies"
