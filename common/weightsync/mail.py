@@ -32,6 +32,8 @@ _PREFIX: Final = "weightsync"
 _FIRST_S, _MOST_S = 0.0005, 0.02
 #: How often the processes of those who are missing are looked at.
 _LOOK_UP_S: Final = 0.5
+#: From a process's last closed connection until it is seen to have ended.
+_ENDS_S: Final = 0.1
 #: torch's store takes values of up to 8 MB; what is longer goes in parts.
 _PART_CHARS: Final = 4 << 20
 
@@ -208,11 +210,11 @@ class Mail:
                 return answer.result(min(max(deadline.left(), 0.05), _LOOK_UP_S))
             except FutureTimeout:
                 deadline.check(f"the store of the process group, for {waiting_for}")
-                if self._fault(0) == ENDED:
-                    raise TransferFailed(f"{self._named(0)}, and the store of the process group with it") from None
             except RuntimeError as error:  # what torch raises where the process that has the store is gone
+                time.sleep(_ENDS_S)
+                ended = f"; {self._named(0)}" if self._fault(0) == ENDED else ""
                 raise TransferFailed(
-                    f"the store of the process group does not answer, waiting for {waiting_for}: {error}"
+                    f"the store of the process group does not answer, waiting for {waiting_for}: {error}{ended}"
                 ) from error
 
     def close(self) -> None:

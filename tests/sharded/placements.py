@@ -9,6 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.unit.test_sources import hrm_text, llama, qwen3, qwen3_moe
+from weightsync.errors import SourceError
+from weightsync.sources import open_source
 from weightsync.sources.shards import boxes_of, local_of
 
 MESHES = [(4,), (1, 4), (4, 1), (2, 2)]
@@ -43,6 +46,45 @@ def fsdp_and_tensor_parallel():
         fully_shard(model, mesh=mesh["dp"])
         held += [check(f"{size} {name} {t.placements}", t, wholes[name]) for name, t in model.state_dict().items()]
     return held
+
+
+def check_modules():
+    """What this rank's sources hold of modules that FSDP2 has sharded: the checkpoint tensors, in parts."""
+    mesh = dist.init_device_mesh("cpu", (4,))
+    held = []
+    for make in (qwen3, llama, qwen3_moe, tied):
+        torch.manual_seed(0)
+        model = make()
+        source = open_source(model)
+        checkpoint = {one.name: t.clone() for one, t in zip(source.specs, source.tensors(), strict=True)}
+        for layer in getattr(getattr(model, "model", None), "layers", ()):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        source = open_source(model)
+        assert [one.name for one in source.specs] == list(checkpoint), make
+        for one, parts in zip(source.held, source.parts(), strict=True):
+            for box, part in zip(one.boxes, parts, strict=True):
+                place = tuple(slice(a, a + n) for a, n in zip(*box, strict=True))
+                assert torch.equal(part, checkpoint[one.spec.name][place]), one
+            held.append([f"{make.__name__} {one.spec.name}", list(one.spec.shape), one.boxes])
+        assert open_source(model, reuse=source) is source
+    return held
+
+
+def check_computed():
+    """What is said of a module whose checkpoint is computed from what is sharded, in all of it and in a part."""
+    mesh = dist.init_device_mesh("cpu", (4,))
+    try:
+        return open_source(fully_shard(hrm_text(), mesh=mesh)).specs[0].name
+    except SourceError as error:
+        return str(error)
+
+
+def tied():
+    """Of three rows, of which the fourth rank holds none."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    return module
 
 
 def check(name, tensor, whole):

@@ -1,7 +1,5 @@
 """Trainers of several real processes push into reference engines: what is served is the assembled model."""
 
-import json
-
 import pytest
 
 from weightsync.plan import Box, Held, plan
@@ -106,14 +104,28 @@ def test_messages_do_not_pile_up(engines, pair):
     assert fine(pair.all("close"))
 
 
+def planned(said):
+    """The plan of what ranks hold, each tensor as ``[name, shape, boxes]``."""
+    return plan([
+        [Held(TensorSpec(name, "int64", tuple(shape)), tuple(Box(tuple(a), tuple(n)) for a, n in boxes), alike=True)
+         for name, shape, boxes in held]
+        for held in said
+    ])  # fmt: skip
+
+
 def test_it_is_known_of_every_placement_where_local_parts_lie(four):
     held = four.all("placements")
-    assert len(held[0]) > 200
+    assert len(held[0]) > 100
     assert any("_S" in name for name, _, _ in held[0])
-    ranks = [
-        [Held(TensorSpec(name, "int64", tuple(shape)), tuple(Box(tuple(a), tuple(n)) for a, n in boxes), alike=True)
-         for name, shape, boxes in said]
-        for said in held
-    ]  # fmt: skip
-    assert len(plan(ranks).manifest) == len(held[0])
-    assert json.dumps(held)
+    assert len(planned(held).manifest) == len(held[0])
+
+
+def test_a_sharded_module_goes_out_as_save_pretrained_would_write_it(four):
+    said = four.all("modules")
+    names = [one.name for one in planned([held for held, _ in said]).manifest]
+    assert [name for name in names if name.startswith("tied")] == ["tied 0.weight", "tied 0.bias", "tied 1.bias"]
+    assert "qwen3_moe model.layers.1.mlp.experts.3.up_proj.weight" in names
+    assert not any(name.startswith("qwen3 lm_head") for name in names)
+    for _, refusal in said:
+        assert "is computed from" in refusal
+        assert "keep that module out of fully_shard" in refusal

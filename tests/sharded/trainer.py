@@ -52,7 +52,8 @@ class Rank:
         return fully_shard(model, mesh=mesh)
 
     def _hsdp(self, model, *_):
-        return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2)))
+        names = ("replicate", "shard")
+        return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=names))
 
     def _unsharded(self, model, *_):
         """As FSDP2 leaves a root module that was run and not trained."""
@@ -168,6 +169,10 @@ class Rank:
     def placements(self, _):
         """Check against torch where local parts of tensors lie; what this rank holds of each."""
         return placements.check_all()
+
+    def modules(self, _):
+        """The same of modules that FSDP2 has sharded."""
+        return [placements.check_modules(), placements.check_computed()]
 
 
 def main():
