@@ -110,9 +110,8 @@ class Mail:
     """The messages of this process; ``pids`` are those of the others whose processes can be seen from here, by rank."""
 
     def __init__(self) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        # A connection of our own: the trainer's is busy as long as one request takes, with whatever asks next.
-        self._store = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
+        self._theirs: Any = dist.distributed_c10d._get_default_store()
+        self._ours: Any = None
         self.pids: dict[int, int] = {}
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         # In a thread, for a store whose process is frozen does not even time out.
@@ -126,6 +125,14 @@ class Mail:
                 answer.set_result(call())
             except BaseException as error:
                 answer.set_exception(error)
+
+    @property
+    def _store(self) -> Any:
+        if self._ours is None:
+            # A connection of our own: while one waits for a reply, nobody else can ask over it.
+            theirs = self._theirs.clone() if hasattr(self._theirs, "clone") else self._theirs
+            self._ours = dist.PrefixStore(_PREFIX, theirs)
+        return self._ours
 
     def put(self, key: str, body: bytes, deadline: Deadline, to: str) -> None:
         """Leave a message. Raises `TransferFailed`, `PushTimeout`."""

@@ -95,6 +95,21 @@ def test_a_rank_that_freezes_while_it_writes_is_named_and_goes_on_when_it_is_tha
     assert served(engines) == [expected, expected]
 
 
+def test_a_frozen_rank_0_is_named_too(ready, engines, expected):
+    frozen = ready.processes[0]
+    ready.all("close")
+    assert fine(ready.build(engines, timeout_s=5.0))
+    ready.tell("push", 1)
+    ready.tell(f"halt {int(signal.SIGSTOP)}", 0)
+    (said,) = ready.hear(1)
+    who = f"trainer rank 0 (process {frozen.pid}"
+    assert_failed(said, "PushTimeout", who, "no answer within 20 s", engines="unknown")
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert_failed(ready.hear(0)[0], "PushTimeout")
+    assert_pushed(ready)
+    assert served(engines) == [expected, expected]
+
+
 def test_a_sender_that_is_built_on_rank_0_alone_is_refused_by_its_deadline(pair, engines):
     pair.tell(f'build {{"urls": ["{engines[0]}"], "timeout_s": 3}}', 0)
     (said,) = pair.hear(0)
