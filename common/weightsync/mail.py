@@ -32,6 +32,8 @@ _PREFIX: Final = "weightsync"
 _FIRST_S, _MOST_S = 0.0005, 0.02
 #: How often the processes of those who are missing are looked at.
 _LOOK_UP_S: Final = 0.5
+#: From a process's last closed connection until it is seen to have ended.
+_ENDS_S: Final = 0.1
 #: torch's store takes values of up to 8 MB; what is longer goes in parts.
 _PART_CHARS: Final = 4 << 20
 
@@ -108,9 +110,8 @@ class Mail:
     """The messages of this process; ``pids`` are those of the others whose processes can be seen from here, by rank."""
 
     def __init__(self) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        # A connection of our own: the trainer's is busy as long as one request takes, with whatever asks next.
-        self._store = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
+        self._theirs: Any = dist.distributed_c10d._get_default_store()
+        self._ours: Any = None
         self.pids: dict[int, int] = {}
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         # In a thread, for a store whose process is frozen does not even time out.
@@ -124,6 +125,14 @@ class Mail:
                 answer.set_result(call())
             except BaseException as error:
                 answer.set_exception(error)
+
+    @property
+    def _store(self) -> Any:
+        if self._ours is None:
+            # A connection of our own: while one waits for a reply, nobody else can ask over it.
+            theirs = self._theirs.clone() if hasattr(self._theirs, "clone") else self._theirs
+            self._ours = dist.PrefixStore(_PREFIX, theirs)
+        return self._ours
 
     def put(self, key: str, body: bytes, deadline: Deadline, to: str) -> None:
         """Leave a message. Raises `TransferFailed`, `PushTimeout`."""
@@ -208,11 +217,11 @@ class Mail:
                 return answer.result(min(max(deadline.left(), 0.05), _LOOK_UP_S))
             except FutureTimeout:
                 deadline.check(f"the store of the process group, for {waiting_for}")
-                if self._fault(0) == ENDED:
-                    raise TransferFailed(f"{self._named(0)}, and the store of the process group with it") from None
             except RuntimeError as error:  # what torch raises where the process that has the store is gone
+                time.sleep(_ENDS_S)
+                ended = f"; {self._named(0)}" if self._fault(0) == ENDED else ""
                 raise TransferFailed(
-                    f"the store of the process group does not answer, waiting for {waiting_for}: {error}"
+                    f"the store of the process group does not answer, waiting for {waiting_for}: {error}{ended}"
                 ) from error
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """One sender and both engines at once, by each transport and by several."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,8 @@ from weightsync import Sender, security, wire
 from weightsync.client import EngineClient
 from weightsync.errors import UnsupportedOption
 from weightsync.transports.base import Deadline
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 KIND = "qwen3"
 
@@ -91,3 +95,13 @@ def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
     with pytest.raises(UnsupportedOption, match="world_size 2 is too small: this engine's 2 ranks are 1 to 2"):
         client.join(asked, Deadline(30.0))
     assert time.monotonic() - begin < 5
+
+
+def test_two_processes_of_fsdp2_feed_both_engines(both, tmp_path):
+    running, a, _ = both
+    before = answers(running)
+    script = [servers.ROOT / "examples" / "fsdp2.py", a, *(server.url for server in running), "--save", tmp_path]
+    subprocess.run([*TORCHRUN, *map(str, script)], check=True, timeout=300)
+    for server, old, new in zip(running, before, answers(running), strict=True):
+        assert differ(new, old)
+        assert_agrees(server, models.load_reference(tmp_path), new)

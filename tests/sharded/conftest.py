@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tools import servers
+from tools import models, servers
 from weightsync import Sender
+from weightsync.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trainer:
-    """``size`` processes with a model from ``folder``, sharded in the way that `tests.sharded.trainer` knows."""
+    """``size`` processes that `tests.sharded.trainer` describes."""
 
-    def __init__(self, folder, urls, *, size=2, how="fsdp", **options):
-        port, options = str(servers.free_port()), {"timeout_s": 60.0, **options}
+    def __init__(self, folder, size=2):
+        port = str(servers.free_port())
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.sharded.trainer", str(rank), str(size), port, str(folder), how,
-                 json.dumps(options), *urls],
+                [sys.executable, "-m", "tests.sharded.trainer", str(rank), str(size), port, str(folder)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=ROOT,
             )
             for rank in range(size)
@@ -42,10 +42,11 @@ class Trainer:
         self.tell(word)
         return self.hear()
 
-    def __enter__(self):
-        return self
+    def build(self, urls, **options):
+        """A sender in every rank."""
+        return self.all("build " + json.dumps({"urls": urls, "timeout_s": 120.0, **options}))
 
-    def __exit__(self, *_):
+    def stop(self):
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
@@ -58,6 +59,50 @@ def engines(model_folder):
     """Two, started on model A."""
     with ReferenceEngine(model_folder("llama", 0)) as one, ReferenceEngine(model_folder("llama", 0)) as two:
         yield [one.url, two.url]
+
+
+@pytest.fixture(scope="session")
+def start(model_folder):
+    """Start trainers of model B: ``start(size)``."""
+    with contextlib.ExitStack() as stack:
+
+        def start(size=2):
+            trainer = Trainer(model_folder("llama", 1), size)
+            stack.callback(trainer.stop)
+            return trainer
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def pair(start):
+    return start(2)
+
+
+@pytest.fixture(scope="session")
+def four(start):
+    return start(4)
+
+
+@pytest.fixture(scope="session")
+def expected(model_folder):
+    """The digest of model B."""
+    return digest_of(models.load_reference(model_folder("llama", 1)).state_dict().items())
+
+
+@pytest.fixture(scope="session")
+def changed(model_folder):
+    """And of model B after one change."""
+    state = models.load_reference(model_folder("llama", 1)).state_dict()
+    return digest_of((name, tensor.neg()) for name, tensor in state.items())
+
+
+@pytest.fixture
+def untrained(engines, model_folder):
+    """The engines serve model A; its digest."""
+    with Sender(engines) as sender:
+        sender.push(models.load_reference(model_folder("llama", 0)), version="untrained")
+    return served(engines)[0]
 
 
 def served(urls):

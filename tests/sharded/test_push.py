@@ -2,35 +2,130 @@
 
 import pytest
 
-from tools import models
-from weightsync import Sender
-from weightsync.layout import digest_of
+from weightsync.plan import Box, Held, plan
+from weightsync.wire import TensorSpec
 
-from .conftest import Trainer, served
+from .conftest import served
 
-
-@pytest.fixture(scope="module")
-def trained(model_folder):
-    return model_folder("llama", 1)
+pytestmark = pytest.mark.usefixtures("untrained")
 
 
-@pytest.fixture(scope="module")
-def expected(trained):
-    return digest_of(models.load_reference(trained).state_dict().items())
+def fine(said, size=2):
+    return said == [None] * size
 
 
-@pytest.fixture(autouse=True)
-def untrained(engines, model_folder):
-    """Every test begins with engines that serve another model."""
-    with Sender(engines) as sender:
-        sender.push(models.load_reference(model_folder("llama", 0)))
+def assert_pushed(trainer):
+    """Every byte of the model is written once, by one of the ranks."""
+    said = trainer.all("push")
+    assert len({one["version"] for one in said}) == 1
+    assert sum(one["written"] for one in said) == said[0]["nbytes"] == said[-1]["nbytes"]
+    return [one["written"] for one in said]
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
-def test_two_ranks_of_fsdp2_push_their_shards_into_two_engines(engines, trained, expected, transport):
-    with Trainer(trained, engines, transport=transport) as trainer:
-        assert trainer.all("build") == [{}, {}]
-        first, second = trainer.all("push")
-        assert served(engines) == [expected, expected]
-        assert first["version"] == second["version"]
-        assert first["nbytes"] == second["nbytes"] == first["written"] + second["written"]
+def test_two_ranks_of_fsdp2_push_their_shards_into_two_engines(engines, pair, expected, changed, transport):
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines, transport=transport))
+    first, second = assert_pushed(pair)
+    assert abs(first - second) < 0.1 * (first + second)
+    assert served(engines) == [expected, expected]
+    pair.all("change")
+    assert_pushed(pair)
+    assert served(engines) == [changed, changed]
+    assert fine(pair.all("close"))
+
+
+@pytest.mark.parametrize("how", ["columns", "parts", "stages", "unsharded", "replicas"])
+def test_two_ranks_push_what_they_hold_however_it_is_split(engines, pair, expected, how):
+    assert fine(pair.all(f"shard {how}"))
+    assert fine(pair.build(engines[:1]))
+    if how == "replicas":
+        assert [one["written"] for one in pair.all("push")] == [0, 0]  # rank 0 sends as if it were alone
+    else:
+        assert all(assert_pushed(pair))
+    assert served(engines[:1]) == [expected]
+    assert fine(pair.all("close"))
+
+
+@pytest.mark.parametrize("how", ["fsdp", "hsdp", "mesh", "parts"])
+def test_four_ranks_push_what_they_hold(engines, four, expected, how):
+    assert fine(four.all(f"shard {how}"), 4)
+    assert fine(four.build(engines[:1]), 4)
+    written = assert_pushed(four)
+    if how != "parts":
+        assert max(written) - min(written) < 0.1 * sum(written)  # replicas share the work
+    assert served(engines[:1]) == [expected]
+    assert fine(four.all("close"), 4)
+
+
+def test_small_buckets_streams_and_kept_versions(engines, pair, expected, changed):
+    assert fine(pair.all("shard fsdp"))
+    for options in ({"bucket_bytes": 8192}, {"staging": "none"}, {"verify": "off"}):
+        assert fine(pair.build(engines, **options))
+        assert_pushed(pair)
+        pair.all("change")
+        assert_pushed(pair)
+        assert served(engines) == [changed, changed]
+        pair.all("change")
+        assert fine(pair.all("close"))
+    assert fine(pair.build(engines, keep_previous=True))
+    assert_pushed(pair)
+    pair.all("change")
+    assert_pushed(pair)
+    before, after = pair.all("rollback")
+    assert before == after
+    assert list(pair.all("status")[1].values()) == [[expected], [expected]]
+    assert fine(pair.all("close"))
+
+
+def test_engines_come_and_go(engines, pair, expected):
+    first, second = engines
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build([first]))
+    assert_pushed(pair)
+    assert pair.all(f"add {second}") == [{"transport": "ipc_zmq"}] * 2
+    assert served(engines) == [expected, expected]
+    assert_pushed(pair)
+    assert pair.all("catch_up") == [[], []]
+    assert fine(pair.all(f"remove {first}"))
+    assert [list(said) for said in pair.all("status")] == [[second]] * 2
+    assert fine(pair.all("close"))
+
+
+def test_messages_do_not_pile_up(engines, pair):
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines))
+    assert_pushed(pair)
+    before = pair.all("keys")
+    for _ in range(3):
+        assert_pushed(pair)
+        pair.all("status")
+    assert pair.all("keys") == before
+    assert fine(pair.all("close"))
+
+
+def planned(said):
+    """The plan of what ranks hold, each tensor as ``[name, shape, boxes]``."""
+    return plan([
+        [Held(TensorSpec(name, "int64", tuple(shape)), tuple(Box(tuple(a), tuple(n)) for a, n in boxes), alike=True)
+         for name, shape, boxes in held]
+        for held in said
+    ])  # fmt: skip
+
+
+def test_it_is_known_of_every_placement_where_local_parts_lie(four):
+    held = four.all("placements")
+    assert len(held[0]) > 100
+    assert any("_S" in name for name, _, _ in held[0])
+    assert len(planned(held).manifest) == len(held[0])
+
+
+def test_a_sharded_module_goes_out_as_save_pretrained_would_write_it(four):
+    said = four.all("modules")
+    names = [one.name for one in planned([held for held, _ in said]).manifest]
+    assert [name for name in names if name.startswith("tied")] == ["tied 0.weight", "tied 0.bias", "tied 1.bias"]
+    assert "qwen3_moe model.layers.1.mlp.experts.3.up_proj.weight" in names
+    assert not any(name.startswith("qwen3 lm_head") for name in names)
+    for _, refusal in said:
+        assert "is computed from" in refusal
+        assert "keep that module out of fully_shard" in refusal

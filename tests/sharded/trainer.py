@@ -1,6 +1,7 @@
 """One rank of a trainer whose weights are sharded, told by lines of its standard input what to do.
 
-``python -m tests.sharded.trainer RANK SIZE PORT FOLDER SHARDING URL...`` answers each line with one of JSON.
+``python -m tests.sharded.trainer RANK SIZE PORT FOLDER`` answers each line, a word and what belongs to it, with one of
+JSON.
 """
 
 import json
@@ -10,109 +11,182 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.sharded import placements
 from tools import models
 from weightsync import LocalShard, Sender, assembly
 from weightsync.errors import WeightSyncError
-
-written = []
-
-
-def counting(write):
-    """Note how many bytes this rank writes into the arena."""
-
-    def counted(*args):
-        work = write(*args)
-        written.append(work.nbytes)
-        return work
-
-    return counted
 
 
 def refused(*_, **__):
     raise AssertionError("a push gathers nothing")
 
 
-def shard(model, how, size):
-    """What is pushed: the module, sharded, or what this rank holds of it."""
-    if how in ("fsdp", "hsdp"):
-        shape = (size,) if how == "fsdp" else (2, size // 2)
-        mesh = dist.init_device_mesh("cpu", shape)
+class Rank:
+    """What it holds: a model, what is pushed of it, and a sender."""
+
+    def __init__(self, folder):
+        self.folder, self.size = folder, dist.get_world_size()
+        self.weights = self.sender = None
+        self.written = []
+        write = assembly.write
+
+        def counting(*args):
+            work = write(*args)
+            self.written.append(work.nbytes)
+            return work
+
+        assembly.write = counting
+
+    def shard(self, how):
+        """Load the model, and split it in one of several ways."""
+        model = models.load_reference(self.folder)
+        self.weights = getattr(self, f"_{how}")(model, model.state_dict(), dist.get_rank())
+
+    def _fsdp(self, model, *_, mesh=None):
+        mesh = dist.init_device_mesh("cpu", (self.size,)) if mesh is None else mesh
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    state, rank = model.state_dict(), dist.get_rank()
-    if how == "stages":
-        return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % size == rank}
-    if how == "columns":
-        mesh = dist.init_device_mesh("cpu", (size,))
+
+    def _hsdp(self, model, *_):
+        names = ("replicate", "shard")
+        return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=names))
+
+    def _unsharded(self, model, *_):
+        """As FSDP2 leaves a root module that was run and not trained."""
+        self._fsdp(model)
+        with torch.no_grad():
+            model(torch.zeros(1, 4, dtype=torch.int64))
+        return model
+
+    def _replicas(self, model, *_):
+        return model
+
+    def _stages(self, _, state, rank):
+        """As a pipeline's stages hold different names."""
+        return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
+
+    def _columns(self, _, state, __):
+        mesh = dist.init_device_mesh("cpu", (self.size,))
         return {name: distribute_tensor(t, mesh, [Shard(t.ndim - 1)], src_data_rank=None) for name, t in state.items()}
-    if how == "local":
-        parts = {name: tensor.tensor_split(size)[rank].clone() for name, tensor in state.items()}
-        starts = {name: sum(len(t) for t in tensor.tensor_split(size)[:rank]) for name, tensor in state.items()}
-        rest = {name: (0,) * (tensor.ndim - 1) for name, tensor in state.items()}
+
+    def _mesh(self, _, state, __):
+        """FSDP over one dimension, tensor parallelism over the other."""
+        mesh = dist.init_device_mesh("cpu", (2, self.size // 2))
         return {
-            name: LocalShard(part, tuple(state[name].shape), (starts[name], *rest[name]))
-            for name, part in parts.items()
+            name: distribute_tensor(t, mesh, [Shard(0), Shard(1) if t.ndim > 1 else Replicate()], src_data_rank=None)
+            for name, t in state.items()
         }
-    assert how == "replicas"
-    return model
 
+    def _parts(self, _, state, rank):
+        """Plain tensors and where they belong, split by rows where these do not divide evenly."""
+        start = 3 * rank
+        end = start + 3 if rank + 1 < self.size else None
+        return {
+            name: LocalShard(tensor[start:end].clone(), tuple(tensor.shape), (start, *[0] * (tensor.ndim - 1)))
+            for name, tensor in state.items()
+        }
 
-def broken(weights, size):
-    """The same, with a tensor whose values no rank knows."""
-    state = dict(weights if isinstance(weights, dict) else weights.state_dict())
-    name, mesh = next(iter(state)), dist.init_device_mesh("cpu", (size,))
-    whole = torch.zeros(state[name].shape, dtype=torch.bfloat16)
-    return {**state, name: DTensor.from_local(whole, mesh, [Partial()])}
+    def build(self, options):
+        options = json.loads(options)
+        self.sender = Sender(options.pop("urls"), **options)
 
+    def push(self, _):
+        return self._push(self.weights)
 
-def act(word, sender, weights, size):
-    if word == "break":
-        weights = broken(weights, size)
-    if word in ("push", "break"):
-        written.clear()
+    def spoil(self, _):
+        """Push with a tensor whose values no rank knows."""
+        state = self._state()
+        name, mesh = next(iter(state)), dist.init_device_mesh("cpu", (self.size,))
+        whole = torch.zeros(state[name].shape, dtype=torch.bfloat16)
+        return self._push({**state, name: DTensor.from_local(whole, mesh, [Partial()])})
+
+    def lose(self, _):
+        """Push a tensor that this rank cannot read any more when it comes to that."""
+
+        def lose():
+            raise OSError("the disk is gone")
+
+        return self._push(self._once_opened(lose))
+
+    def halt(self, signal):
+        """Push, and get a signal while writing."""
+        return self._push(self._once_opened(lambda: os.kill(os.getpid(), int(signal))))
+
+    def _once_opened(self, happens):
+        state, asked = self._state(), []
+
+        class Mapping(dict):
+            def __getitem__(self, name):
+                asked.append(name)
+                if len(asked) == 3:
+                    happens()
+                return super().__getitem__(name)
+
+        return Mapping(state)
+
+    def _push(self, weights):
+        self.written.clear()
         with CommDebugMode() as comm:
-            result = sender.push(weights)
+            result = self.sender.push(weights)
         assert comm.get_total_counts() == 0
-        return {"version": result.version, "nbytes": result.nbytes, "written": sum(written)}
-    if word == "change":
-        for tensor in (weights if isinstance(weights, dict) else dict(weights.state_dict())).values():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "tensor", tensor)
-            local.neg_()
-        return {}
-    if word == "status":
-        return {url: [rank.digest for rank in one.ranks] for url, one in sender.status(digest=True).items()}
-    if word == "rollback":
-        return {"version": sender.rollback().version}
-    if word.startswith("add "):
-        return {"transport": sender.add_engine(word[4:]).transport}
-    if word == "keys":
-        return {"keys": dist.distributed_c10d._get_default_store().num_keys()}
-    raise AssertionError(word)
+        return {"version": result.version, "nbytes": result.nbytes, "written": sum(self.written)}
+
+    def _state(self):
+        return self.weights if isinstance(self.weights, dict) else dict(self.weights.state_dict())
+
+    def change(self, _):
+        """New values, on every rank the same change."""
+        for tensor in self._state().values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "tensor", tensor)).neg_()
+
+    def status(self, _):
+        replies = self.sender.status(digest=True)
+        return {url: [rank.digest for rank in reply.ranks] for url, reply in replies.items()}
+
+    def rollback(self, _):
+        return {"version": self.sender.rollback().version}
+
+    def add(self, url):
+        return {"transport": self.sender.add_engine(url).transport}
+
+    def remove(self, url):
+        self.sender.remove_engine(url)
+
+    def catch_up(self, _):
+        return sorted(self.sender.catch_up())
+
+    def close(self, _):
+        self.sender.close()
+
+    def keys(self, _):
+        """How many keys the process group's store holds."""
+        return dist.distributed_c10d._get_default_store().num_keys()
+
+    def placements(self, _):
+        """Check against torch where local parts of tensors lie; what this rank holds of each."""
+        return placements.check_all()
+
+    def modules(self, _):
+        """The same of modules that FSDP2 has sharded."""
+        return [placements.check_modules(), placements.check_computed()]
 
 
 def main():
-    rank, size, port, folder, how, options, *urls = sys.argv[1:]
-    rank, size = int(rank), int(size)
-    # What a model's own libraries print is no answer.
+    rank, size, port, folder = sys.argv[1:]
+    # What libraries print is no answer.
     answers, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    weights = shard(models.load_reference(folder), how, size)
-    DTensor.full_tensor = DTensor.redistribute = refused
-    assembly.write = counting(assembly.write)
-    sender = None
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=int(rank), world_size=int(size))
+    here = Rank(folder)
+    DTensor.full_tensor = refused
     for line in sys.stdin:
-        word = line.strip()
+        word, _, rest = line.strip().partition(" ")
         try:
-            if word == "build":
-                sender, said = Sender(urls, **json.loads(options)), {}
-            elif word == "close":
-                sender, said = sender.close(), {}
-            else:
-                said = act(word, sender, weights, size)
+            said = getattr(here, word)(rest)
         except WeightSyncError as error:
             said = {"error": type(error).__name__, "message": str(error), "engines": error.engines}
         answers.write(json.dumps(said) + "\n")

@@ -1,0 +1,142 @@
+"""A rank of a trainer that is killed, frozen, silent or in trouble: all are told, engines are left as they were."""
+
+import os
+import signal
+
+import pytest
+
+from .conftest import served
+from .test_push import assert_pushed, fine
+
+
+@pytest.fixture
+def ready(engines, pair, untrained):
+    """A pair that has pushed once and not since; nothing of it takes long to fail."""
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines, timeout_s=20.0))
+    yield pair
+    pair.all("close")
+
+
+def assert_failed(said, error, *words, engines="unchanged"):
+    assert said["error"] == error
+    assert all(word in said["message"] for word in words), said["message"]
+    assert set(said["engines"].values()) == {engines}
+
+
+def test_a_source_that_no_rank_can_read_is_told_to_all(ready, engines, untrained, expected):
+    ready.tell("push", 0)
+    ready.tell("spoil", 1)
+    first, second = ready.hear()
+    for said in (first, second):
+        assert_failed(said, "SourceError", "trainer rank 1: ", "model.embed_tokens.weight", "redistribute()")
+    ready.tell("spoil", 0)
+    ready.tell("push", 1)
+    for said in ready.hear():
+        assert_failed(said, "SourceError", "model.embed_tokens.weight")
+    assert served(engines) == [untrained, untrained]
+    assert_pushed(ready)
+    assert served(engines) == [expected, expected]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_while_it_writes_is_told_to_all(ready, engines, untrained, expected, rank):
+    ready.tell("push", 1 - rank)
+    ready.tell("lose", rank)
+    for said in ready.hear():
+        assert_failed(said, "SourceError", "the disk is gone")
+    assert served(engines) == [untrained, untrained]
+    assert_pushed(ready)
+    assert served(engines) == [expected, expected]
+
+
+def test_ranks_that_do_not_call_the_same_are_told_so(ready):
+    ready.tell("push", 0)
+    ready.tell("status", 1)
+    for said in ready.hear():
+        assert_failed(said, "WrongState", "trainer rank 1 came to status where rank 0 came to push")
+    assert_pushed(ready)
+
+
+def test_a_rank_that_never_calls_push_is_named(ready, engines, untrained):
+    ready.tell("push", 0)
+    (said,) = ready.hear(0)
+    assert_failed(said, "PushTimeout", "trainer rank 1 (process", "to push", "every rank builds a Sender")
+    assert served(engines) == [untrained, untrained]
+    assert_pushed(ready)
+
+
+def test_a_frozen_rank_is_named_and_goes_on_when_it_is_thawed(ready, engines, untrained, expected):
+    frozen = ready.processes[1]
+    os.kill(frozen.pid, signal.SIGSTOP)
+    ready.tell("push")
+    (said,) = ready.hear(0)
+    assert_failed(said, "PushTimeout", f"trainer rank 1 (process {frozen.pid}, which is stopped)")
+    assert served(engines) == [untrained, untrained]
+    os.kill(frozen.pid, signal.SIGCONT)
+    ready.tell("push", 0)  # its first push, which it has not made yet
+    assert ready.hear()[0]["version"]
+    assert served(engines) == [expected, expected]
+
+
+def test_a_rank_that_freezes_while_it_writes_is_named_and_goes_on_when_it_is_thawed(
+    ready, engines, untrained, expected
+):
+    frozen = ready.processes[1]
+    ready.tell("push", 0)
+    ready.tell(f"halt {int(signal.SIGSTOP)}", 1)
+    (said,) = ready.hear(0)
+    who = f"trainer rank 1 (process {frozen.pid}, which is stopped)"
+    assert_failed(said, "PushTimeout", who, "to write its part into the arena")
+    assert served(engines) == [untrained, untrained]
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert ready.hear(1) == [said]
+    assert_pushed(ready)
+    assert served(engines) == [expected, expected]
+
+
+def test_a_frozen_rank_0_is_named_too(ready, engines, expected):
+    frozen = ready.processes[0]
+    ready.all("close")
+    assert fine(ready.build(engines, timeout_s=5.0))
+    ready.tell("push", 1)
+    ready.tell(f"halt {int(signal.SIGSTOP)}", 0)
+    (said,) = ready.hear(1)
+    who = f"trainer rank 0 (process {frozen.pid}"
+    assert_failed(said, "PushTimeout", who, "no answer within 20 s", engines="unknown")
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert_failed(ready.hear(0)[0], "PushTimeout")
+    assert_pushed(ready)
+    assert served(engines) == [expected, expected]
+
+
+def test_a_sender_that_is_built_on_rank_0_alone_is_refused_by_its_deadline(pair, engines):
+    pair.tell(f'build {{"urls": ["{engines[0]}"], "timeout_s": 3}}', 0)
+    (said,) = pair.hear(0)
+    assert_failed(said, "PushTimeout", "trainer rank 1 to build a Sender (in a process group of 2 every rank builds")
+
+
+def test_a_killed_rank_ends_the_push_and_a_new_trainer_goes_on(start, pair, engines, untrained, expected):
+    for victim, at in ((1, "before"), (1, "while"), (0, "while")):
+        trainer = start(2)
+        assert fine(trainer.all("shard fsdp"))
+        assert fine(trainer.build(engines))
+        assert_pushed(trainer)
+        trainer.all("change")
+        if at == "before":
+            trainer.processes[victim].kill()
+            trainer.processes[victim].wait()
+        else:
+            trainer.tell(f"halt {int(signal.SIGKILL)}", victim)
+        trainer.tell("push", 1 - victim)
+        (said,) = trainer.hear(1 - victim)
+        who = f"trainer rank {victim} (process {trainer.processes[victim].pid}, which has ended)"
+        assert_failed(said, "TransferFailed", who, engines="unchanged" if victim else "unknown")
+        assert served(engines) == [expected, expected]
+        trainer.stop()
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines))
+    pair.all("change")
+    assert_pushed(pair)
+    assert served(engines) != [expected, expected]
+    assert fine(pair.all("close"))
