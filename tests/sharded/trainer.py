@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.sharded import placements
 from tools import models
-from weightsync import LocalShard, Sender, assembly
+from weightsync import LocalShard, Sender, assembly, staging
 from weightsync.errors import WeightSyncError
 
 
@@ -93,6 +93,10 @@ class Rank:
     def build(self, options):
         options = json.loads(options)
         self.sender = Sender(options.pop("urls"), **options)
+
+    def elsewhere(self, _):
+        """From now on this rank runs on another host, as far as it can tell."""
+        staging.host_id = lambda: "another"
 
     def push(self, _):
         return self._push(self.weights)
