@@ -112,10 +112,12 @@ class Sender:
             # Groups are made and connections warmed up now, not in the first push.
             introduce(self._provide_carrier(None), self._fleet, deadline)
 
-    def _together(self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T], model: object = None) -> _T:
+    def _together(
+        self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T],
+        offer: Callable[[], Source] | None = None,
+    ) -> _T:  # fmt: skip
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
         deadline = Deadline(self._timeout_s)
-        offer = None if model is None else lambda: self._source_of(model)
         if self._crew is None:
             return act(offer() if offer is not None else None, deadline)
         return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
@@ -144,7 +146,7 @@ class Sender:
                 self._fleet.reopen(deadline)
                 return self._push(source, version, deadline, start)
 
-        return self._together("push", PushResult, act, model)
+        return self._together("push", PushResult, act, lambda: self._source_of(model))
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._source)

@@ -7,6 +7,7 @@ JSON.
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,22 @@ from tests.sharded import placements
 from tools import models
 from weightsync import LocalShard, Sender, assembly, staging
 from weightsync.errors import WeightSyncError
+
+
+class Named:
+    """In the shape of vLLM's ``WeightSource``: describes everything, and yields what this rank holds."""
+
+    def __init__(self, state, held):
+        self._state, self._held = state, held
+
+    def metadata(self):
+        return [SimpleNamespace(name=name, dtype=t.dtype, shape=t.shape) for name, t in self._state.items()]
+
+    def held_names(self):
+        return list(self._held)
+
+    def __iter__(self):
+        return ((name, self._held.get(name)) for name in self._state)
 
 
 def refused(*_, **__):
@@ -68,6 +85,10 @@ class Rank:
     def _stages(self, _, state, rank):
         """As a pipeline's stages hold different names."""
         return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
+
+    def _named(self, model, state, rank):
+        """The same, as an object that says so."""
+        return Named(state, self._stages(model, state, rank))
 
     def _columns(self, _, state, __):
         mesh = dist.init_device_mesh("cpu", (self.size,))
