@@ -159,7 +159,8 @@ class Sender:
         if (of := self._crew) is not None:
             split = of.planned(source)
             # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
-            shared = any(split.pieces[1:]) or isinstance(source, WeightSourceAdapter)
+            alone = not any(split.pieces[1:]) and split.manifest == source.specs
+            shared = not alone or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
         layout = self._layout_of(manifest, shared)
         label = self._next_version() if version is None else version
