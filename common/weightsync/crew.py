@@ -254,7 +254,7 @@ class Crew:
     # --- the others ---------------------------------------------------------------------------------------------------
 
     def _follow(self, what: str, kind: Any, deadline: Deadline, trouble: Exception | None) -> Any:
-        patient, nonce, key = Deadline(deadline.left() + _GRACE_S), secrets.token_hex(8), self._key(self.rank)
+        patient, nonce, key = Deadline(deadline.seconds + _GRACE_S), secrets.token_hex(8), self._key(self.rank)
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
             nonce, what, os.getpid(), staging.host_id(), process_space(),

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -38,6 +39,7 @@ _ENDS_S: Final = 0.1
 _PART_CHARS: Final = 4 << 20
 
 _T = TypeVar("_T")
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class Trouble(Message, frozen=True):
@@ -113,18 +115,11 @@ class Mail:
         self._theirs: Any = dist.distributed_c10d._get_default_store()
         self._ours: Any = None
         self.pids: dict[int, int] = {}
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: _Calls = queue.SimpleQueue()
         # In a thread, for a store whose process is frozen does not even time out.
-        self._thread = threading.Thread(target=self._serve, name="weightsync-store", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            answer, call = asked
-            try:
-                answer.set_result(call())
-            except BaseException as error:
-                answer.set_exception(error)
+        threading.Thread(target=_serve, args=(self._calls,), name="weightsync-store", daemon=True).start()
+        #: Ends the thread; also runs when this is forgotten.
+        self.close = weakref.finalize(self, self._calls.put, None)
 
     @property
     def _store(self) -> Any:
@@ -224,9 +219,15 @@ class Mail:
                     f"the store of the process group does not answer, waiting for {waiting_for}: {error}{ended}"
                 ) from error
 
-    def close(self) -> None:
-        """End the thread; idempotent."""
-        self._calls.put(None)
+
+def _serve(calls: _Calls) -> None:
+    while (asked := calls.get()) is not None:
+        answer, call = asked
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+        del asked, answer, call  # nothing is kept alive by waiting for the next
 
 
 def process_space() -> str:

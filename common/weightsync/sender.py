@@ -122,7 +122,10 @@ class Sender:
             # Groups are made and connections warmed up now, not in the first push.
             introduce(self._provide_carrier(None), self._fleet, deadline)
 
-    def _together(self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T], model: object = None) -> _T:
+    def _together(
+        self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T],
+        offer: Callable[[], Source] | None = None,
+    ) -> _T:  # fmt: skip
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
         with self._turn:
             return self._run(what, kind, act, model)
@@ -131,7 +134,6 @@ class Sender:
         if what in _MOVES:
             self._machine.check(_MOVES[what])
         deadline = Deadline(self._timeout_s)
-        offer = None if model is None else lambda: self._source_of(model)
         if self._crew is None:
             return act(offer() if offer is not None else None, deadline)
         return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
@@ -159,7 +161,7 @@ class Sender:
                 self._fleet.reopen(deadline)
                 return self._push(source, version, deadline, start)
 
-        return self._together("push", PushResult, act, model)
+        return self._together("push", PushResult, act, lambda: self._source_of(model))
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._source)
@@ -172,7 +174,8 @@ class Sender:
         if (of := self._crew) is not None:
             split = of.planned(source)
             # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
-            shared = any(split.pieces[1:]) or isinstance(source, WeightSourceAdapter)
+            alone = not any(split.pieces[1:]) and split.manifest == source.specs
+            shared = not alone or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
         lent = None if shared else self._lent(source)
         layout = self._layout_of(manifest, shared, in_place.PAGE_BYTES if lent is not None else ALIGN_BYTES)

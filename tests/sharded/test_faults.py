@@ -15,6 +15,8 @@ def ready(engines, pair, untrained):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, timeout_s=20.0))
     yield pair
+    for process in pair.processes:
+        os.kill(process.pid, signal.SIGCONT)
     pair.all("close")
 
 
@@ -114,6 +116,15 @@ def test_a_sender_that_is_built_on_rank_0_alone_is_refused_by_its_deadline(pair,
     pair.tell(f'build {{"urls": ["{engines[0]}"], "timeout_s": 3}}', 0)
     (said,) = pair.hear(0)
     assert_failed(said, "PushTimeout", "trainer rank 1 to build a Sender (in a process group of 2 every rank builds")
+
+
+def test_a_trainer_of_two_hosts_is_told_what_to_do(start, engines):
+    trainer = start(2)
+    trainer.tell("elsewhere", 1)
+    assert fine(trainer.hear(1), 1)
+    for said in trainer.build(engines):
+        assert_failed(said, "UnsupportedOption", "trainer rank 1 runs on another host than rank 0", "push its folder")
+    trainer.stop()
 
 
 def test_a_killed_rank_ends_the_push_and_a_new_trainer_goes_on(start, pair, engines, untrained, expected):

@@ -7,6 +7,7 @@ JSON.
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,24 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.sharded import placements
 from tools import models
-from weightsync import LocalShard, Sender, assembly
+from weightsync import LocalShard, Sender, assembly, staging
 from weightsync.errors import WeightSyncError
+
+
+class Named:
+    """In the shape of vLLM's ``WeightSource``: describes everything, and yields what this rank holds."""
+
+    def __init__(self, state, held):
+        self._state, self._held = state, held
+
+    def metadata(self):
+        return [SimpleNamespace(name=name, dtype=t.dtype, shape=t.shape) for name, t in self._state.items()]
+
+    def held_names(self):
+        return list(self._held)
+
+    def __iter__(self):
+        return ((name, self._held.get(name)) for name in self._state)
 
 
 def refused(*_, **__):
@@ -69,6 +86,10 @@ class Rank:
         """As a pipeline's stages hold different names."""
         return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
 
+    def _named(self, model, state, rank):
+        """The same, as an object that says so."""
+        return Named(state, self._stages(model, state, rank))
+
     def _columns(self, _, state, __):
         mesh = dist.init_device_mesh("cpu", (self.size,))
         return {name: distribute_tensor(t, mesh, [Shard(t.ndim - 1)], src_data_rank=None) for name, t in state.items()}
@@ -93,6 +114,10 @@ class Rank:
     def build(self, options):
         options = json.loads(options)
         self.sender = Sender(options.pop("urls"), **options)
+
+    def elsewhere(self, _):
+        """From now on this rank runs on another host, as far as it can tell."""
+        staging.host_id = lambda: "another"
 
     def push(self, _):
         return self._push(self.weights)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.errors import SourceError
+from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.plan import Box, Held, plan, spread, whole
+from weightsync.room import choose
 from weightsync.wire import TensorSpec
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -132,3 +133,13 @@ def test_a_gap_is_named_with_who_holds_what():
 def test_a_box_that_is_not_in_the_tensor_is_refused():
     with pytest.raises(SourceError, match=r"trainer rank 0 holds \[2:5\] of w, which is \[4\]"):
         plan([[Held(spec((4,)), (Box((2,), (3,)),))]])
+
+
+def test_an_arena_that_processes_share_holds_everything_or_is_refused():
+    choice = choose(10_000_000, 12_000_000, 0, None, "full", False, shared=True)
+    assert choice.slots * choice.bucket_bytes >= 10_000_000
+    asked = choose(10_000_000, 12_000_000, 0, 4096, "none", False, shared=True)
+    assert (asked.bucket_bytes, asked.staging) == (4096, "none")
+    assert asked.slots * 4096 >= 10_000_000
+    with pytest.raises(UnsupportedOption, match=r"takes 2\d+ bytes, and 12000000 are free"):
+        choose(10_000_000, 12_000_000, 0, None, "full", True, shared=True)
