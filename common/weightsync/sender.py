@@ -128,15 +128,12 @@ class Sender:
     ) -> _T:  # fmt: skip
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
         with self._turn:
-            return self._run(what, kind, act, model)
-
-    def _run(self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T], model: object) -> _T:
-        if what in _MOVES:
-            self._machine.check(_MOVES[what])
-        deadline = Deadline(self._timeout_s)
-        if self._crew is None:
-            return act(offer() if offer is not None else None, deadline)
-        return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
+            if what in _MOVES:
+                self._machine.check(_MOVES[what])
+            deadline = Deadline(self._timeout_s)
+            if self._crew is None:
+                return act(offer() if offer is not None else None, deadline)
+            return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
 
     def _untouched(self) -> dict[str, Weights]:
         fleet: Fleet | None = getattr(self, "_fleet", None)
