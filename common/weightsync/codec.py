@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ M = TypeVar("M")
 _encode_json = msgspec.json.Encoder()
 
 
-def to_json(message: msgspec.Struct) -> bytes:
+def to_json(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
     """HTTP body of a message."""
     return _encode_json.encode(message)
 

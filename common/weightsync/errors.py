@@ -82,6 +82,10 @@ class ManifestMismatch(WeightSyncError):
     """Tensor names, shapes or dtypes do not fit the engine's model; raised before any weight changes."""
 
 
+class ManifestUnknown(WeightSyncError):
+    """An engine does not remember the manifest that a sender refers to; the sender then sends it by itself."""
+
+
 class EngineRestarted(WeightSyncError):
     """The engine at the URL is not the instance that was opened; a sender opens it again by itself."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import itertools
+import logging
 import os
 import secrets
 import socket
@@ -23,6 +24,7 @@ from weightsync.client import EngineClient
 from weightsync.errors import (
     EngineUnreachable,
     LeaseHeld,
+    ManifestUnknown,
     PushTimeout,
     TransferFailed,
     UnsupportedOption,
@@ -31,6 +33,8 @@ from weightsync.errors import (
 )
 from weightsync.transports.base import Deadline, Introduction, Peer
 from weightsync.transports.registry import pick
+
+logger = logging.getLogger(__name__)
 
 #: How long the engines are given to forget a failed push, or a sender that closes.
 _ABORT_S: Final = 1.0
@@ -51,7 +55,7 @@ class Engine:
 
     ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
     ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
-    ``interfaces``: what its ranks said they will use.
+    ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
     """
 
     client: EngineClient
@@ -63,6 +67,7 @@ class Engine:
     leased: bool = False
     noticed: list[str] = field(default_factory=list)
     interfaces: str = ""
+    manifest: str = ""
 
     @property
     def peers(self) -> set[Peer]:
@@ -180,12 +185,24 @@ class Fleet:
 
         def run(client: EngineClient) -> None:
             engine = self.engines[client.url]
-            reply = client.prepare(make(engine), engine.transport, deadline)
+            reply = self._prepared(engine, make(engine), deadline)
             engine.leased, engine.stopped = True, reply.stopped
             if reply.version != engine.version:
                 engine.noticed.append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
 
         self.all(run)
+
+    def _prepared(self, engine: Engine, request: wire.UpdateRequest, deadline: Deadline) -> wire.UpdateReply:
+        """Ask one engine; of a manifest that it has seen it is told the name."""
+        if request.known and engine.manifest == request.known:
+            try:
+                return engine.client.prepare(msgspec.structs.replace(request, manifest=()), engine.transport, deadline)
+            except ManifestUnknown:
+                logger.debug("%s was pushed something else meanwhile", engine.client.url)
+        engine.manifest = ""
+        reply = engine.client.prepare(request, engine.transport, deadline)
+        engine.manifest = request.known
+        return reply
 
     def commit(self, request: wire.CommitRequest, deadline: Deadline) -> list[Commit]:
         """Ask every engine to commit, each in a thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import math
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from weightsync.codec import to_json
 from weightsync.errors import ManifestMismatch
 from weightsync.wire import TensorSpec
 
@@ -96,6 +98,12 @@ class Layout:
         self._ends = [entry.offset + entry.nbytes for entry in self.entries]
         #: Bytes of the tensors alone, without the padding between them.
         self.payload_bytes = sum(entry.nbytes for entry in self.entries)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Equal for two layouts that are."""
+        specs = [entry.spec for entry in self.entries]
+        return hashlib.blake2b(to_json(specs) + b"%d" % self.align_bytes, digest_size=16).hexdigest()
 
     def buckets(self, bucket_bytes: int) -> int:
         """Number of buckets; a stream without bytes is sent as one."""

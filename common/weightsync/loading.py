@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from weightsync.errors import ManifestMismatch
+from weightsync.errors import ManifestMismatch, ManifestUnknown
 from weightsync.layout import ALIGN_BYTES, Layout, check_manifest, listed
 from weightsync.load_plan import LoadPlan
 from weightsync.recording import record
@@ -51,12 +51,17 @@ class Loading:
         rest += [] if self._plan.fallen else sorted(self._plan.loader)
         return f"load plan, {len(self._plan.copies)} copies" + (f"; {_OWN} for {listed(rest)}" if rest else "")
 
-    def accept(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES) -> Layout:
+    def accept(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES, known: str = "") -> Layout:
         """The layout of a push that is complete. Raises `ManifestMismatch` by name for one that is not.
 
         What is complete says the checkpoint that the engine was started with. Where nothing tells what that is, every
-        parameter must be loaded as a whole, and no tensor may be left `unread` by all ranks.
+        parameter must be loaded as a whole, and no tensor may be left `unread` by all ranks. An empty manifest is that
+        of the push before, if its layout has the name ``known``; else `ManifestUnknown` is raised.
         """
+        if known and not manifest:
+            if self._layout is None or self._layout.name != known:
+                raise ManifestUnknown(f"rank {self._sink.rank} knows no manifest {known}; send it")
+            return self._layout
         if self._layout is not None and manifest == self._manifest and align_bytes == self._layout.align_bytes:
             return self._layout
         expected = self._known()

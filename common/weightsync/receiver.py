@@ -152,7 +152,7 @@ class Receiver:
         end.check(request)
         self._supersede(request.push)
         self._machine.check("prepare")
-        job = _Job(request, end, self._loading.accept(request.manifest, request.align_bytes))
+        job = _Job(request, end, self._loading.accept(request.manifest, request.align_bytes, request.known))
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)

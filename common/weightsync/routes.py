@@ -32,6 +32,7 @@ _STATUS: Final = {
     "ProtocolMismatch": 426,
     "UnsupportedOption": 422,
     "ManifestMismatch": 422,
+    "ManifestUnknown": 409,
     "TransferFailed": 409,
     "DigestMismatch": 409,
     "EngineRestarted": 409,

@@ -389,6 +389,7 @@ class Sender:
             owner=self._fleet.owner, holder=self._fleet.holder, verify=self._verify,
             digest="" if self._verify == "off" else digest.algorithm_for(*devices),
             keep=self._keep, stream=choice.staging == "none", slots=choice.slots, align_bytes=layout.align_bytes,
+            known=layout.name,
         )  # fmt: skip
 
     def _next_version(self) -> str:

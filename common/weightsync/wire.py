@@ -114,6 +114,7 @@ class UpdateRequest(Message, frozen=True):
     takes the engine's lease, ``holder`` names it to others. ``instance`` is the engine that the sender opened. Tensors
     are checked by the digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version
     before to be kept, ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
+    ``known`` is `layout.Layout.name`; where ``manifest`` is empty, it is the one of this name in the push before.
     """
 
     push: Text
@@ -132,6 +133,7 @@ class UpdateRequest(Message, frozen=True):
     server_key: Text = ""
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
     align_bytes: Annotated[int, msgspec.Meta(ge=512, le=1 << 24, multiple_of=512)] = 512
+    known: Text = ""
 
 
 class InitNcclGroup(Message, frozen=True):

@@ -16,6 +16,7 @@ from tests.helpers import plan_of
 from tests.unit.by_hand import Trainer
 from tools import models, servers
 from weightsync import Sender, security, staging, wire
+from weightsync.client import EngineClient
 from weightsync.errors import (
     ApplyFailed,
     AuthenticationFailed,
@@ -31,6 +32,7 @@ from weightsync.layout import Layout, digest_of
 from weightsync.security import engine_token
 from weightsync.sources import open_source
 from weightsync.testing import ReferenceEngine
+from weightsync.transports.base import Deadline
 
 PROMPT = list(b"reference")
 
@@ -371,3 +373,28 @@ def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_
             sender.push(trained)
             assert sender.status()[engine.url].state == "serving"
         assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+def test_a_manifest_travels_once_and_again_where_it_was_forgotten(engine, trained, monkeypatch):
+    told, prepare = [], EngineClient.prepare
+
+    def listening(self, request, *rest):
+        told.append(len(request.manifest))
+        return prepare(self, request, *rest)
+
+    monkeypatch.setattr(EngineClient, "prepare", listening)
+    source = open_source(trained)
+    turned = dict(reversed([*zip((spec.name for spec in source.specs), source.tensors(), strict=True)]))
+    whole = len(source.specs)
+    with Sender([engine.url]) as sender:
+        for _ in range(3):
+            sender.push(trained)
+        assert told == [whole, 0, 0]
+        EngineClient(engine.url, security.sender_token()).abort("", Deadline(10))
+        with Sender([engine.url]) as other:
+            other.push(turned)
+        sender.push(trained)
+        assert told == [whole, 0, 0, whole, 0, whole]
+        sender.push(turned)
+        assert told[6:] == [whole]
+    assert served_digest(engine) == digest_of(trained.state_dict().items())

@@ -23,7 +23,7 @@ GOLDEN_JSON = [
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-        b'"keep":false,"stream":false,"server_key":"","slots":2,"align_bytes":512}',
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"align_bytes":512,"known":""}',
     ),
     (wire.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
