@@ -88,11 +88,11 @@ class Loading:
 
     def _record(self, layout: Layout) -> None:
         self._plan, self._trusted, self._opened = None, False, None
-        opened = self._sink.opened()
-        if isinstance(opened, str):
-            self._why = opened
-            return
         try:
+            opened = self._sink.opened()
+            if isinstance(opened, str):
+                self._why = opened
+                return
             self._plan = LoadPlan(opened, layout, self._sink.device)
             self._opened = opened
         except Exception as error:
