@@ -94,7 +94,7 @@ class Sender:
             raise UnsupportedOption(f"timeout_s must be above 0 and at most {wire.MAX_TIMEOUT_S:g}")
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
         self._staging, self._verify, self._keep, self._bucket_bytes = staging, verify, keep_previous, bucket_bytes
-        self._urls, self._token, self._transport = list(engines), token, transport
+        self._urls, self._transport = list(engines), transport
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
         self._source: Source | None = None
@@ -109,13 +109,13 @@ class Sender:
         self._turn = threading.RLock()
         self._reception: Reception | None = None
         try:
-            self._together("build a Sender", type(None), self._open)
+            self._together("build a Sender", type(None), lambda _, deadline: self._open(token, deadline))
         except BaseException:
             self.close()
             raise
 
-    def _open(self, _: Source | None, deadline: Deadline) -> None:
-        key = security.sender_token() if self._token is None else self._token
+    def _open(self, token: str | None, deadline: Deadline) -> None:
+        key = security.sender_token() if token is None else token
         #: Of the only rank, or of rank 0.
         self._fleet = Fleet(self._urls, key, self._pause, self._transport, deadline)
         if self._fleet.peers.keys() != {"ipc_zmq"}:
