@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from weightsync import lease, wire
+from weightsync import lease, security, wire
 from weightsync.client import EngineClient
 from weightsync.errors import (
     EngineUnreachable,
@@ -118,6 +118,10 @@ class Fleet:
     def untouched(self) -> dict[str, Weights]:
         """What each engine serves, by URL, if a push has not changed it."""
         return {url: "dirty" if engine.stopped else "unchanged" for url, engine in self.engines.items()}
+
+    def has_key(self, shown: str) -> bool:
+        """Whether this is the key that the engines are shown."""
+        return security.same(shown, security.usable(self._token))
 
     def hellos(self) -> dict[str, tuple[str, wire.OpenReply]]:
         """By URL, how each engine is reached and what it said of itself."""

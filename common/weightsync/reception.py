@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from weightsync import security, wire
+from weightsync import wire
 from weightsync.errors import UnsupportedOption, WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -26,16 +26,16 @@ _SILENCE_S: Final = 10.0
 
 
 class Reception:
-    """Listens at ``host`` and ``port`` (0: any that is free); ``admit`` brings in the engine at a URL.
+    """Listens at ``host`` and ``port`` (0: any that is free); ``has_key`` says whether a caller does.
 
-    ``admit`` returns the version that the engine then serves, and raises `WeightSyncError`.
+    ``admit`` brings in the engine at a URL and returns the version that it then serves. Raises `WeightSyncError`.
     """
 
-    def __init__(self, host: str, port: int, token: str, admit: Callable[[str], str]):
+    def __init__(self, host: str, port: int, has_key: Callable[[str], bool], admit: Callable[[str], str]):
         class Handler(_Handler):
             pass
 
-        Handler.token, Handler.admit = token, staticmethod(admit)
+        Handler.has_key, Handler.admit = staticmethod(has_key), staticmethod(admit)
         try:
             self._server = http.server.ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
@@ -52,7 +52,7 @@ class Reception:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    token: str
+    has_key: Callable[[str], bool]
     admit: Callable[[str], str]
     timeout = _SILENCE_S
 
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self) -> tuple[int, msgspec.Struct]:
         scheme, _, shown = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not security.same(shown, self.token):
+        if scheme.lower() != "bearer" or not type(self).has_key(shown):
             return 401, wire.ErrorReply(error="AuthenticationFailed", message="unauthorized")
         if self.path != f"{wire.PREFIX}/{ROUTE}":
             return 404, wire.ErrorReply(error="UnsupportedOption", message="there is no such route")

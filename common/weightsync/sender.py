@@ -245,8 +245,7 @@ class Sender:
         """
         if self._crew is not None or self._reception is not None:
             raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
-        token = security.sender_token() if self._token is None else self._token
-        self._reception = Reception(host, port, security.usable(token), self._admit)
+        self._reception = Reception(host, port, self._fleet.has_key, self._admit)
         return self._reception.url
 
     def _admit(self, url: str) -> str:

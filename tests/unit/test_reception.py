@@ -21,9 +21,15 @@ def trained(model_folder):
     return models.load_reference(model_folder("llama", 1))
 
 
+@pytest.fixture(scope="module")
+def engine(model_folder):
+    with ReferenceEngine(model_folder("llama", 0)) as engine:
+        yield engine
+
+
 @pytest.fixture
-def listening(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
+def listening(engine):
+    with Sender([engine.url]) as sender:
         yield sender, sender.listen()
 
 
@@ -135,9 +141,8 @@ def test_it_listens_once_and_not_after_close(listening):
         client(address).add_engine("http://127.0.0.1:9", Deadline(5))
 
 
-def test_a_port_that_is_taken_is_said(model_folder):
+def test_a_port_that_is_taken_is_said(engine):
     with (
-        ReferenceEngine(model_folder("llama", 0)) as engine,
         Sender([engine.url]) as sender,
         pytest.raises(UnsupportedOption, match=r"cannot listen at 127.0.0.1"),
     ):
