@@ -7,7 +7,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test lint demo bench bench-transports faults soak streams clean
+.PHONY: env test lint demo bench bench-transports bench-sharded faults soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -31,6 +31,9 @@ bench: env  ## pushes into the engines beside their own ways to load
 
 bench-transports: env  ## transports beside the bare libraries below them, and how cost grows: make bench-transports ARGS=scale
 	.venv/bin/python benchmarks/transports.py $(ARGS)
+
+bench-sharded: env  ## a model that FSDP2 has sharded, beside gathering it first
+	.venv/bin/python benchmarks/sharded.py $(ARGS)
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)

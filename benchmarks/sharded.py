@@ -1,0 +1,173 @@
+"""Measure pushes of a model that FSDP2 has sharded over two processes, beside gathering it: `make bench-sharded`.
+
+Two trainer processes on this machine's CPU, each with its half of the model's bytes, and a reference engine. Rounds are
+repeated in which everything is measured once, one after the other: a memcpy of the model's bytes; a warm push of the
+shards, verified and not; and the same by the usual way, in which every process calls ``full_tensor()`` on every
+parameter and the whole model is pushed. What the trainers wrote into the memory that the engine reads is counted, and
+what the engine holds afterwards is compared. Exit code 0 if both are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks import report
+from benchmarks.trainer import ROOT, model_folders
+from tools import models
+from weightsync import Sender, assembly
+from weightsync.layout import digest_of
+from weightsync.testing import ReferenceEngine
+from weightsync.wire import Verify
+
+KIND: models.Kind = "qwen3_0_6b"
+MIN_ROUNDS = 7
+RANKS = 2
+WAYS: tuple[tuple[str, bool, Verify], ...] = (
+    ('shards, verify="off"', False, "off"),
+    ("shards, verified", False, "digest"),
+    ('gathered, verify="off"', True, "off"),
+    ("gathered, verified", True, "digest"),
+)
+MEMCPY = report.MEMCPY
+
+
+class Rank:
+    """One process of the trainer."""
+
+    def __init__(self, folder: Path, url: str):
+        self.model = models.load_reference(folder)
+        self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self._url, self._written = url, 0
+        self._buffers = [torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(2)] if dist.get_rank() == 0 else []
+        write = assembly.write
+
+        def counting(*args: Any) -> Any:
+            work = write(*args)
+            self._written += work.nbytes
+            return work
+
+        assembly.write = counting
+
+    def _memcpy(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        if self._buffers:
+            ctypes.memmove(self._buffers[0].data_ptr(), self._buffers[1].data_ptr(), self.nbytes)
+        dist.barrier()
+        return time.perf_counter() - start
+
+    def _weights(self, *, gathered: bool) -> Any:
+        if not gathered:
+            return self.model
+        return {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in self.model.state_dict().items()
+            if name != "lm_head.weight"  # tied
+        }
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Seconds by way and round, and the bytes that this process wrote in a push of its shards."""
+        samples: dict[str, list[float]] = {MEMCPY: []}
+        written = 0
+        for _ in range(rounds):
+            samples[MEMCPY].append(self._memcpy())
+            for name, gathered, verify in WAYS:
+                with Sender([self._url], verify=verify) as sender:
+                    for _ in range(3):  # the last of them counts
+                        dist.barrier()
+                        self._written, start = 0, time.perf_counter()
+                        sender.push(self._weights(gathered=gathered))
+                        seconds = time.perf_counter() - start
+                    written = written if gathered else self._written
+                    samples.setdefault(name, []).append(seconds)
+        return {"samples": samples, "written": written, "nbytes": self.nbytes}
+
+
+def trainer(folder: Path, url: str, rounds: int, results: Path) -> None:
+    """A process of the trainer, under torchrun."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = Rank(folder, url).measure(rounds)
+    (results / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def table(record: report.Record) -> str:
+    """The whole report."""
+    samples, memcpy = record["samples"], record["samples"][MEMCPY]
+    width = max(map(len, samples))
+    lines = [
+        f"{record['nbytes'] / 1e9:.2f} GB over {RANKS} processes, reference engine, {len(memcpy)} rounds\n"
+        f"{report.machine(record)}",
+        f"{'':{width}}  {'median':>8}  {'min - max':>15}  {'memcpys':>8}",
+    ]
+    for name, seconds in samples.items():
+        spread = f"{min(seconds):.3f} - {max(seconds):.3f}"
+        ratio = statistics.median(a / b for a, b in zip(seconds, memcpy, strict=True))
+        lines.append(f"{name:{width}}  {statistics.median(seconds):8.3f}  {spread:>15}  {ratio:8.2f}")
+    for shards, gathered in (WAYS[0][0], WAYS[2][0]), (WAYS[1][0], WAYS[3][0]):
+        found = statistics.median(a / b for a, b in zip(samples[gathered], samples[shards], strict=True))
+        lines.append(f"{gathered} takes {found:.2f} times as long as {shards}")
+    lines.append(f"bytes written by each process: {record['written']}; the model has {record['nbytes']}")
+    lines.append(f"served: {'yes' if record['served'] else 'NO'}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
+    parser.add_argument("--trainer", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer:
+        folder, url, results = args.trainer
+        trainer(Path(folder), url, args.rounds, Path(results))
+        return 0
+    before, after = model_folders(KIND)
+    results = ROOT / ".work" / "bench" / "sharded"
+    results.mkdir(parents=True, exist_ok=True)
+    with ReferenceEngine(before) as engine:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += [__file__, "--rounds", str(args.rounds), "--trainer", str(after), engine.url, str(results)]
+        subprocess.run(command, check=True)
+        with Sender([engine.url]) as sender:
+            (rank,) = sender.status(digest=True)[engine.url].ranks
+    found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    expected = digest_of(models.load_reference(after).state_dict().items())
+    record = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hardware": {
+            "cpu": report.cpu(),
+            "cores": len(psutil.Process().cpu_affinity() or []),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "nbytes": found[0]["nbytes"],
+        "written": [one["written"] for one in found],
+        "served": rank.digest == expected,
+        "samples": found[0]["samples"],
+    }
+    path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name="sharded")
+    print(f"{table(record)}\nraw samples: {path.relative_to(ROOT)}")
+    return 0 if record["served"] and sum(record["written"]) == record["nbytes"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
