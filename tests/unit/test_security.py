@@ -8,7 +8,7 @@ import pytest
 
 from weightsync import security, staging
 from weightsync.errors import AuthenticationFailed, TransferFailed
-from weightsync.wire import ShmHandle
+from weightsync.handles import ShmHandle
 
 
 @pytest.fixture(autouse=True)
