@@ -25,6 +25,7 @@ from tools import models
 from weightsync import Sender, cli, security, staging, wire
 from weightsync.client import EngineClient
 from weightsync.errors import AuthenticationFailed, PushTimeout, TransferFailed, WeightSyncError
+from weightsync.handles import ShmHandle
 from weightsync.layout import Layout
 from weightsync.receiver import Receiver
 from weightsync.sink import Expected
@@ -278,7 +279,7 @@ def test_shared_memory_is_mapped_under_its_own_name_alone():
         for odd in (f"{path}\0", f"{path}\0/x", f"{fifo}", "", "\0", f"/dev/shm/weightsync-{'x' * 5000}"):
             for nbytes in (1 << 16, 0, -1, 1 << 62):
                 with pytest.raises(TransferFailed):
-                    staging.attach(wire.ShmHandle(path=odd, nbytes=nbytes))
+                    staging.attach(ShmHandle(path=odd, nbytes=nbytes))
     finally:
         fifo.unlink()
         arena.close()

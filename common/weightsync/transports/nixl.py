@@ -47,6 +47,9 @@ class Trainer:
         self._talk: Talk | None = None
         self._plan: UpdateRequest | None = None
         self._writer = Writer(self._agent)
+        #: Of this push, the buckets that each rank has read, and the last before which none is missing.
+        self._ended: dict[Peer, set[int]] = {}
+        self._read: dict[Peer, int] = {}
         self._last = 0
 
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
@@ -91,6 +94,7 @@ class Trainer:
             if arena.name not in self._registered:
                 self._registered[arena.name] = self._agent.register(arena.bytes)
         self._plan, self._last = plan, layout.buckets(plan.bucket_bytes) - 1
+        self._ended, self._read = {}, {}
         self._writer.begin(plan, layout, arenas[0].bytes)
         self._talk = Talk(self._control, plan.push, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
@@ -138,7 +142,12 @@ class Trainer:
         except msgspec.MsgspecError:
             return
         if peer is not None and isinstance(message, Taken) and message.push == push:
-            talk.taken(peer, message.index)
+            # READs that are under way together may end, and be told of, in any order.
+            ended = self._ended.setdefault(peer, set())
+            ended.add(message.index)
+            while self._read.get(peer, -1) + 1 in ended:
+                self._read[peer] = self._read.get(peer, -1) + 1
+            talk.taken(peer, self._read.get(peer, -1))
 
     def acquire(self, bucket: int) -> None:
         """See `base.TrainerEnd`."""
