@@ -76,6 +76,7 @@ class Trainer:
             self._agents = {agent: peer for agent, peer in self._agents.items() if peer.engine != url}
             silent.update({rank.agent: Peer(url, rank.rank) for rank in reply.ranks})
             for rank in reply.ranks:
+                self._writer.drop(rank.agent)
                 self._agent.forget(rank.agent)  # its end of an older connection is gone
                 self._agent.know(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
         self._agents.update(silent)
@@ -205,6 +206,8 @@ class Engine:
         self._trainer = ""
         #: Whether the trainer writes to this rank, which otherwise reads.
         self._written = False
+        #: Whether anything may be on its way into this rank's memory.
+        self._moving = False
         self._warming: WarmUp | None = None
         #: The sender's arenas by name.
         self._arenas: dict[str, NixlHandle] = {}
@@ -258,6 +261,7 @@ class Engine:
     def reads(self, arena: str, request: UpdateRequest, layout: Layout, stage: torch.Tensor | None) -> Transfers:
         """The requests that fill ``stage``, or this end's own two buckets, made where they are not there yet."""
         assert self._agent is not None
+        self._moving = True
         size, slots = request.bucket_bytes, request.slots
         memory = self.memory(request, stage)
         key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size)
@@ -286,10 +290,15 @@ class Engine:
     def opened(self, memory: torch.Tensor) -> NixlHandle:
         """What the trainer needs to write to ``memory``."""
         assert self._agent is not None
+        self._moving = True
         while len(self._registered) > KEPT:
             self._agent.deregister(self._registered.pop(next(iter(self._registered)))[0])
         self._register(memory)
         return self._agent.handle(memory)
+
+    def arrived(self) -> None:
+        """All of the push is here."""
+        self._moving = False
 
     def notices(self) -> list[bytes]:
         """What the trainer has sent since, once the connection is warm; looking brings in what it writes."""
@@ -315,9 +324,11 @@ class Engine:
     def fail(self, push: str, error: BaseException) -> None:
         """See `base.EngineEnd`; what is still under way must find nobody, so the agent ends before its memory does."""
         self._control.fail(push, error)
+        if not self._moving:
+            return  # nor has the trainer cause to introduce itself again
         held = [memory for _, memory in self._registered.values()], list(self._own)
         self._drop()
-        self._agent = None
+        self._agent, self._moving = None, False
         del held
 
     def _cut(self) -> None:

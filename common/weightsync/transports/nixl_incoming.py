@@ -37,6 +37,9 @@ class End(Protocol):
     def notices(self) -> list[bytes]:
         """What the trainer's agent has sent."""
 
+    def arrived(self) -> None:
+        """The last bucket is here, and nothing more under way."""
+
 
 class _Push:
     """What both ways have in common, see `base.Incoming`."""
@@ -57,6 +60,8 @@ class _Push:
             time.sleep(SPIN_S)
 
     def _bucket(self, number: int, memory: torch.Tensor, slots: int) -> Bucket:
+        if number + 1 == self._layout.buckets(self._request.bucket_bytes):
+            self._end.arrived()
         at, nbytes = number % slots * self._request.bucket_bytes, self._nbytes(number)
         return Bucket(number, memory[at : at + nbytes], self._announced[number].digests)
 

@@ -129,6 +129,11 @@ class Writer:
         self._writes[handle.agent, place] = found
         return _Lane(found, room.upto)
 
+    def drop(self, agent: str) -> None:
+        """An agent is introduced anew: what was prepared for it holds no more."""
+        for key in [key for key in self._writes if key[0] == agent]:
+            self._writes.pop(key).release()
+
     def stop(self) -> None:
         """The push is over: nothing more is written."""
         if self._thread is not None:
