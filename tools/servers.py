@@ -26,9 +26,9 @@ Engine = Literal["vllm", "sglang"]
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".work" / "logs"
 HOST = "127.0.0.1"
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 4096
 # Room for eight streams of 512 tokens at once, and as much again for what the prefix cache keeps.
-SGLANG_TOTAL_TOKENS = 16384
+SGLANG_TOTAL_TOKENS = 32768
 POLL_INTERVAL_S = 0.2
 REQUEST_TIMEOUT_S = 120.0
 STOP_DEADLINE_S = 10.0
