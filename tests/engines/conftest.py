@@ -1,6 +1,9 @@
 """Real engines, started once for each configuration and shared by the tests that use it."""
 
+import json
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -132,31 +135,36 @@ STREAMS, STREAM_TOKENS = 8, 700
 
 
 class Streams:
-    """Clients that read long streams while something else happens."""
+    """Clients that read long streams while something else happens; see `clients`."""
 
     def __init__(self, server, tokens=STREAM_TOKENS):
-        self.server, self.tokens = server, tokens
-        self.started = threading.Barrier(STREAMS + 1)
-        self.threads = ThreadPoolExecutor(STREAMS)
-        self.jobs = [self.threads.submit(self._read, number) for number in range(STREAMS)]
-        self.started.wait(60)
+        asked = [server.engine, server.model, server.url, STREAMS, tokens, *PROMPT]
+        command = [sys.executable, "-m", "tests.engines.clients", *map(str, asked)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=servers.ROOT)
+        self.results = []
+        #: One for each line that tells of a stream's beginning.
+        self.began = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+        assert all(self.began.acquire(timeout=60) for _ in range(STREAMS))
 
-    def _read(self, number):
-        tokens = []
-        for token, _ in servers.stream(self.server, [*PROMPT, number], self.tokens):
-            tokens.append(token)
-            if len(tokens) == 5:
-                self.started.wait(60)
-        return tokens
+    def _listen(self):
+        for line in self.process.stdout:
+            tokens = json.loads(line)
+            if tokens is None:
+                self.began.release()
+            else:
+                self.results.append(tokens)
 
     def read(self):
         """Every stream's tokens, when all have ended."""
-        results = [job.result(180) for job in self.jobs]
-        self.threads.shutdown()
-        return results
+        self.process.wait(180)
+        self.thread.join(10)
+        self.process.stdout.close()
+        return self.results
 
     def running(self):
-        return sum(not job.done() for job in self.jobs)
+        return STREAMS - len(self.results)
 
 
 def without_plugin(engine, kind):
