@@ -37,7 +37,6 @@ from weightsync.mail import (
     Over,
     ToRank,
     Welcome,
-    process_space,
     raised,
     trouble_of,
 )
@@ -165,7 +164,7 @@ class Crew:
         if rank in self._last:
             self._mail.drop(self._last.pop(rank), Deadline(_HEARD_S))  # it may not have heard how the last one ended
         self._nonces[rank], self._count[rank] = greeting.nonce, 0
-        if greeting.space == process_space():
+        if greeting.space == staging.process_space():
             self._mail.pids[rank] = greeting.pid
         return greeting
 
@@ -180,7 +179,7 @@ class Crew:
                 )
         self._session = secrets.token_hex(8)
         for rank in self._others:
-            self._say(rank, Welcome(self._session, os.getpid(), process_space()), deadline)
+            self._say(rank, Welcome(self._session, os.getpid(), staging.process_space()), deadline)
 
     def planned(self, source: Source) -> Plan:
         """Who provides what, given what all have greeted with. Raises `SourceError`."""
@@ -257,7 +256,7 @@ class Crew:
         patient, nonce, key = Deadline(deadline.seconds + _GRACE_S), secrets.token_hex(8), self._key(self.rank)
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
-            nonce, what, os.getpid(), staging.host_id(), process_space(),
+            nonce, what, os.getpid(), staging.host_id(), staging.process_space(),
             None if held == self._known else held, trouble_of(trouble) if trouble is not None else None,
         )  # fmt: skip
         self._known, known = None, held if held is not None else self._known
@@ -276,7 +275,7 @@ class Crew:
                     return msgspec.json.decode(message.result, type=kind)
                 if isinstance(message, Welcome):
                     self._session = message.session
-                    if message.space == process_space():
+                    if message.space == staging.process_space():
                         self._mail.pids[0] = message.pid
                 else:
                     last = f"{nonce}/up/{number}"

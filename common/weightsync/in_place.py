@@ -19,7 +19,7 @@ import torch
 
 from weightsync.errors import TransferFailed
 from weightsync.handles import InPlaceHandle
-from weightsync.layout import Layout
+from weightsync.layout import Layout, align
 
 #: Tensors are laid out at multiples of this, so that their pages can be mapped side by side.
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -33,11 +33,6 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED: Final = ctypes.c_void_p(-1).value
 _FIXED: Final = 0x10
 _NO_ACCESS: Final = 0
-
-
-def process_space() -> str:
-    """Equal for two processes that know each other by the same process numbers."""
-    return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
 def find(tensors: Iterable[torch.Tensor], known: InPlaceArena | None = None) -> list[torch.Tensor] | None:
@@ -78,7 +73,7 @@ class InPlaceArena:
                 continue
             descriptor = tensor.untyped_storage()._share_fd_cpu_()[0]
             number = files.setdefault(descriptor, len(files))
-            start, nbytes = int(tensor.storage_offset()) * tensor.itemsize, -(-entry.nbytes // PAGE_BYTES) * PAGE_BYTES
+            start, nbytes = int(tensor.storage_offset()) * tensor.itemsize, align(entry.nbytes, PAGE_BYTES)
             if parts and parts[-1][0] == number and parts[-1][1] + parts[-1][2] == start:
                 number, start, before = parts.pop()
                 nbytes += before
@@ -121,7 +116,7 @@ def attach(handle: InPlaceHandle) -> torch.Tensor:
                 raise TransferFailed(
                     f"refused to map {path}: not shared memory of this user's, or not what was offered"
                 )
-            sizes.append(-(-info.st_size // PAGE_BYTES) * PAGE_BYTES)
+            sizes.append(align(info.st_size, PAGE_BYTES))
         for file, start, nbytes in handle.parts:
             aligned = start % PAGE_BYTES == nbytes % PAGE_BYTES == 0
             if not (0 <= file < len(sizes) and aligned and start >= 0 < nbytes and start + nbytes <= sizes[file]):

@@ -6,7 +6,6 @@ Every message has one writer and one reader, who removes it.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -228,11 +227,6 @@ def _serve(calls: _Calls) -> None:
         except BaseException as error:
             answer.set_exception(error)
         del asked, answer, call  # nothing is kept alive by waiting for the next
-
-
-def process_space() -> str:
-    """Equal for processes that see each other's process ids."""
-    return os.readlink("/proc/self/ns/pid")
 
 
 def trouble_of(error: BaseException) -> Trouble:

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from weightsync import in_place, staging
+from weightsync import staging
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.errors import (
     ApplyFailed,
@@ -112,7 +112,7 @@ class Receiver:
             free_bytes=staging.free_bytes(device),
             transports=available(),
             settings=groups.settings(),
-            process_space=in_place.process_space(),
+            process_space=staging.process_space(),
         )
 
     def status(self, digest: bool = False) -> RankStatus:

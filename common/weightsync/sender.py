@@ -344,7 +344,7 @@ class Sender:
 
     def _lent(self, source: Source) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them where they are and nobody will want them after the push."""
-        here = in_place.process_space()
+        here = staging.process_space()
         alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
         if not alone or self._keep or self._staging == "none" or self._bucket_bytes is not None:
             return None

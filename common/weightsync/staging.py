@@ -37,6 +37,11 @@ def host_id() -> str:
     return f"{boot}:{SHM_DIRECTORY.stat().st_dev}"
 
 
+def process_space() -> str:
+    """Equal for two processes that know each other by the same process numbers."""
+    return os.readlink("/proc/self/ns/pid")
+
+
 def device_uuid(device: torch.device) -> str:
     """Name of an accelerator that survives remapping of visible devices; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
