@@ -22,6 +22,7 @@ from weightsync.results import EngineResult, PushResult
 from weightsync.room import Choice, Staging, choose
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
+from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.transports.base import Deadline, Progress
@@ -348,6 +349,8 @@ class Sender:
         alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
         if not alone or self._keep or self._staging == "none" or self._bucket_bytes is not None:
             return None
+        if not isinstance(source, (MappingSource, ModuleSource)):
+            return None  # it makes its tensors as it is read, and beginning to only look may cost a gather
         return in_place.find(source.tensors(), self._provide_carrier(source).lent)
 
     def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool, align_bytes: int) -> Layout:

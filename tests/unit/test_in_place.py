@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from weightsync import Sender, in_place, wire
 from weightsync.errors import TransferFailed
 from weightsync.handles import InPlaceHandle
 from weightsync.layout import Layout, digest_of, spec_of
+from weightsync.sources import open_source
 from weightsync.testing import ReferenceEngine
 
 IN_PLACE = "shared memory already"
@@ -87,6 +89,29 @@ def test_a_model_that_cannot_be_read_where_it_is_is_packed(engine, trained, spoi
 def test_what_is_asked_for_otherwise_is_done(engine, trained, options):
     with Sender([engine.url], **options) as sender:
         assert IN_PLACE not in sender.push(trained).staging_reason
+
+
+class Gathering:
+    """In the shape of vLLM's ``WeightSource``: every pass over it may cost a gather."""
+
+    def __init__(self, model):
+        source = open_source(model)
+        self.passes, self._weights = 0, dict(zip((one.name for one in source.specs), source.tensors(), strict=True))
+
+    def metadata(self):
+        return [SimpleNamespace(name=name, dtype=t.dtype, shape=t.shape) for name, t in self._weights.items()]
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self._weights.items())
+
+
+def test_a_source_that_makes_its_tensors_is_read_once_a_push(engine, trained):
+    weights = Gathering(trained)
+    with Sender([engine.url]) as sender:
+        assert IN_PLACE not in sender.push(weights).staging_reason
+    assert weights.passes == 1
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
 def test_an_engine_that_comes_later_waits_for_the_next_push(engine, trained, model_folder):
