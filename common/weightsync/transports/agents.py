@@ -19,6 +19,7 @@ import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.handles import NixlHandle
+from weightsync.layout import Layout
 
 #: Between two looks at what is under way, which is also what keeps it going.
 SPIN_S: Final = 0.0001
@@ -183,6 +184,14 @@ class Agent:
         """Drop what is known of another agent, and the connection."""
         with contextlib.suppress(Exception):  # it was not known
             self.nixl.remove_remote_agent(agent)
+
+
+def spans_of(layout: Layout, bucket_bytes: int, there: int, here: int) -> list[tuple[int, int, int]]:
+    """What `Transfers` moves of a stream whose buckets lie in so many slots there, and here."""
+    return [
+        (k % there * bucket_bytes, k % here * bucket_bytes, min(bucket_bytes, layout.nbytes - k * bucket_bytes))
+        for k in range(layout.buckets(bucket_bytes))
+    ]
 
 
 class Transfers:

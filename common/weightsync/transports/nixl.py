@@ -21,7 +21,7 @@ from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
 from weightsync.staging import Arena
 from weightsync.transports import base
-from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory
+from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory, spans_of
 from weightsync.transports.base import Deadline, Introduction, Peer
 from weightsync.transports.control import EngineControl, Talk, TrainerControl, interface_of, local_address
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
@@ -270,10 +270,7 @@ class Engine:
             self._release(set(list(self._reads)[: max(0, len(self._reads) - KEPT + 1)]))
             self._register(memory)
             here = IN_FLIGHT if stage is None else layout.buckets(size)
-            spans = [
-                ((k % slots) * size, (k % here) * size, min(size, layout.nbytes - k * size))
-                for k in range(layout.buckets(size))
-            ]
+            spans = spans_of(layout, size, slots, here)
             found = Transfers("READ", self._agent, self._arenas[arena], memory, spans)
         self._reads[key] = found
         return found

@@ -15,7 +15,7 @@ from weightsync import frames
 from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.frames import Room, Taken
 from weightsync.layout import Layout
-from weightsync.transports.agents import SPIN_S, Agent, Transfers, translated
+from weightsync.transports.agents import SPIN_S, Agent, Transfers, spans_of, translated
 from weightsync.transports.base import Peer
 from weightsync.transports.nixl_incoming import IN_FLIGHT
 from weightsync.wire import UpdateRequest
@@ -121,10 +121,7 @@ class Writer:
             for key in older[: max(0, len(older) - KEPT + 1)]:
                 self._writes.pop(key).release()
             self._agent.know(handle.agent, handle.metadata, str(peer))
-            spans = [
-                ((k % room.slots) * size, (k % slots) * size, min(size, layout.nbytes - k * size))
-                for k in range(layout.buckets(size))
-            ]
+            spans = spans_of(layout, size, room.slots, slots)
             found = Transfers("WRITE", self._agent, handle, self._arena, spans)
         self._writes[handle.agent, place] = found
         return _Lane(found, room.upto)
