@@ -73,45 +73,33 @@ class Carrier:
 
         ``lent`` are all tensors, if they are to be read where they are.
         """
-        before = self._layout, self._plan
-        if (
-            self._layout is None
-            or self._plan is None
-            or ((self._plan.manifest, self._plan.align_bytes) != (plan.manifest, plan.align_bytes))
-        ):
+        before = self._plan
+        if before is None or (before.manifest, before.align_bytes) != (plan.manifest, plan.align_bytes):
             self._layout = Layout(plan.manifest, plan.align_bytes)
+        assert self._layout is not None, "it comes with the first plan"
         self._plan = plan
         if lent is not None:
-            self._offer(lent, same=self._layout is before[0])
+            if self.lent is None or not self.lent.holds(self._layout, lent):
+                self._free()
+                self._arenas.append(InPlaceArena(self._layout, lent))
             return
         if self._served is not None and plan.push == self._served[1].push:
             return  # the arena is filled already
         self._served = None
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and self._layout.nbytes <= nbytes else 1
-        if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and not self._in_place:
+        if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.lent is None:
             return
         self._free()
         for _ in range(count):
             cuda = self.device.type == "cuda"
             self._arenas.append(staging.CudaArena(nbytes, self.device) if cuda else staging.ShmArena(nbytes))
 
-    def _offer(self, tensors: Sequence[torch.Tensor], *, same: bool) -> None:
-        assert self._layout is not None
-        if same and self.lent is not None and self.lent.addresses == [tensor.data_ptr() for tensor in tensors]:
-            return
-        self._free()
-        self._arenas.append(InPlaceArena(self._layout, tensors))
-
     @property
     def lent(self) -> InPlaceArena | None:
         """The tensors that were read where they are in the push before."""
         arena = self._arenas[0] if self._arenas else None
         return arena if isinstance(arena, InPlaceArena) else None
-
-    @property
-    def _in_place(self) -> bool:
-        return self.lent is not None
 
     def _free(self) -> None:
         self._served = None
@@ -150,14 +138,12 @@ class Carrier:
         assert self._plan is not None
         assert self._layout is not None
         plan = self._plan
-        packer = Packer(
-            self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest, copies=not self._in_place
-        )
+        copies = self.lent is None
+        if not copies and not plan.digest:  # there is nothing to do with them
+            self._announced = [()] * self._layout.buckets(plan.bucket_bytes)
+            return Sent(0.0, 0.0, self._announce_all(self._announced, progress))
+        packer = Packer(self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest, copies=copies)
         self._announced.clear()
-        if self._in_place and not plan.digest:  # there is nothing to do with them
-            for number in range(self._layout.buckets(plan.bucket_bytes)):
-                self._announce(number, ())
-            return Sent(0.0, 0.0, self._finish())
         for packed in packer.fill(tensors, self._acquire):
             self._announce(packed.number, packed.digests)
             self._announced.append(packed.digests)
@@ -178,11 +164,7 @@ class Carrier:
             if entry.nbytes and self._plan.digest:
                 ended[(entry.offset + entry.nbytes - 1) // size].append(found)
         self._announced = [tuple(those) for those in ended]
-        for number, those in enumerate(self._announced):
-            self._announce(number, those)
-            if progress is not None:
-                progress(min((number + 1) * size, layout.nbytes))
-        return Sent(work.gather_s, work.digest_s, self._finish())
+        return Sent(work.gather_s, work.digest_s, self._announce_all(self._announced, progress))
 
     def again(self) -> UpdateRequest | None:
         """What was served last, as a push anew that `resend` sends; None where the arena does not hold it."""
@@ -196,9 +178,17 @@ class Carrier:
     def resend(self, progress: Progress | None) -> Sent:
         """Send what lies in the arena since the push before; nothing is packed. Raises as `meet`."""
         assert self._served is not None, "again() comes first"
-        for number, digests in enumerate(self._served[2]):
+        return Sent(0.0, 0.0, self._announce_all(self._served[2], progress))
+
+    def _announce_all(self, announced: Sequence[tuple[int, ...]], progress: Progress | None) -> float:
+        """Every bucket, of an arena that holds them all; the seconds of `_finish`."""
+        assert self._plan is not None
+        assert self._layout is not None
+        for number, digests in enumerate(announced):
             self._announce(number, digests)
-        return Sent(0.0, 0.0, self._finish())
+            if progress is not None:
+                progress(min((number + 1) * self._plan.bucket_bytes, self._layout.nbytes))
+        return self._finish()
 
     def _announce(self, number: int, digests: tuple[int, ...]) -> None:
         for end in self._meeting:
@@ -225,7 +215,7 @@ class Carrier:
         assert self._plan is not None
         assert self._layout is not None
         whole = self._layout.nbytes <= self._plan.slots * self._plan.bucket_bytes and not self._plan.stream
-        if whole and not self._in_place:  # what is the trainer's own it changes
+        if whole and self.lent is None:  # what is the trainer's own it changes
             self._served = self._arenas[0], self._plan, list(self._announced)
         self._arenas.reverse()
 

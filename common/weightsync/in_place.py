@@ -79,12 +79,17 @@ class InPlaceArena:
                 nbytes += before
             parts.append((number, start, nbytes))
         self.name = f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
+        self._layout = layout
         self.addresses = [tensor.data_ptr() for tensor in tensors]
         #: As long as they live nothing else can be at their addresses.
         self._tensors = list(tensors)
         inodes = tuple((descriptor, os.fstat(descriptor).st_ino) for descriptor in files)
         self._handle = InPlaceHandle(pid=os.getpid(), files=inodes, parts=tuple(parts))
         self.bytes = _map(list(files), parts, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def holds(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether this was made of tensors that lie there, and laid out like that."""
+        return layout is self._layout and self.addresses == [tensor.data_ptr() for tensor in tensors]
 
     def handle(self) -> InPlaceHandle:
         """What a rank needs to map the arena."""
