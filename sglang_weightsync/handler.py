@@ -12,7 +12,7 @@ from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from sglang_weightsync.sink import SglangSink
 from weightsync import wire
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.receiver import Receiver, error_reply, handle
+from weightsync.receiver import Receiver, handle
 
 logger = logging.getLogger(__name__)
 
@@ -142,4 +142,4 @@ def _unchanged(reply: bytes) -> bool:
 
 
 def _failed(error: BaseException) -> bytes:
-    return wire.to_json(wire.RankReply(error=error_reply(error)))
+    return wire.to_json(wire.RankReply(error=wire.error_reply(error)))

@@ -32,19 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for url in asked.urls:
         try:
-            if asked.command == "join":
-                trainer = EngineClient(asked.trainer, security.sender_token())
-                print(_join(trainer, url, Deadline(asked.timeout)))
-                continue
-            client = EngineClient(url, security.sender_token())
-            print(_RUN[asked.command](client, Deadline(asked.timeout)))
+            client = EngineClient(getattr(asked, "trainer", url), security.sender_token())
+            print(_RUN[asked.command](client, url, Deadline(asked.timeout)))
         except WeightSyncError as error:
             failed += 1
             print(f"{url}: {error}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _status(client: EngineClient, deadline: Deadline) -> str:
+def _status(client: EngineClient, url: str, deadline: Deadline) -> str:
     status = client.status(deadline)
     ranks = [
         f"  rank {rank.rank}: {rank.state}"
@@ -57,9 +53,9 @@ def _status(client: EngineClient, deadline: Deadline) -> str:
     return "\n".join(map(_shown, lines))
 
 
-def _abort(client: EngineClient, deadline: Deadline) -> str:
+def _abort(client: EngineClient, url: str, deadline: Deadline) -> str:
     client.abort("", deadline)
-    return f"{client.url}: aborted; " + _status(client, deadline).split(": ", 1)[1]
+    return f"{client.url}: aborted; " + _status(client, url, deadline).split(": ", 1)[1]
 
 
 def _join(trainer: EngineClient, url: str, deadline: Deadline) -> str:
@@ -72,4 +68,4 @@ def _shown(line: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
-_RUN = {"status": _status, "abort": _abort}
+_RUN = {"status": _status, "abort": _abort, "join": _join}

@@ -38,7 +38,6 @@ from weightsync.wire import (
     Accepted,
     CommitRequest,
     Done,
-    ErrorReply,
     InitNcclGroup,
     RankInfo,
     RankJoined,
@@ -48,6 +47,7 @@ from weightsync.wire import (
     State,
     StatusRequest,
     UpdateRequest,
+    error_reply,
     from_json,
     to_json,
 )
@@ -390,10 +390,3 @@ def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) 
         if not isinstance(error, WeightSyncError):
             logger.exception("%s failed", method)
         return to_json(RankReply(error=error_reply(error)))
-
-
-def error_reply(error: BaseException) -> ErrorReply:
-    """An error as it crosses a process."""
-    if isinstance(error, WeightSyncError):
-        return ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
-    return ErrorReply(error="WeightSyncError", message=f"{type(error).__name__}: {error}", weights="unknown")

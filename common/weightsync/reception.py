@@ -9,11 +9,12 @@ import http.server
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
-from weightsync import wire
+from weightsync import security, wire
 from weightsync.errors import UnsupportedOption, WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,8 @@ class Reception:
     """
 
     def __init__(self, host: str, port: int, has_key: Callable[[str], bool], admit: Callable[[str], str]):
-        class Handler(_Handler):
-            pass
-
-        Handler.has_key, Handler.admit = staticmethod(has_key), staticmethod(admit)
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+            self._server = http.server.ThreadingHTTPServer((host, port), partial(_Handler, has_key, admit))
         except OSError as error:
             raise UnsupportedOption(f"cannot listen at {host} port {port}: {error}") from error
         self._server.daemon_threads = True
@@ -52,9 +49,11 @@ class Reception:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    has_key: Callable[[str], bool]
-    admit: Callable[[str], str]
     timeout = _SILENCE_S
+
+    def __init__(self, has_key: Callable[[str], bool], admit: Callable[[str], str], *connection: Any):
+        self._has_key, self._admit = has_key, admit
+        super().__init__(*connection)  # answers, too
 
     def do_POST(self) -> None:
         status, reply = self._answer()
@@ -66,8 +65,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _answer(self) -> tuple[int, msgspec.Struct]:
-        scheme, _, shown = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not type(self).has_key(shown):
+        if not self._has_key(security.shown_key(self.headers.get("Authorization", ""))):
             return 401, wire.ErrorReply(error="AuthenticationFailed", message="unauthorized")
         if self.path != f"{wire.PREFIX}/{ROUTE}":
             return 404, wire.ErrorReply(error="UnsupportedOption", message="there is no such route")
@@ -79,9 +77,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except msgspec.MsgspecError as error:
             return 400, wire.ErrorReply(error="UnsupportedOption", message=f"not an engine: {error}")
         try:
-            return 200, wire.EngineAdded(version=type(self).admit(asked.url))
+            return 200, wire.EngineAdded(version=self._admit(asked.url))
         except WeightSyncError as error:
-            return 409, wire.ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
+            return 409, wire.error_reply(error)
 
     def log_message(self, format: str, *args: object) -> None:
         logger.debug(format, *args)

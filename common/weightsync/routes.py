@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightsync import security, wire
 from weightsync.errors import AuthenticationFailed
-from weightsync.receiver import UPDATE_METHODS, error_reply
+from weightsync.receiver import UPDATE_METHODS
 from weightsync.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def _endpoint(name: str, replica: Callable[[], Replica], token: str) -> Callable
         except _Refused as error:
             status, reply = error.status, wire.ErrorReply(error=error.error, message=str(error))
         except Exception as error:
-            reply = error_reply(error)
+            reply = wire.error_reply(error)
             status = _STATUS.get(reply.error, 500)
             if status == 500:
                 logger.exception("%s failed", request.url.path)
@@ -129,8 +129,7 @@ def _response(reply: msgspec.Struct, status: int) -> Response:
 
 
 def _authenticate(request: Request, token: str) -> None:
-    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not security.same(shown, token):
+    if not security.same(security.shown_key(request.headers.get("authorization", "")), token):
         raise AuthenticationFailed("unauthorized")
 
 

@@ -116,6 +116,12 @@ def sender_token() -> str:
     return _read_token(_token_file())
 
 
+def shown_key(authorization: str) -> str:
+    """The key in that header of a request; empty, which is nobody's, where there is none."""
+    scheme, _, shown = authorization.partition(" ")
+    return shown if scheme.lower() == "bearer" else ""
+
+
 def same(shown: str, token: str) -> bool:
     """Compare keys in constant time; an empty key never matches."""
     return bool(token) and hmac.compare_digest(shown.encode(), token.encode())

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from weightsync import codec
-from weightsync.errors import Weights
+from weightsync.errors import Weights, WeightSyncError
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
@@ -302,6 +302,13 @@ class ErrorReply(Message, frozen=True):
     error: str
     message: str
     weights: Weights = "unchanged"
+
+
+def error_reply(error: BaseException) -> ErrorReply:
+    """An error as it crosses a process."""
+    if isinstance(error, WeightSyncError):
+        return ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
+    return ErrorReply(error="WeightSyncError", message=f"{type(error).__name__}: {error}", weights="unknown")
 
 
 # --- engine front end -> its ranks, over the engine's own means -------------------------------------------------------
