@@ -7,12 +7,14 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from sglang_weightsync import compat
 from weightsync.layout import digest_of
+from weightsync.sink import apart_from_live
 
 logger = logging.getLogger(__name__)
 
@@ -119,20 +121,8 @@ def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     return model
 
 
-@contextlib.contextmanager
-def _apart_from_live(device: torch.device) -> Iterator[None]:
-    """Inside, a model that is made shares nothing with those made before: no rotary tables, no offloading."""
+def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
     from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
     from sglang.srt.utils.offloader import NoopOffloader, get_offloader, set_offloader
 
-    ropes, offloader = dict(_ROPE_DICT), get_offloader()
-    _ROPE_DICT.clear()
-    set_offloader(NoopOffloader())
-    try:
-        # Ranks sample alike from the same random state: what a constructor draws must not move it.
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            yield
-    finally:
-        set_offloader(offloader)
-        _ROPE_DICT.clear()
-        _ROPE_DICT.update(ropes)
+    return apart_from_live(device, _ROPE_DICT, get_offloader(), NoopOffloader(), set_offloader)

@@ -6,13 +6,13 @@ Written against vLLM 0.32. If a name is gone, `check` says so when the server st
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
 import importlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.layout import digest_of
+from weightsync.sink import apart_from_live
 
 SUPPORTED: Final = "0.32"
 
@@ -212,23 +213,11 @@ def _fresh_config(live: Any) -> Any:
     return config
 
 
-@contextlib.contextmanager
-def _apart_from_live(device: torch.device) -> Iterator[None]:
-    """Inside, a model that is made shares nothing with those made before: no rotary tables, no offloading."""
+def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.offloader.base import get_offloader, set_offloader
 
-    ropes, offloader = dict(_ROPE_DICT), get_offloader()
-    _ROPE_DICT.clear()
-    set_offloader(None)
-    try:
-        # Ranks sample alike from the same random state: what a constructor draws must not move it.
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            yield
-    finally:
-        set_offloader(offloader)
-        _ROPE_DICT.clear()
-        _ROPE_DICT.update(ropes)
+    return apart_from_live(device, _ROPE_DICT, get_offloader(), None, set_offloader)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
