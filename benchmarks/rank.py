@@ -24,6 +24,7 @@ from benchmarks import bare
 from weightsync import digest, wire
 from weightsync.carrier import Carrier
 from weightsync.layout import Layout, spec_of
+from weightsync.parts import Parts
 from weightsync.room import choose
 from weightsync.stage import Stages
 from weightsync.transports.base import Deadline, EngineEnd, Introduction, Peer
@@ -300,10 +301,10 @@ class _Child:
     def _push(self, lane: str, body: bytes) -> None:
         kind = lane.rpartition("/")[2]
         request, end = wire.from_json(body, wire.UpdateRequest), self._end(lane)
-        stages, layout = self._stages.setdefault(kind, Stages(0, CPU)), Layout(request.manifest)
+        stages, parts = self._stages.setdefault(kind, Stages(0, CPU)), Parts(Layout(request.manifest), {})
         try:
-            incoming = end.meet(request, layout, 0, Event())
-            staged, verify_s = stages.fill(incoming, request, layout, None)
+            incoming = end.meet(request, parts, 0, Event())
+            staged, verify_s = stages.fill(incoming, request, parts, None)
         except BaseException as error:
             end.fail(request.push, error)
             raise

@@ -6,6 +6,7 @@ Nothing is gathered: every byte of the model is copied once, from the rank that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,16 +15,19 @@ from typing import NamedTuple
 import torch
 
 from weightsync import digest, staging
+from weightsync.boxes import Box, narrowed
 from weightsync.errors import SourceError
 from weightsync.layout import DTYPES, Layout
-from weightsync.plan import Box, Plan, spread
+from weightsync.parts import Demand
+from weightsync.plan import Plan, spread
 from weightsync.sources import Source
 from weightsync.wire import TensorSpec
 
 
 class Order(NamedTuple):
     """One piece to be written: ``part`` of the tensor that begins at byte ``at`` of the stream, out of the ``held``
-    entry's box number ``box``. ``alone``: nobody else writes into tensor ``tensor``, so whoever writes it hashes it."""
+    entry's box number ``box``. ``alone``: nobody else writes into tensor ``tensor``, of which all is to be hashed, so
+    whoever writes it does that too."""
 
     tensor: int
     at: int
@@ -33,47 +37,57 @@ class Order(NamedTuple):
     alone: bool
 
 
-class Span(NamedTuple):
-    """A tensor that several ranks have written: ``nbytes`` at byte ``at`` of the stream."""
+class Part(NamedTuple):
+    """What is to be hashed once all have written: a ``box`` of a tensor, or all of it, at byte ``at`` of the stream."""
 
     tensor: int
+    spec: TensorSpec
     at: int
-    nbytes: int
+    box: Box | None
 
 
 class Orders(NamedTuple):
     """One rank's work: what it writes, then, once all have, what of it is to be hashed."""
 
     write: tuple[Order, ...]
-    hash: tuple[Span, ...]
+    hash: tuple[Part, ...]
 
 
 class Work(NamedTuple):
-    """What a rank has done: digests by tensor, bytes written, seconds spent copying and hashing."""
+    """What a rank has done: digests by tensor and box of it, bytes written, seconds spent copying and hashing."""
 
-    digests: tuple[tuple[int, int], ...]
+    digests: tuple[tuple[int, Box | None, int], ...]
     nbytes: int
     gather_s: float
     digest_s: float
 
 
-def orders_of(plan: Plan, layout: Layout) -> list[Orders]:
-    """Every rank's work; tensors of several ranks are hashed by whom that leaves with the least to hash."""
+def orders_of(plan: Plan, layout: Layout, demand: Demand) -> list[Orders]:
+    """Every rank's work; what is not hashed while it is written is hashed by whom that leaves with the least to do."""
     providers, entries = plan.providers(), layout.entries
-    shared = [index for index, ranks in enumerate(providers) if len(ranks) > 1]
+    wanted = [demand.boxes(entry.number) if entry.nbytes else set() for entry in entries]
+    later = [
+        Part(entry.number, entry.spec, entry.offset, box)
+        for entry in entries
+        for box in sorted(wanted[entry.number], key=lambda box: box or ())
+        if box is not None or len(providers[entry.number]) > 1
+    ]
     everyone = range(len(plan.pieces))
-    hashing = spread([(entries[index].nbytes, everyone) for index in shared], everyone)
+    hashing = spread([(_nbytes(part.spec, part.box), everyone) for part in later], everyone)
     return [
         Orders(
             tuple(
-                Order(p.tensor, entries[p.tensor].offset, p.held, p.box, p.part, len(providers[p.tensor]) == 1)
+                Order(
+                    p.tensor,
+                    entries[p.tensor].offset,
+                    p.held,
+                    p.box,
+                    p.part,
+                    len(providers[p.tensor]) == 1 and None in wanted[p.tensor],
+                )
                 for p in pieces
             ),
-            tuple(
-                Span(index, entries[index].offset, entries[index].nbytes)
-                for index, one in zip(shared, hashing, strict=True)
-                if one == rank
-            ),
+            tuple(part for part, one in zip(later, hashing, strict=True) if one == rank),
         )
         for rank, pieces in enumerate(plan.pieces)
     ]
@@ -98,7 +112,7 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
             part = _cut(held.spec, held.boxes[order.box], parts[order.box], order.part)
             size = _nbytes(held.spec)
             region = stream[order.at : order.at + size]
-            target = _narrow(region.view(part.dtype).view(held.spec.shape), order.part.start, order.part.shape)
+            target = narrowed(region.view(part.dtype).view(held.spec.shape), *order.part)
             plain = target.is_contiguous() and part.is_contiguous() and not part.is_neg()
             at_once = algorithm and order.alone and pieces[order.tensor] == 1
             nbytes += part.nbytes
@@ -116,18 +130,24 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
             size = _nbytes(source.held[order.held].spec)
             digests[order.tensor] = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
     hashing_s += time.perf_counter() - mark
-    return Work(tuple(digests.items()), nbytes, time.perf_counter() - start - hashing_s, hashing_s)
+    found = tuple((tensor, None, value) for tensor, value in digests.items())
+    return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s)
 
 
-def hash_spans(spans: Sequence[Span], stream: torch.Tensor, algorithm: str) -> Work:
-    """Hash tensors that several ranks have written."""
+@torch.no_grad()
+def hash_parts(parts: Sequence[Part], stream: torch.Tensor, algorithm: str) -> Work:
+    """Hash what all have written."""
     start = time.perf_counter()
-    digests = tuple((one.tensor, digest.digest_bytes(algorithm, stream[one.at : one.at + one.nbytes])) for one in spans)
-    return Work(digests, 0, 0.0, time.perf_counter() - start)
+    digests = []
+    for tensor, spec, at, box in parts:
+        region = stream[at : at + _nbytes(spec)].view(DTYPES[spec.dtype]).view(spec.shape)
+        found = digest.hashed(algorithm, region if box is None else narrowed(region, *box))
+        digests.append((tensor, box, found.value()))
+    return Work(tuple(digests), 0, 0.0, time.perf_counter() - start)
 
 
-def _nbytes(spec: TensorSpec) -> int:
-    return torch.Size(spec.shape).numel() * DTYPES[spec.dtype].itemsize
+def _nbytes(spec: TensorSpec, box: Box | None = None) -> int:
+    return math.prod(spec.shape if box is None else box.shape) * DTYPES[spec.dtype].itemsize
 
 
 def _cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Tensor:
@@ -136,13 +156,7 @@ def _cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Te
             f"{spec.name} changed while it was sent: {spec.dtype} {list(box.shape)} became {local.dtype} "
             f"{list(local.shape)}"
         )
-    return _narrow(local, [a - b for a, b in zip(part.start, box.start, strict=True)], part.shape)
-
-
-def _narrow(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
-        tensor = tensor.narrow(dim, at, size)
-    return tensor
+    return narrowed(local, [a - b for a, b in zip(part.start, box.start, strict=True)], part.shape)
 
 
 def _copy_and_hash(target: torch.Tensor, part: torch.Tensor, algorithm: str) -> tuple[int, float]:

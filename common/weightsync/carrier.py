@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ from weightsync import staging, wire
 from weightsync.assembly import Work
 from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
+from weightsync.parts import Demand, Digests, Found
 from weightsync.transports.base import Deadline, Introduction, Peer, Progress, TrainerEnd
-from weightsync.transports.packing import Packer
+from weightsync.transports.packing import Packer, hash_stream
 from weightsync.transports.registry import TRAINER_ENDS
 from weightsync.wire import UpdateRequest
 
@@ -22,8 +24,8 @@ Post = Callable[[Mapping[str, Introduction]], Mapping[str, wire.JoinReply]]
 """Tells engines, by URL, what a transport has to say before a push; returns their replies."""
 
 
-Fill = Callable[[Layout, staging.ShmArena, tuple[str, ...], str], tuple[list[int], Work]]
-"""Fills an arena, given the names of all in use and the digest's; returns each tensor's digest, and what it took."""
+Fill = Callable[[Layout, staging.ShmArena, tuple[str, ...], str, Demand], tuple[Found, Work]]
+"""Fills an arena, given the names of all in use and the digest's; returns what was to be hashed, and what it took."""
 
 
 class Sent(NamedTuple):
@@ -46,9 +48,11 @@ class Carrier:
         self._plan: UpdateRequest | None = None
         self._layout: Layout | None = None
         self._meeting: list[TrainerEnd] = []
+        #: What is to be hashed for those who came to the push.
+        self._demand = Demand(())
         #: What `send` announced of a push whose stream the arena holds whole: the digests of each bucket.
-        self._announced: list[tuple[int, ...]] = []
-        self._served: tuple[staging.Arena, UpdateRequest, list[tuple[int, ...]]] | None = None
+        self._announced: list[Digests] = []
+        self._served: tuple[staging.Arena, UpdateRequest, list[Digests]] | None = None
         self.closed = False
 
     def free_bytes(self) -> int:
@@ -132,6 +136,7 @@ class Carrier:
         for name, those in peers.items():
             self._meeting.append(self._ends[name])
             self._ends[name].meet(self._plan, self._layout, arenas, those, deadline)
+        self._demand = Demand(parts for end in self._meeting for parts in end.keeps())
 
     def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None) -> Sent:
         """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`."""
@@ -140,9 +145,11 @@ class Carrier:
         plan = self._plan
         copies = self.lent is None
         if not copies and not plan.digest:  # there is nothing to do with them
-            self._announced = [()] * self._layout.buckets(plan.bucket_bytes)
+            self._announced = [{}] * self._layout.buckets(plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(self._announced, progress))
-        packer = Packer(self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest, copies=copies)
+        packer = Packer(
+            self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest, self._demand, copies=copies
+        )
         self._announced.clear()
         for packed in packer.fill(tensors, self._acquire):
             self._announce(packed.number, packed.digests)
@@ -158,12 +165,10 @@ class Carrier:
         arena, size, layout = self._arenas[0], self._plan.bucket_bytes, self._layout
         assert layout.nbytes <= self._plan.slots * size, "the arena holds everything"
         assert isinstance(arena, staging.ShmArena), "processes share the host's memory"
-        digests, work = fill(layout, arena, tuple(one.name for one in self._arenas), self._plan.digest)
-        ended: list[list[int]] = [[] for _ in range(layout.buckets(size))]
-        for entry, found in zip(layout.entries, digests, strict=True):
-            if entry.nbytes and self._plan.digest:
-                ended[(entry.offset + entry.nbytes - 1) // size].append(found)
-        self._announced = [tuple(those) for those in ended]
+        found, work = fill(layout, arena, tuple(one.name for one in self._arenas), self._plan.digest, self._demand)
+        self._announced = [{}] * layout.buckets(size)
+        if self._plan.digest:
+            self._announced = self._demand.by_bucket(layout, size, found)
         return Sent(work.gather_s, work.digest_s, self._announce_all(self._announced, progress))
 
     def again(self) -> UpdateRequest | None:
@@ -178,9 +183,18 @@ class Carrier:
     def resend(self, progress: Progress | None) -> Sent:
         """Send what lies in the arena since the push before; nothing is packed. Raises as `meet`."""
         assert self._served is not None, "again() comes first"
-        return Sent(0.0, 0.0, self._announce_all(self._served[2], progress))
+        assert self._layout is not None
+        (arena, plan, announced), start = self._served, time.perf_counter()
+        new = self._demand.without(announced[0].keys())
+        if plan.digest and new.names:  # they keep other parts than those it was sent to
+            found = hash_stream(self._layout, arena.bytes[: self._layout.nbytes], plan.digest, new)
+            by_bucket = new.by_bucket(self._layout, plan.bucket_bytes, found)
+            announced = [{**known, **more} for known, more in zip(announced, by_bucket, strict=True)]
+            self._served = arena, plan, announced
+        hashed_s = time.perf_counter() - start
+        return Sent(0.0, hashed_s, self._announce_all(announced, progress))
 
-    def _announce_all(self, announced: Sequence[tuple[int, ...]], progress: Progress | None) -> float:
+    def _announce_all(self, announced: Sequence[Digests], progress: Progress | None) -> float:
         """Every bucket, of an arena that holds them all; the seconds of `_finish`."""
         assert self._plan is not None
         assert self._layout is not None
@@ -190,7 +204,7 @@ class Carrier:
                 progress(min((number + 1) * self._plan.bucket_bytes, self._layout.nbytes))
         return self._finish()
 
-    def _announce(self, number: int, digests: tuple[int, ...]) -> None:
+    def _announce(self, number: int, digests: Digests) -> None:
         for end in self._meeting:
             end.announce(number, digests)
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -40,6 +40,7 @@ from weightsync.mail import (
     raised,
     trouble_of,
 )
+from weightsync.parts import Demand, Found
 from weightsync.plan import Held, Plan, plan
 from weightsync.sources import Source
 from weightsync.staging import ShmArena
@@ -76,6 +77,8 @@ class Crew:
         self._held: dict[int, tuple[Held, ...]] = {}
         self._plan: Plan | None = None
         self._orders: list[Orders] = []
+        #: What they hash, by name.
+        self._demand: Set[str] = frozenset()
         self._ordered: dict[int, Orders] = {}
         #: The others: what rank 0 knows, what it has asked for, and the arenas that are mapped, by name.
         self._known: tuple[Held, ...] | None = None
@@ -190,15 +193,15 @@ class Crew:
 
     def fill(
         self, source: Source, deadline: Deadline, layout: Layout, arena: ShmArena, alive: tuple[str, ...],
-        algorithm: str,
-    ) -> tuple[list[int], Work]:  # fmt: skip
-        """Have every rank write what it provides into the arena; the digest of each tensor, and what the slowest took.
+        algorithm: str, demand: Demand,
+    ) -> tuple[Found, Work]:  # fmt: skip
+        """Have every rank write what it provides into the arena; what was to be hashed, and what the slowest took.
 
         Raises `TransferFailed` or `PushTimeout` by rank, and what a rank has raised.
         """
         assert self._plan is not None, "planned() comes first"
-        if not self._orders:
-            self._orders = assembly.orders_of(self._plan, layout)
+        if not self._orders or self._demand != demand.names:
+            self._orders, self._demand = assembly.orders_of(self._plan, layout, demand), set(demand.names)
         handle, orders = arena.handle(), self._orders
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
@@ -214,15 +217,12 @@ class Crew:
         if algorithm and any(one.hash for one in orders):
             for rank in self._others:
                 self._say(rank, Hash(), deadline)
-            hashed = [assembly.hash_spans(orders[0].hash, stream, algorithm)]
+            hashed = [assembly.hash_parts(orders[0].hash, stream, algorithm)]
             hashed += self._answers("to hash its part of the arena", deadline)
-        digests = [0] * len(layout.entries)
-        for work in (*written, *hashed):
-            for tensor, found in work.digests:
-                digests[tensor] = found
+        found = {(tensor, box): value for work in (*written, *hashed) for tensor, box, value in work.digests}
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
-        return digests, Work((), nbytes, gather_s, digest_s)
+        return found, Work((), nbytes, gather_s, digest_s)
 
     def _answers(self, to: str, deadline: Deadline) -> list[Work]:
         keys = {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
@@ -307,7 +307,7 @@ class Crew:
         assert self._mine is not None, "orders come with the first push"
         stream, algorithm = self._filling
         if isinstance(message, Hash):
-            return assembly.hash_spans(self._mine.hash, stream, algorithm)
+            return assembly.hash_parts(self._mine.hash, stream, algorithm)
         assert self._source is not None, "only a push asks for weights"
         return assembly.write(self._source, self._mine.write, stream, algorithm)
 

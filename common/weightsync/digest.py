@@ -5,6 +5,7 @@ They find faults, not attackers: whoever could forge one holds the key and could
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -16,6 +17,8 @@ CHUNK_BYTES: Final = 1 << 20
 #: On an accelerator a chunk's temporaries take eight times its size.
 _DEVICE_CHUNK_BYTES: Final = 64 << 20
 _WORD: Final = 8
+#: Pieces but the last are multiples of this many bytes.
+_PIECE_BYTES: Final = 512
 
 
 class Hasher(Protocol):
@@ -84,6 +87,21 @@ ALGORITHMS: Final[dict[str, Callable[[], Hasher]]] = {"xxh3_64": _Xxh3, "mix64":
 def algorithm_for(*devices: torch.device) -> str:
     """The digest that suits every device where tensors are hashed."""
     return "xxh3_64" if all(device.type == "cpu" for device in devices) else "mix64"
+
+
+def hashed(algorithm: str, tensor: torch.Tensor) -> Hasher:
+    """Takes the elements of a tensor, in the order of a contiguous one; its bytes are copied where they are not."""
+    hasher = ALGORITHMS[algorithm]()
+    if tensor.is_contiguous() or not tensor.ndim:
+        hasher.update(tensor.reshape(-1).view(torch.uint8))
+        return hasher
+    # As many rows at once as are still in the cache when they are hashed, and a multiple of what a hasher takes.
+    row_bytes = tensor[:1].nbytes
+    least = _PIECE_BYTES // math.gcd(_PIECE_BYTES, row_bytes)
+    rows = max(1, CHUNK_BYTES // (least * row_bytes)) * least
+    for piece in torch.split(tensor, rows):
+        hasher.update(piece.contiguous().view(-1).view(torch.uint8))
+    return hasher
 
 
 def digest_bytes(algorithm: str, raw: torch.Tensor) -> int:

@@ -8,16 +8,28 @@ import msgspec
 
 from weightsync import codec
 from weightsync.handles import CudaHandle, InPlaceHandle, NixlHandle, ShmHandle
-from weightsync.wire import Message
+from weightsync.wire import Message, Shape
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped."""
+    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped.
+
+    ``keeps`` is the name of what I keep of the tensors, empty if that is all; ``parts`` says it, see `parts.Parts`:
+    number of the tensor, start and shape.
+    """
 
     push: str
     secret: str
     rank: int
     mapped: tuple[str, ...] = ()
+    keeps: str = ""
+    parts: tuple[tuple[int, tuple[Shape, Shape]], ...] | None = None
+
+
+class Explain(Message, frozen=True, tag="explain"):
+    """sender -> rank: I do not know what you keep; say hello again, with ``parts``."""
+
+    push: str
 
 
 class Offer(Message, frozen=True, tag="offer"):
@@ -34,7 +46,7 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class Filled(Message, frozen=True, tag="filled"):
-    """sender -> rank: bucket ``index`` can be read; ``digests`` are those of the tensors that end in it."""
+    """sender -> rank: bucket ``index`` can be read; ``digests`` are of what is kept of the tensors that end in it."""
 
     push: str
     index: int
@@ -82,7 +94,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 FromRank = Hello | Taken | Room | Prepared | Failed
-FromSender = Offer | Filled | Still | Failed
+FromSender = Offer | Explain | Filled | Still | Failed
 
 _encode_msgpack = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

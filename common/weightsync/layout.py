@@ -50,12 +50,13 @@ def align(nbytes: int, to: int = ALIGN_BYTES) -> int:
 
 
 class Entry(NamedTuple):
-    """One tensor in the stream: ``offset`` and ``nbytes`` in bytes."""
+    """One tensor in the stream: ``offset`` and ``nbytes`` in bytes, ``number`` is its place in the manifest."""
 
     spec: TensorSpec
     dtype: torch.dtype
     offset: int
     nbytes: int
+    number: int
 
     def view(self, stream: torch.Tensor) -> torch.Tensor:
         """The tensor as a view of ``stream``, the whole stream as a 1-D uint8 tensor."""
@@ -92,7 +93,7 @@ class Layout:
             if dtype is None or any(size < 0 for size in spec.shape):
                 raise ManifestMismatch(f"{spec.name}: dtype {spec.dtype}, shape {spec.shape} is not a tensor")
             nbytes = math.prod(spec.shape) * dtype.itemsize
-            self.entries.append(Entry(spec, dtype, offset, nbytes))
+            self.entries.append(Entry(spec, dtype, offset, nbytes, len(self.entries)))
             offset += align(nbytes, align_bytes)
         self.nbytes = offset
         self._ends = [entry.offset + entry.nbytes for entry in self.entries]

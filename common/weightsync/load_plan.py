@@ -7,13 +7,15 @@ import ctypes
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from weightsync.boxes import Box, cut_of, hull, whole
 from weightsync.layout import Entry, Layout
 from weightsync.memory import Owner, overlap
+from weightsync.parts import Parts, widened
 from weightsync.recording import Copy, Recording, record
 from weightsync.sink import Opened
 from weightsync.standin import Unrecordable
@@ -75,6 +77,8 @@ class LoadPlan:
         for owner, copies in _by_owner(found).items():
             if owner not in found.fallen:
                 self.copies += copies
+        #: What of the checkpoint is read, by this and by the loader for ``loader``.
+        self.parts = Parts(layout, dict(self._read()))
         self._constants = [one for one in found.constants if self.memory.owner(one.target) not in found.fallen]
         self._runs, self._strided = self._compile()
         self._bound: dict[int, _Bound] = {}
@@ -88,6 +92,24 @@ class LoadPlan:
         for owner in self._recording.fallen:
             if _places(alone, owner) != _places(self._recording, owner):
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
+
+    def _read(self) -> Iterator[tuple[int, Box]]:
+        """For every tensor that is not read as a whole, what is."""
+        entries = {entry.spec.name: entry for entry in self.layout.entries}
+        read = {name: Box(none, none) for name, entry in entries.items() for none in [(0,) * len(entry.spec.shape)]}
+        for copy in self.copies:
+            entry = entries[copy.name]
+            size = entry.dtype.itemsize
+            alike = copy.dtype.itemsize == size and copy.offset_bytes % size == 0
+            shape, offset = entry.spec.shape, copy.offset_bytes // size
+            cut = cut_of(shape, copy.target.shape, copy.strides, offset) if alike else None
+            read[copy.name] = hull(read[copy.name], cut.box if cut is not None else whole(entry.spec))
+        for name in self.loader:
+            read[name] = whole(entries[name].spec)
+        for entry in self.layout.entries:
+            box = widened(entry, read[entry.spec.name])
+            if box is not None:
+                yield entry.number, box
 
     def unread(self) -> list[str]:
         """Names of tensors that nothing is loaded from on this rank."""

@@ -8,9 +8,10 @@ from typing import Final
 
 import torch
 
-from weightsync.errors import ManifestMismatch, ManifestUnknown
+from weightsync.errors import ManifestMismatch, ManifestUnknown, TransferFailed, WrongState
 from weightsync.layout import ALIGN_BYTES, Layout, check_manifest, listed
 from weightsync.load_plan import LoadPlan
+from weightsync.parts import Parts
 from weightsync.recording import record
 from weightsync.sink import Expected, Opened, Sink
 from weightsync.stage import Staged
@@ -49,7 +50,9 @@ class Loading:
             return f"{_OWN}: the load plan is checked by the first push that commits"
         rest = [f"{name} ({why})" for name, why in self._plan.fallen.items()]
         rest += [] if self._plan.fallen else sorted(self._plan.loader)
-        return f"load plan, {len(self._plan.copies)} copies" + (f"; {_OWN} for {listed(rest)}" if rest else "")
+        parts = self._plan.parts
+        share = f", reads {100 * parts.nbytes / parts.layout.payload_bytes:.0f} % of a push" if parts.name else ""
+        return f"load plan, {len(self._plan.copies)} copies{share}" + (f"; {_OWN} for {listed(rest)}" if rest else "")
 
     def accept(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES, known: str = "") -> Layout:
         """The layout of a push that is complete. Raises `ManifestMismatch` by name for one that is not.
@@ -138,12 +141,31 @@ class Loading:
         if self._layout is not None and not self._unmoved():
             logger.warning("rank %d: the model's memory has moved; its load plan is recorded again", self._sink.rank)
             self._record(self._layout)
-        if staged is not None and self._plan is not None and self._trusted and staged.layout is self._plan.layout:
+        if staged is None:
+            return
+        if self._plan is not None and self._replays(staged):
             self._plan.bind(staged.data)
+        elif staged.parts.name:
+            raise TransferFailed(
+                f"rank {self._sink.rank} holds the parts that it read by a load plan which no longer fits its model; "
+                "push again"
+            )
+
+    def _replays(self, staged: Staged) -> bool:
+        return self._plan is not None and self._trusted and staged.layout is self._plan.layout
+
+    def parts(self, layout: Layout) -> Parts:
+        """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
+        plan = self._plan
+        if plan is None or not self._trusted or plan.layout is not layout:
+            return Parts(layout, {})
+        return plan.parts
 
     def load(self, staged: Staged) -> None:
         """Load a whole version. Raises whatever the engine raises."""
         plan = self._plan
+        if staged.parts.name and not self._replays(staged):
+            raise WrongState(f"rank {self._sink.rank} holds parts that no load plan is for")
         if plan is None or staged.layout is not plan.layout:
             self._sink.load(staged.tensors())
         elif not self._trusted:

@@ -8,22 +8,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from weightsync.boxes import Box
 from weightsync.errors import SourceError
 from weightsync.layout import DTYPES
-from weightsync.wire import Shape, TensorSpec
+from weightsync.wire import TensorSpec
 
 #: How much of what is wrong an error lists before it says "and N more".
 _LISTED: Final = 5
-
-
-class Box(NamedTuple):
-    """Part of a tensor, in elements: ``start`` and ``shape`` in every dimension of the whole tensor."""
-
-    start: Shape
-    shape: Shape
-
-    def __str__(self) -> str:
-        return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.shape, strict=True))}]"
 
 
 class Held(NamedTuple):
@@ -61,11 +52,6 @@ class Plan(NamedTuple):
             for piece in pieces:
                 found[piece.tensor].add(rank)
         return found
-
-
-def whole(spec: TensorSpec) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(spec.shape), spec.shape)
 
 
 def plan(held: Sequence[Sequence[Held]]) -> Plan:

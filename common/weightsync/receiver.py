@@ -25,8 +25,8 @@ from weightsync.errors import (
     WeightSyncError,
     WrongState,
 )
-from weightsync.layout import Layout
 from weightsync.loading import Loading
+from weightsync.parts import Parts
 from weightsync.session import REPLICA, Machine
 from weightsync.sink import Sink
 from weightsync.stage import Staged, Stages
@@ -66,8 +66,8 @@ _ABORT_WAIT_S = 5.0
 class _Job:
     """One push on this rank, from prepare to its end."""
 
-    def __init__(self, request: UpdateRequest, end: EngineEnd, layout: Layout):
-        self.request, self.transport, self.layout = request, end, layout
+    def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Parts):
+        self.request, self.transport, self.parts = request, end, parts
         self.deadline = Deadline(request.timeout_s)
         self.over, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
@@ -152,7 +152,8 @@ class Receiver:
         end.check(request)
         self._supersede(request.push)
         self._machine.check("prepare")
-        job = _Job(request, end, self._loading.accept(request.manifest, request.align_bytes, request.known))
+        layout = self._loading.accept(request.manifest, request.align_bytes, request.known)
+        job = _Job(request, end, self._loading.parts(layout) if request.parts else Parts(layout, {}))
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)
@@ -165,14 +166,14 @@ class Receiver:
     def _receive(self, job: _Job) -> None:
         try:
             try:
-                incoming = job.transport.meet(job.request, job.layout, self._sink.rank, job.over)
+                incoming = job.transport.meet(job.request, job.parts, self._sink.rank, job.over)
             except BaseException:
                 self._forget(None)  # the sender may have begun to write already
                 raise
             self._forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
-                staged, verify_s = self._stages.fill(incoming, job.request, job.layout, self._current)
+                staged, verify_s = self._stages.fill(incoming, job.request, job.parts, self._current)
             # A sender that is gone, or has another arena by now, gets its memory back.
             self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
             with self._lock:
@@ -288,7 +289,7 @@ class Receiver:
                 self._loading.load(what)
             else:
                 assert what.incoming is not None
-                self._sink.load(self._stages.stream(what.incoming, what.request, what.layout))
+                self._sink.load(self._stages.stream(what.incoming, what.request, what.parts.layout))
             # The sender takes its memory back on the reply: nothing may still be reading it.
             staging.synchronize(self._sink.device)
             if deep and isinstance(what, Staged) and self._sink.fresh_digest(what.tensors()) != self._sink.digest():

@@ -392,6 +392,7 @@ class Sender:
             digest="" if self._verify == "off" else digest.algorithm_for(*devices),
             keep=self._keep, stream=choice.staging == "none", slots=choice.slots, align_bytes=layout.align_bytes,
             known=layout.name,
+            parts=choice.staging != "none" and self._verify != "deep",  # an engine's own loader takes all there is
         )  # fmt: skip
 
     def _next_version(self) -> str:

@@ -11,23 +11,36 @@ import torch
 from weightsync import digest, staging
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.layout import Entry, Layout
+from weightsync.parts import Parts
 from weightsync.transports.base import Bucket, Incoming
 from weightsync.wire import UpdateRequest
 
 
 @dataclass
 class Staged:
-    """A whole version in memory. ``arena`` names the sender's memory, empty where the memory is this rank's own."""
+    """A version in memory: all of it, or the ``parts`` that this rank keeps.
+
+    ``arena`` names the sender's memory, empty where the memory is this rank's own.
+    """
 
     push: str
-    layout: Layout
+    parts: Parts
     data: torch.Tensor
     arena: str = ""
     version: str = ""
 
+    @property
+    def layout(self) -> Layout:
+        """Where every tensor lies."""
+        return self.parts.layout
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name, as a view of the stage."""
-        return ((entry.spec.name, entry.view(self.data)) for entry in self.layout.entries)
+        """Every tensor that is kept as a whole by name, as a view of the stage."""
+        return (
+            (entry.spec.name, entry.view(self.data))
+            for entry in self.layout.entries
+            if self.parts.box(entry.number) is None
+        )
 
 
 @dataclass
@@ -39,18 +52,18 @@ class Stages:
     _own: list[torch.Tensor] = field(default_factory=list)
 
     def fill(
-        self, incoming: Incoming, request: UpdateRequest, layout: Layout, kept: Staged | None
+        self, incoming: Incoming, request: UpdateRequest, parts: Parts, kept: Staged | None
     ) -> tuple[Staged, float]:
         """Take every bucket; the stage, and the seconds that verifying it took.
 
         ``kept`` is a stage that must stay as it is. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
         """
-        whole = incoming.whole
+        layout, whole = parts.layout, incoming.whole
         if whole is None:
             stage, arena = self._provide(layout.nbytes, kept), ""
         else:
             stage, arena = whole, incoming.arena
-        check = _Check(self.rank, request)
+        check = _Check(self.rank, request, parts)
         try:
             for bucket in incoming.buckets(stage if whole is None else None):
                 pieces = layout.pieces(bucket.number, request.bucket_bytes)
@@ -60,11 +73,11 @@ class Stages:
             # A transport that was interrupted may still write there: the next push gets other memory.
             self._own = [memory for memory in self._own if memory.data_ptr() != stage.data_ptr()]
             raise
-        return Staged(request.push, layout, stage, arena), check.seconds
+        return Staged(request.push, parts, stage, arena), check.seconds
 
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
-        check = _Check(self.rank, request)
+        check = _Check(self.rank, request, Parts(layout, {}))
         part = torch.empty(0, dtype=torch.uint8, device=self.device)
         for bucket in incoming.buckets(None):
             done: list[tuple[Entry, torch.Tensor]] = []
@@ -106,8 +119,8 @@ class Stages:
 class _Check:
     """Compares tensors with what the trainer held, unless the push is not to be verified."""
 
-    def __init__(self, rank: int, request: UpdateRequest):
-        self._rank = rank
+    def __init__(self, rank: int, request: UpdateRequest, parts: Parts):
+        self._rank, self._parts = rank, parts
         self._algorithm = "" if request.verify == "off" else request.digest
         if self._algorithm and self._algorithm not in digest.ALGORITHMS:
             raise TransferFailed(f"rank {rank} knows no digest {self._algorithm!r}; install the same weightsync")
@@ -120,10 +133,11 @@ class _Check:
         start = time.perf_counter()
         announced = iter(bucket.digests)
         for entry, raw in ended:
-            if entry.nbytes == 0:
+            kept = self._parts.of(entry, raw) if entry.nbytes else None
+            if kept is None:
                 continue
             expected = next(announced, None)
-            if expected != digest.digest_bytes(self._algorithm, raw):
+            if expected != digest.hashed(self._algorithm, kept).value():
                 raise DigestMismatch(
                     f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
                     f"({'its digest differs' if expected is not None else 'no digest came with it'})"

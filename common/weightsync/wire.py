@@ -115,6 +115,7 @@ class UpdateRequest(Message, frozen=True):
     are checked by the digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version
     before to be kept, ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
     ``known`` is `layout.Layout.name`; where ``manifest`` is empty, it is the one of this name in the push before.
+    ``parts`` allows ranks to fetch and verify what they keep of the tensors, and nothing else.
     """
 
     push: Text
@@ -134,6 +135,7 @@ class UpdateRequest(Message, frozen=True):
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
     align_bytes: Annotated[int, msgspec.Meta(ge=512, le=1 << 24, multiple_of=512)] = 512
     known: Text = ""
+    parts: bool = False
 
 
 class InitNcclGroup(Message, frozen=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.contract.test_transports import CPU, A, B, Rig, assert_equal, random_tensors
+from tests.contract.rig import CPU, A, B, Rig, assert_equal, random_tensors
 from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.transports.base import Peer

@@ -5,164 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 
+from tests.contract.rig import CPU, A, B, assert_equal, bits, hello, random_tensors
 from tests.helpers import plan_of
 from weightsync import wire
 from weightsync.carrier import Carrier
 from weightsync.errors import PushTimeout, SourceError, TransferFailed
 from weightsync.layout import Layout, spec_of
-from weightsync.stage import Stages
 from weightsync.transports.base import Deadline, Peer
-from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
-
-CPU = torch.device("cpu")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
-A, B = "http://127.0.0.1:8001", "http://localhost:8002"
-
-
-#: What is run: a transport, and where it has two ways, the environment in which it takes the other.
-WAYS = {
-    **{name: (name, {}) for name in TRAINER_ENDS},
-    "nixl-tcp": ("nixl", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}),
-}
-
-
-@pytest.fixture(params=WAYS)
-def transport(request, monkeypatch):
-    name, environment = WAYS[request.param]
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    return name
-
-
-@pytest.fixture
-def rig(transport, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    rig = Rig(transport)
-    yield rig
-    rig.close()
-
-
-class Rig:
-    """A trainer's carrier, the engine ends of two engines with two ranks and one, and a push from end to end."""
-
-    def __init__(self, transport):
-        self.transport = transport
-        self.carrier = Carrier(CPU)
-        self.peers = {peer: ENGINE_ENDS[transport](CPU) for peer in (Peer(A, 0), Peer(A, 1), Peer(B, 0))}
-        self.cancelled = threading.Event()
-        self.threads = ThreadPoolExecutor(len(self.peers))
-        self.stages = {}
-        self.pushes = 0
-        self.instances = {A: "a", B: "b"}
-
-    def hellos(self):
-        """What the engines said when they were opened, as far as transports care."""
-        return {
-            url: (self.transport, hello(url, self.instances[url], sum(peer.engine == url for peer in self.peers)))
-            for url in {peer.engine: None for peer in self.peers}
-        }
-
-    def join(self, asked):
-        """Every rank of the engines that are told something gets ready."""
-        return {
-            url: wire.JoinReply(
-                tuple(end.join(message, peer.rank) for peer, end in self.peers.items() if peer.engine == url),
-                self.instances[url],
-            )
-            for url, message in asked.items()
-        }
-
-    def push(self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False):
-        """Send; what each rank received, as tensors, before anything else can be sent."""
-        self.pushes += 1
-        layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
-        plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, slots=slots, stream=stream)
-        deadline, jobs = Deadline(timeout_s), {}
-        self.carrier.provide(plan)
-        try:
-            self.carrier.introduce(self.hellos(), self.join, deadline)
-            requests = {url: self.carrier.request(url, self.transport) for url in self.hellos()}
-            jobs = {
-                peer: self.threads.submit(self._receive, end, requests[peer.engine], layout, peer.rank)
-                for peer, end in self.peers.items()
-                if peer not in absent
-            }
-            self.carrier.meet({self.transport: set(self.peers)}, deadline)
-            self.carrier.send(iter(tensors), None)
-        except BaseException as error:
-            self.carrier.call_off(error)
-            self.carrier.close()  # as a sender does
-            raise
-        finally:
-            self.outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
-        received = {peer: job.result() for peer, job in jobs.items()}
-        if stream:
-            return received
-        return {peer: [entry.view(stage) for entry in layout.entries] for peer, stage in received.items()}
-
-    def _receive(self, end, request, layout, rank):
-        stages = self.stages.setdefault(end, Stages(rank, CPU))
-        try:
-            incoming = end.meet(request, layout, rank, self.cancelled)
-            if request.stream:
-                end.confirm(request.push, 0.0)
-                return [tensor.clone() for _, tensor in stages.stream(incoming, request, layout)]
-            staged, verify_s = stages.fill(incoming, request, layout, None)
-        except Exception as error:
-            end.fail(request.push, error)
-            raise
-        end.confirm(request.push, verify_s)
-        return staged.data
-
-    def close(self):
-        self.cancelled.set()
-        self.threads.shutdown()
-        for end in (self.carrier, *self.peers.values()):
-            end.close()
-            end.close()
-
-
-def hello(url, instance, ranks):
-    """Of an engine on the CPU."""
-    infos = tuple(wire.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
-    return wire.OpenReply(
-        protocol=wire.PROTOCOL, engine="test", engine_version="", package_version="", host="", model="", version="",
-        ranks=infos, instance=instance,
-    )  # fmt: skip
-
-
-def bits(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def random_tensors(seed=0):
-    """Every dtype, odd shapes, scalars, nothing at all, and views that are not contiguous."""
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=generator)
-    shapes = [(), (1,), (0,), (3, 0, 2), (7,), (511,), (33, 17), (5, 3, 2), (128, 64)]
-    tensors = []
-    for dtype in DTYPES:
-        for shape in shapes:
-            size = torch.Size(shape).numel()
-            tensors.append(raw[: size * dtype.itemsize].view(dtype).view(shape).clone())
-            raw = raw.roll(1)
-    dense = torch.arange(64 * 96, dtype=torch.float32).view(64, 96)
-    return [*tensors, dense.t(), dense[::2, 1:50], dense.view(4, 16, 96)[:, 3:7]]
-
-
-def assert_equal(received, sent):
-    for tensors in received.values():
-        for got, want in zip(tensors, sent, strict=True):
-            assert got.shape == want.shape
-            assert torch.equal(bits(got), bits(want))
 
 
 @pytest.mark.parametrize("bucket_bytes", [512, 4096, 65536, 1 << 20])
@@ -262,6 +117,7 @@ RANK = """
 import sys, threading, torch
 from weightsync import wire
 from weightsync.layout import Layout
+from weightsync.parts import Parts
 from weightsync.stage import Stages
 from weightsync.transports.registry import ENGINE_ENDS
 cpu = torch.device("cpu")
@@ -277,7 +133,8 @@ while line := sys.stdin.buffer.readline():
     request = wire.from_json(line, wire.UpdateRequest)
     layout = Layout(request.manifest)
     try:
-        staged, verify_s = stages.fill(end.meet(request, layout, 0, threading.Event()), request, layout, None)
+        parts = Parts(layout, {})
+        staged, verify_s = stages.fill(end.meet(request, parts, 0, threading.Event()), request, parts, None)
         end.confirm(request.push, verify_s)
         print(sum(int(entry.view(staged.data)[0]) for entry in layout.entries), flush=True)
     except Exception as error:

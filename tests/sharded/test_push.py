@@ -2,7 +2,8 @@
 
 import pytest
 
-from weightsync.plan import Box, Held, plan
+from weightsync.boxes import Box
+from weightsync.plan import Held, plan
 from weightsync.wire import TensorSpec
 
 from .conftest import served

@@ -18,9 +18,11 @@ from tests.unit.test_session import DictSink
 from weightsync import security, wire
 from weightsync.errors import ManifestMismatch, TransferFailed
 from weightsync.layout import Layout
+from weightsync.parts import Parts
 from weightsync.receiver import Receiver
-from weightsync.transports.control import EngineControl, TrainerControl
+from weightsync.transports.engine_control import EngineControl
 from weightsync.transports.registry import ENGINE_ENDS
+from weightsync.transports.trainer_control import TrainerControl
 
 KEY = zmq.curve_keypair()[0].decode()
 
@@ -95,7 +97,7 @@ def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transp
         with pytest.raises(TransferFailed, match=f"refused to dial '{request.address}'"):
             act(request)
     with pytest.raises(TransferFailed, match="refused to dial"):
-        made(EngineControl(remote=remote)).meet(request, 0, (), Event())
+        made(EngineControl(remote=remote)).meet(request, Parts(LAYOUT, {}), 0, (), Event())
     assert sender.socket.poll(300) == 0
     assert receiver.status() == wire.RankStatus(rank=0, state="serving")
 

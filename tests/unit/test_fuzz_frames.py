@@ -17,6 +17,7 @@ from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
 from tools import models
 from weightsync import errors, frames, security, staging, wire
 from weightsync.layout import Layout, digest_of
+from weightsync.parts import Demand, Parts
 from weightsync.sources import open_source
 from weightsync.stage import Stages
 from weightsync.transports.agents import Agent
@@ -49,7 +50,7 @@ class FakeSender:
         self.socket.bind(f"ipc://{self.folder}/{security.SOCKET_NAME}")
         self.layout = Layout(source.specs)
         self.arena = staging.ShmArena(2 * BUCKET)
-        packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64")
+        packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64", Demand([Parts(self.layout, {})]))
         self.filled = packer.fill(source.tensors(), self._taken)
         self.last = self.layout.buckets(BUCKET) - 1
         plan = plan_of(PUSH, self.layout, BUCKET, SOON_S)
@@ -75,7 +76,7 @@ class FakeSender:
         """What an honest sender says, one after the other."""
         yield frames.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
         for packed in self.filled:
-            yield frames.Filled(push=PUSH, index=packed.number, digests=packed.digests)
+            yield frames.Filled(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
 
     def outcome(self):
         """What the rank says in the end."""
@@ -265,12 +266,13 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
     run()
     source, context, end = open_source(trained), zmq.Context(), ENGINE_ENDS[transport](CPU)
     layout, trainer = Layout(source.specs), Trainer(transport, lambda asked: end.join(asked, 0))
+    parts = Parts(layout, {})
     left, sent, pushes = iter(frames), 0, 10
     share = -(-len(frames) // pushes // (1 + len(layout.entries)))
 
     def receive(request):
-        incoming = end.meet(request, layout, 0, threading.Event())
-        staged, _ = Stages(0, CPU).fill(incoming, request, layout, None)
+        incoming = end.meet(request, parts, 0, threading.Event())
+        staged, _ = Stages(0, CPU).fill(incoming, request, parts, None)
         found = digest_of(staged.tensors())
         end.confirm(request.push, 0.0)
         return found

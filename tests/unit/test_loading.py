@@ -12,6 +12,7 @@ from weightsync import Sender
 from weightsync.errors import ManifestMismatch
 from weightsync.layout import Layout, digest_of, spec_of
 from weightsync.loading import Loading
+from weightsync.parts import Parts
 from weightsync.replica import check_read
 from weightsync.sink import Expected, Opened
 from weightsync.stage import Staged
@@ -60,7 +61,7 @@ def push(loading, checkpoint, again=None):
     data = torch.zeros(layout.nbytes, dtype=torch.uint8) if again is None else again.data
     for entry in layout.entries:
         entry.view(data).copy_(checkpoint[entry.spec.name])
-    staged = Staged("push", layout, data)
+    staged = Staged("push", Parts(layout, {}), data)
     loading.look_up(staged)
     loading.load(staged)
     return staged

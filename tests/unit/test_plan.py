@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.boxes import Box, whole
 from weightsync.errors import SourceError, UnsupportedOption
-from weightsync.plan import Box, Held, plan, spread, whole
+from weightsync.plan import Held, plan, spread
 from weightsync.room import choose
 from weightsync.wire import TensorSpec
 

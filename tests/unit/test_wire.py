@@ -23,7 +23,7 @@ GOLDEN_JSON = [
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-        b'"keep":false,"stream":false,"server_key":"","slots":2,"align_bytes":512,"known":""}',
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"align_bytes":512,"known":"","parts":false}',
     ),
     (wire.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
@@ -66,9 +66,11 @@ GOLDEN_JSON = [
 FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
 GOLDEN_MSGPACK = [
     (
-        frames.Hello(push="p", secret="s", rank=1),
-        "85a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490",
+        frames.Hello(push="p", secret="s", rank=1, keeps="k", parts=((0, ((1, 2), (3, 4))),)),
+        "87a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490"
+        "a56b65657073a16ba5706172747391920092920102920304",
     ),
+    (frames.Explain(push="p"), "82a474797065a76578706c61696ea470757368a170"),
     (
         frames.Offer(push="p", arena="a", handle=handles.ShmHandle(path="/d", nbytes=3)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
@@ -110,7 +112,7 @@ GOLDEN_MSGPACK = [
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
     ),
 ]
-FROM_SENDER = (frames.Offer, frames.Filled, frames.Still)
+FROM_SENDER = (frames.Offer, frames.Explain, frames.Filled, frames.Still)
 
 
 def named(golden):

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
+from weightsync.boxes import whole
 from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.layout import spec_of
-from weightsync.plan import Held, whole
+from weightsync.plan import Held
 from weightsync.sources.shards import check_placements, is_dtensor
 from weightsync.wire import TensorSpec
 

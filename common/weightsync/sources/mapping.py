@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from weightsync.boxes import Box, whole
 from weightsync.errors import SourceError
-from weightsync.plan import Box, Held, whole
+from weightsync.plan import Held
 from weightsync.sources.base import check_same, describe, finish
 from weightsync.sources.shards import LocalShard, boxes_of, is_dtensor, local_of, whole_tensor
 from weightsync.wire import TensorSpec

@@ -10,12 +10,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from weightsync.boxes import Box, Cut, LocalBox, cut_of, whole
 from weightsync.errors import SourceError
-from weightsync.plan import Box, Held, whole
+from weightsync.plan import Held
 from weightsync.sources import glance
 from weightsync.sources.base import check_plain, check_same, describe, spec
 from weightsync.sources.conversion import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
-from weightsync.sources.shards import Cut, LocalBox, boxes_of, cut_of, is_dtensor, local_of, whole_tensor
+from weightsync.sources.shards import boxes_of, is_dtensor, local_of, whole_tensor
 from weightsync.wire import TensorSpec
 
 _COMPILED: Final = "_orig_mod"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 
+from weightsync.boxes import Box, LocalBox
 from weightsync.errors import SourceError
-from weightsync.plan import Box, Held
+from weightsync.plan import Held
 
 Span = tuple[int, int]
 #: Kinds of placement that are understood, by name: the last is what FSDP2 makes of a dimension that TP has split.
@@ -31,49 +31,6 @@ class LocalShard:
     tensor: torch.Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
-
-
-class LocalBox(NamedTuple):
-    """A box of the whole, which lies at ``at`` in the local tensor."""
-
-    box: Box
-    at: tuple[int, ...]
-
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Its elements, a view."""
-        for dim, (start, size) in enumerate(zip(self.at, self.box.shape, strict=True)):
-            local = local.narrow(dim, start, size)
-        return local
-
-
-class Cut(NamedTuple):
-    """A view that is a box of the tensor it looks at: ``dims`` are that one's dimensions in the view's order, None for
-    one that the view has besides."""
-
-    box: Box
-    dims: tuple[int | None, ...]
-
-    def local(self, boxes: Sequence[LocalBox]) -> tuple[LocalBox, ...]:
-        """What of it lies in local boxes, as boxes of the tensor that is looked at."""
-        found = []
-        for (start, shape), at in boxes:
-            low = tuple(map(max, start, self.box.start))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, *self.box, strict=True))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                inner = Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
-                found.append(LocalBox(inner, tuple(a + b - c for a, b, c in zip(at, low, start, strict=True))))
-        return tuple(found)
-
-    def seen(self, box: Box) -> Box:
-        """A box of the tensor, as one of the view."""
-        start = tuple(0 if d is None else box.start[d] - self.box.start[d] for d in self.dims)
-        return Box(start, tuple(1 if d is None else box.shape[d] for d in self.dims))
-
-    def turned(self, part: torch.Tensor) -> torch.Tensor:
-        """The elements of such a box, with the view's dimensions."""
-        sizes = [1 if d is None else part.shape[d] for d in self.dims]
-        strides = [1 if d is None else part.stride(d) for d in self.dims]
-        return part.as_strided(sizes, strides, part.storage_offset())
 
 
 def is_dtensor(tensor: object) -> TypeGuard[Any]:
@@ -174,30 +131,6 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 
 def _offsets(spans: Sequence[Span]) -> list[int]:
     return list(itertools.accumulate((b - a for a, b in spans), initial=0))[:-1]
-
-
-def cut_of(shape: Sequence[int], view: Sequence[int], stride: Sequence[int], offset: int) -> Cut | None:
-    """The view of a contiguous tensor of ``shape`` as a `Cut`: its dimensions in any order, those of one element
-    dropped or added; None if it is anything else, as where dimensions were joined or split."""
-    if 0 in view:
-        return Cut(Box((0,) * len(shape), (0,) * len(shape)), (None,) * len(view))
-    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    start = []
-    for step in steps:
-        at, offset = divmod(offset, max(1, step))
-        start.append(at)
-    sizes, dims = [1] * len(shape), list[int | None]()
-    by_step = {step: d for d, (step, size) in enumerate(zip(steps, shape, strict=True)) if size > 1}
-    for size, step in zip(view, stride, strict=True):
-        if size == 1:
-            dims.append(None)
-            continue
-        dim = by_step.pop(step, None)
-        if dim is None or start[dim] + size > shape[dim]:
-            return None
-        sizes[dim] = size
-        dims.append(dim)
-    return None if offset else Cut(Box(tuple(start), tuple(sizes)), tuple(dims))
 
 
 def whole_tensor(held: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,9 +7,10 @@ from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from weightsync.boxes import whole
 from weightsync.errors import SourceError
 from weightsync.layout import DTYPES
-from weightsync.plan import Held, whole
+from weightsync.plan import Held
 from weightsync.sources.base import check_same, describe, finish, text
 from weightsync.sources.shards import whole_tensor
 from weightsync.wire import TensorSpec

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import secrets
@@ -19,7 +20,7 @@ import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.handles import NixlHandle
-from weightsync.layout import Layout
+from weightsync.parts import Parts
 
 #: Between two looks at what is under way, which is also what keeps it going.
 SPIN_S: Final = 0.0001
@@ -186,19 +187,23 @@ class Agent:
             self.nixl.remove_remote_agent(agent)
 
 
-def spans_of(layout: Layout, bucket_bytes: int, there: int, here: int) -> list[tuple[int, int, int]]:
-    """What `Transfers` moves of a stream whose buckets lie in so many slots there, and here."""
+Spans = Sequence[Sequence[tuple[int, int, int]]]
+"""Of every bucket, what is moved: (offset there, offset here, bytes)."""
+
+
+def spans_of(parts: Parts, bucket_bytes: int, there: int, here: int) -> Spans:
+    """What is kept of a stream whose buckets lie in so many slots there, and here."""
     return [
-        (k % there * bucket_bytes, k % here * bucket_bytes, min(bucket_bytes, layout.nbytes - k * bucket_bytes))
-        for k in range(layout.buckets(bucket_bytes))
+        [
+            (at + (number % there - number) * bucket_bytes, at + (number % here - number) * bucket_bytes, nbytes)
+            for at, nbytes in runs
+        ]
+        for number, runs in enumerate(parts.cut(bucket_bytes))
     ]
 
 
 class Transfers:
-    """Requests that move ``memory`` to or from another agent's memory, made once and posted for every push.
-
-    ``spans`` are (offset there, offset here, bytes) of each bucket.
-    """
+    """Requests that move spans of ``memory`` to or from another agent's memory, made once and posted for every push."""
 
     def __init__(
         self,
@@ -206,17 +211,19 @@ class Transfers:
         agent: Agent,
         remote: NixlHandle,
         memory: torch.Tensor,
-        spans: Sequence[tuple[int, int, int]],
+        spans: Spans,
     ):
         self._agent, self.remote = agent, remote
         self.memory = memory
         self._sides: list[Any] = []
-        #: One a bucket; none where the stream has no bytes, which makes one bucket too.
+        #: One a bucket; None for one of which nothing is moved.
         self._requests: list[Any] = []
-        spans = [span for span in spans if span[2]]
-        here = [(memory.data_ptr() + ours, nbytes, agent._device_id) for _, ours, nbytes in spans]
-        there = [(remote.address + theirs, nbytes, remote.device_id) for theirs, _, nbytes in spans]
-        if not spans:
+        every = [span for those in spans for span in those]
+        here = [(memory.data_ptr() + ours, nbytes, agent._device_id) for _, ours, nbytes in every]
+        there = [(remote.address + theirs, nbytes, remote.device_id) for theirs, _, nbytes in every]
+        ends = list(itertools.accumulate(map(len, spans)))
+        if not every:
+            self._requests = [None] * len(spans)
             return
         with translated(f"a {operation} with {remote.agent} could not be prepared"):
             self._sides = [
@@ -224,19 +231,23 @@ class Transfers:
                 agent.nixl.prep_xfer_dlist(remote.agent, there, remote.memory),
             ]
             ours_, theirs_ = self._sides
-            self._requests = [
-                agent.nixl.make_prepped_xfer(operation, ours_, [bucket], theirs_, [bucket])
-                for bucket in range(len(spans))
-            ]
+            for end, those in zip(ends, spans, strict=True):
+                at = list(range(end - len(those), end))
+                made = agent.nixl.make_prepped_xfer(operation, ours_, at, theirs_, at) if at else None
+                self._requests.append(made)
+
+    def moves(self, bucket: int) -> bool:
+        """Whether anything of a bucket is moved."""
+        return self._requests[bucket] is not None
 
     def post(self, bucket: int, notice: bytes) -> None:
         """Begin to move a bucket; ``notice`` reaches the other agent when that is done."""
-        if self._requests and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
+        if self.moves(bucket) and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND when posting")
 
     def done(self, bucket: int) -> bool:
         """Whether a bucket that was posted has been moved. Raises what NIXL raises."""
-        if not self._requests:
+        if not self.moves(bucket):
             return True
         state = self._agent.nixl.check_xfer_state(self._requests[bucket])
         if state == "ERR":

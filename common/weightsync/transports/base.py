@@ -8,7 +8,7 @@ else: it knows neither models nor engines. The trainer end is driven by `carrier
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from weightsync import wire
 from weightsync.errors import PushTimeout, WeightSyncError
 from weightsync.layout import Layout
+from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
 from weightsync.wire import UpdateRequest
 
@@ -61,7 +62,7 @@ Progress = Callable[[int], None]
 
 class Bucket(NamedTuple):
     """Part of the stream. ``data``, 1-D uint8, must not be read once the next bucket was asked for, unless it lies in
-    memory of the reader's; ``digests`` are those of the tensors that end in it."""
+    memory of the reader's; ``digests`` are of what the rank keeps of the tensors that end in it."""
 
     number: int
     data: torch.Tensor
@@ -101,7 +102,10 @@ class TrainerEnd(Protocol):
     def acquire(self, bucket: int) -> None:
         """Wait until the slot of this bucket may be written. Raises as `meet`."""
 
-    def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
+    def keeps(self) -> Iterable[Parts]:
+        """What the ranks that have come keep of the tensors."""
+
+    def announce(self, bucket: int, digests: Digests) -> None:
         """The bucket lies in its slot: let it travel. Raises as `meet`."""
 
     def finish(self) -> float:
@@ -144,8 +148,11 @@ class EngineEnd(Protocol):
     def check(self, request: UpdateRequest) -> None:
         """Raise `TransferFailed` at once for what must not be dialled."""
 
-    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
-        """Come for the bytes. ``over`` is set when the push is called off. Raises `TransferFailed` or `PushTimeout`."""
+    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
+        """Come for the bytes, at least for what is kept of them. ``over`` is set when the push is called off.
+
+        Raises `TransferFailed` or `PushTimeout`.
+        """
 
     def confirm(self, push: str, verify_s: float) -> None:
         """Tell the sender that the push is ready to be committed."""

@@ -5,7 +5,7 @@ Nobody copies anything out where the whole stream fits the arena: it is the stag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Event
 
 import torch
@@ -15,9 +15,11 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.frames import Offer
 from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
 from weightsync.layout import Layout
+from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
 from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
-from weightsync.transports.control import Call, EngineControl, Talk, TrainerControl
+from weightsync.transports.engine_control import Call, EngineControl
+from weightsync.transports.trainer_control import Talk, TrainerControl
 from weightsync.wire import UpdateRequest
 
 
@@ -42,7 +44,7 @@ class Trainer:
     ) -> None:
         """See `base.TrainerEnd`."""
         self._slots, self._last, self._stream = plan.slots, layout.buckets(plan.bucket_bytes) - 1, plan.stream
-        self._talk = Talk(self._control, plan.push, peers, deadline)
+        self._talk = Talk(self._control, plan.push, layout, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
 
         def offer(mapped: tuple[str, ...]) -> Offer:
@@ -61,7 +63,11 @@ class Trainer:
         """See `base.TrainerEnd`."""
         self._talking().all_taken(bucket - self._slots)
 
-    def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
+    def keeps(self) -> Iterable[Parts]:
+        """See `base.TrainerEnd`."""
+        return self._talking().keeps.values()
+
+    def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
         self._talking().announce(bucket, digests)
 
@@ -104,11 +110,12 @@ class Engine:
         """No route leads here."""
         raise UnsupportedOption(f"ipc_zmq has no use for {type(asked).__name__}")
 
-    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
+    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
         if request.address != self._control.address:
             self._arenas.clear()
-        call, offer = self._control.meet(request, rank, tuple(self._arenas), over)
+        layout = parts.layout
+        call, offer = self._control.meet(request, parts, rank, tuple(self._arenas), over)
         nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
         try:
             return Incoming(call, request, layout, self._map(offer, nbytes), offer.arena)

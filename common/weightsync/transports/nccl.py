@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import socket as sockets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from threading import Event
 from typing import Any, Final, NamedTuple
@@ -21,20 +21,14 @@ from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.frames import Filled, Offer
 from weightsync.layout import Layout
+from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena, device_uuid
 from weightsync.transports import groups
 from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
-from weightsync.transports.control import (
-    LOOK_UP_S,
-    Call,
-    EngineControl,
-    Talk,
-    TrainerControl,
-    host_of,
-    interface_of,
-    local_address,
-)
+from weightsync.transports.control import LOOK_UP_S, host_of, interface_of, local_address
+from weightsync.transports.engine_control import Call, EngineControl
 from weightsync.transports.groups import FAILED, JOINED, MADE, Group, Joining, all_there
+from weightsync.transports.trainer_control import Talk, TrainerControl
 from weightsync.wire import InitNcclGroup, UpdateRequest
 
 #: Broadcasts that a rank has posted and not yet seen the end of.
@@ -128,7 +122,8 @@ class Trainer:
         """See `base.TrainerEnd`."""
         assert self._group is not None, "introduced() comes first"
         name = self._group.name
-        self._push = _Push(self._group, Talk(self._control, plan.push, peers, deadline), arenas[0], plan, layout)
+        talk = Talk(self._control, plan.push, layout, peers, deadline)
+        self._push = _Push(self._group, talk, arenas[0], plan, layout)
         self._push.talk.meet(lambda _: Offer(push=plan.push, arena=name))
         if plan.stream:
             self._push.talk.all_prepared("the ranks to be ready")
@@ -141,7 +136,11 @@ class Trainer:
         """See `base.TrainerEnd`."""
         self._pushing().sent(bucket - self._pushing().plan.slots)
 
-    def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
+    def keeps(self) -> Iterable[Parts]:
+        """See `base.TrainerEnd`."""
+        return self._pushing().talk.keeps.values()
+
+    def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
         self._pushing().send(bucket, digests)
 
@@ -186,7 +185,7 @@ class _Push:
         self.works: list[Any] = []
         self._sent = -1
 
-    def send(self, bucket: int, digests: tuple[int, ...]) -> None:
+    def send(self, bucket: int, digests: Digests) -> None:
         size = self.plan.bucket_bytes
         self.talk.announce(bucket, digests)
         slot = (bucket % self.plan.slots) * size
@@ -247,17 +246,17 @@ class Engine:
         uuid = device_uuid(self._device)
         return wire.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
 
-    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> Incoming:
+    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
         joining = self._joining
         if joining is None:
             raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
         deadline = Deadline(request.timeout_s)
         group = joining.wait(deadline, over)
-        call, offer = self._control.meet(request, rank, (group.name,), over)
+        call, offer = self._control.meet(request, parts, rank, (group.name,), over)
         if offer.arena != group.name:
             raise TransferFailed(f"rank {rank} is in the group {group.name}, the push comes by {offer.arena}")
-        self._incoming = Incoming(call, request, layout, group, self._provide)
+        self._incoming = Incoming(call, request, parts.layout, group, self._provide)
         return self._incoming
 
     def _provide(self, nbytes: int) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ is plain TCP, on which a READ keeps both sides busy and takes three times as lon
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Event
 from typing import Any, Final
 
@@ -19,13 +19,16 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.frames import Offer, Taken
 from weightsync.handles import NixlHandle
 from weightsync.layout import Layout
+from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
 from weightsync.transports import base
 from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory, spans_of
 from weightsync.transports.base import Deadline, Introduction, Peer
-from weightsync.transports.control import EngineControl, Talk, TrainerControl, interface_of, local_address
+from weightsync.transports.control import interface_of, local_address
+from weightsync.transports.engine_control import EngineControl
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
 from weightsync.transports.nixl_writing import KEPT, Writer
+from weightsync.transports.trainer_control import Talk, TrainerControl
 from weightsync.wire import RegisterNixl, UpdateRequest
 
 #: How long a rank tries to connect before its first push.
@@ -47,7 +50,7 @@ class Trainer:
         self._talk: Talk | None = None
         self._plan: UpdateRequest | None = None
         self._writer = Writer(self._agent)
-        #: Of this push, the buckets that each rank has read, and the last before which none is missing.
+        #: Of this push, the buckets that each rank has read or needs not, and the last before which none is missing.
         self._ended: dict[Peer, set[int]] = {}
         self._read: dict[Peer, int] = {}
         self._last = 0
@@ -95,9 +98,9 @@ class Trainer:
             if arena.name not in self._registered:
                 self._registered[arena.name] = self._agent.register(arena.bytes)
         self._plan, self._last = plan, layout.buckets(plan.bucket_bytes) - 1
-        self._ended, self._read = {}, {}
+        self._read = {}
         self._writer.begin(plan, layout, arenas[0].bytes)
-        self._talk = Talk(self._control, plan.push, peers, deadline)
+        self._talk = Talk(self._control, plan.push, layout, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
         handle = self._agent.handle(arena.bytes)
 
@@ -105,6 +108,7 @@ class Trainer:
             return Offer(push=plan.push, arena=arena.name, handle=None if arena.name in mapped else handle, alive=alive)
 
         self._talk.meet(offer)
+        self._ended = {peer: parts.idle(plan.bucket_bytes) for peer, parts in self._talk.keeps.items()}
         if plan.stream:
             self._talk.all_prepared("the ranks to reach the arena")
 
@@ -133,7 +137,7 @@ class Trainer:
         for agent, notices in heard:
             for notice in notices:
                 self._noticed(agent, notice, plan.push, talk)
-        for peer, bucket in self._writer.arrived(talk.rooms, self._agents).items():
+        for peer, bucket in self._writer.arrived(talk.rooms, self._agents, talk.keeps).items():
             talk.taken(peer, bucket)
 
     def _noticed(self, agent: str, notice: bytes, push: str, talk: Talk) -> None:
@@ -142,9 +146,9 @@ class Trainer:
             message = frames.unpack_from_rank(notice)
         except msgspec.MsgspecError:
             return
-        if peer is not None and isinstance(message, Taken) and message.push == push:
+        ended = self._ended.get(peer) if peer is not None else None
+        if peer is not None and ended is not None and isinstance(message, Taken) and message.push == push:
             # READs that are under way together may end, and be told of, in any order.
-            ended = self._ended.setdefault(peer, set())
             ended.add(message.index)
             while self._read.get(peer, -1) + 1 in ended:
                 self._read[peer] = self._read.get(peer, -1) + 1
@@ -156,7 +160,11 @@ class Trainer:
         self._look()
         self._taken(bucket - self._plan.slots)
 
-    def announce(self, bucket: int, digests: tuple[int, ...]) -> None:
+    def keeps(self) -> Iterable[Parts]:
+        """See `base.TrainerEnd`."""
+        return self._talking().keeps.values()
+
+    def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
         self._talking().announce(bucket, digests)
         self._writer.filled(bucket)
@@ -211,8 +219,8 @@ class Engine:
         self._warming: WarmUp | None = None
         #: The sender's arenas by name.
         self._arenas: dict[str, NixlHandle] = {}
-        #: READs by arena, place and size of the stage, the latest last.
-        self._reads: dict[tuple[str, int, int, int], Transfers] = {}
+        #: READs by arena, place and size of the stage, size of the buckets and what is kept, the latest last.
+        self._reads: dict[tuple[str, int, int, int, str], Transfers] = {}
         #: What is registered, and the memory itself, by place and size.
         self._registered: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._own: list[torch.Tensor] = []
@@ -236,13 +244,14 @@ class Engine:
             rank=rank, device=str(self._device), interface=interface, agent=agent.name, metadata=agent.metadata(),
         )  # fmt: skip
 
-    def meet(self, request: UpdateRequest, layout: Layout, rank: int, over: Event) -> base.Incoming:
+    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> base.Incoming:
         """See `base.EngineEnd`."""
         if self._agent is None or not self._trainer:
             raise TransferFailed(f"rank {rank} knows no NIXL agent: register_nixl comes before update_weights_via_nixl")
-        call, offer = self._control.meet(request, rank, tuple(self._arenas), over)
+        layout = parts.layout
+        call, offer = self._control.meet(request, parts, rank, tuple(self._arenas), over)
         if self._written:
-            return Written(self, call, request, layout, offer.arena, rank)
+            return Written(self, call, request, parts, offer.arena, rank)
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]
             self._release({key for key in self._reads if key[0] == name})
@@ -256,21 +265,21 @@ class Engine:
             raise TransferFailed(f"the arena {offer.arena} was never offered here; push again")
         if remote.nbytes < min(layout.nbytes, request.slots * request.bucket_bytes):
             raise TransferFailed(f"the arena holds {remote.nbytes} bytes, its buckets take more")
-        return Reading(self, call, request, layout, offer.arena, rank)
+        return Reading(self, call, request, parts, offer.arena, rank)
 
-    def reads(self, arena: str, request: UpdateRequest, layout: Layout, stage: torch.Tensor | None) -> Transfers:
+    def reads(self, arena: str, request: UpdateRequest, parts: Parts, stage: torch.Tensor | None) -> Transfers:
         """The requests that fill ``stage``, or this end's own two buckets, made where they are not there yet."""
         assert self._agent is not None
         self._moving = True
-        size, slots = request.bucket_bytes, request.slots
+        size, slots, layout = request.bucket_bytes, request.slots, parts.layout
         memory = self.memory(request, stage)
-        key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size)
+        key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size, parts.name)
         found = self._reads.pop(key, None)
         if found is None:
             self._release(set(list(self._reads)[: max(0, len(self._reads) - KEPT + 1)]))
             self._register(memory)
             here = IN_FLIGHT if stage is None else layout.buckets(size)
-            spans = spans_of(layout, size, slots, here)
+            spans = spans_of(parts, size, slots, here)
             found = Transfers("READ", self._agent, self._arenas[arena], memory, spans)
         self._reads[key] = found
         return found
@@ -310,7 +319,7 @@ class Engine:
         if place not in self._registered and memory.numel():
             self._registered[place] = self._agent.register(memory), memory
 
-    def _release(self, keys: set[tuple[str, int, int, int]]) -> None:
+    def _release(self, keys: set[tuple[str, int, int, int, str]]) -> None:
         for key in keys:
             self._reads.pop(key).release()
         used = {(reads.memory.data_ptr(), reads.memory.numel()) for reads in self._reads.values()}

@@ -12,10 +12,11 @@ import torch
 from weightsync import frames
 from weightsync.frames import Filled, Room, Taken
 from weightsync.handles import NixlHandle
-from weightsync.layout import Layout
+from weightsync.parts import Parts
 from weightsync.transports.agents import SPIN_S, Transfers, translated
 from weightsync.transports.base import Bucket
-from weightsync.transports.control import LOOK_UP_S, Call
+from weightsync.transports.control import LOOK_UP_S
+from weightsync.transports.engine_control import Call
 from weightsync.wire import UpdateRequest
 
 #: Buckets that were posted and whose end was not seen yet: enough to hide the way of one message.
@@ -25,8 +26,8 @@ IN_FLIGHT: Final = 2
 class End(Protocol):
     """What a rank's end, `nixl.Engine`, offers a push."""
 
-    def reads(self, arena: str, request: UpdateRequest, layout: Layout, stage: torch.Tensor | None) -> Transfers:
-        """READs of every bucket."""
+    def reads(self, arena: str, request: UpdateRequest, parts: Parts, stage: torch.Tensor | None) -> Transfers:
+        """READs of what is kept of every bucket."""
 
     def memory(self, request: UpdateRequest, stage: torch.Tensor | None) -> torch.Tensor:
         """Where buckets are brought."""
@@ -46,8 +47,9 @@ class _Push:
 
     whole: torch.Tensor | None = None
 
-    def __init__(self, end: End, call: Call, request: UpdateRequest, layout: Layout, arena: str, rank: int):
-        self._end, self._call, self._request, self._layout, self._rank = end, call, request, layout, rank
+    def __init__(self, end: End, call: Call, request: UpdateRequest, parts: Parts, arena: str, rank: int):
+        self._end, self._call, self._request, self._parts, self._rank = end, call, request, parts, rank
+        self._layout = parts.layout
         self.arena = arena
         self._announced: list[Filled] = []
 
@@ -76,7 +78,7 @@ class Reading(_Push):
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
-        reads = self._end.reads(self.arena, self._request, self._layout, stage)
+        reads = self._end.reads(self.arena, self._request, self._parts, stage)
         # Without a stage the other buffer is still being looked at.
         ahead = IN_FLIGHT if stage is not None else 1
         posted = 0
@@ -88,7 +90,7 @@ class Reading(_Push):
                         reads.post(posted, frames.pack(Taken(push=self._request.push, index=posted)))
                     posted += 1
                 self._listen(0.0 if posted > number else LOOK_UP_S)
-            if not self._nbytes(number):
+            if not reads.moves(number):
                 self._call.taken(number)  # nothing was read, so NIXL has notified nobody
             yield self._bucket(number, reads.memory, count if stage is not None else IN_FLIGHT)
 
@@ -115,9 +117,9 @@ class Written(_Push):
         count = self._layout.buckets(self._request.bucket_bytes)
         memory, slots = self._end.memory(self._request, stage), count if stage is not None else IN_FLIGHT
         self._call.say(Room(self._request.push, slots, slots, self._end.opened(memory)))
-        here: set[int] = set()
+        here = self._parts.idle(self._request.bucket_bytes)
         for number in range(count):
-            while number >= len(self._announced) or not (number in here or self._nbytes(number) == 0):
+            while number >= len(self._announced) or number not in here:
                 self._call.check(f"bucket {number} to be written by the trainer")
                 here.update(self._arrived())
                 self._listen(0.0)

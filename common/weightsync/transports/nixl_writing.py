@@ -15,6 +15,7 @@ from weightsync import frames
 from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.frames import Room, Taken
 from weightsync.layout import Layout
+from weightsync.parts import Parts
 from weightsync.transports.agents import SPIN_S, Agent, Transfers, spans_of, translated
 from weightsync.transports.base import Peer
 from weightsync.transports.nixl_incoming import IN_FLIGHT
@@ -62,15 +63,18 @@ class Writer:
         """A bucket, and all before it, may be written."""
         self._filled = bucket + 1
 
-    def arrived(self, rooms: Mapping[Peer, Room], agents: Mapping[str, Peer]) -> dict[Peer, int]:
+    def arrived(
+        self, rooms: Mapping[Peer, Room], agents: Mapping[str, Peer], keeps: Mapping[Peer, Parts]
+    ) -> dict[Peer, int]:
         """The last bucket that each rank has, of those that ask to be written to; -1 for none.
 
-        ``agents`` are the ranks' own. Raises `TransferFailed` for what went wrong on the way, by name.
+        ``agents`` are the ranks' own, ``keeps`` is what each keeps.
+        Raises `TransferFailed` for what went wrong on the way, by name.
         """
         for peer, room in rooms.items():
             lane = self._lanes.get(peer)
             if lane is None:
-                self._lanes = {**self._lanes, peer: self._lane(peer, room, agents)}
+                self._lanes = {**self._lanes, peer: self._lane(peer, room, agents, keeps[peer])}
             else:
                 lane.upto = room.upto
         if self._lanes and self._thread is None:
@@ -106,7 +110,7 @@ class Writer:
                 self.heard.put(heard)
         return busy
 
-    def _lane(self, peer: Peer, room: Room, agents: Mapping[str, Peer]) -> _Lane:
+    def _lane(self, peer: Peer, room: Room, agents: Mapping[str, Peer], parts: Parts) -> _Lane:
         """The way into the memory that a rank has offered, prepared where it is not yet."""
         assert self._plan is not None
         handle, layout, size, slots = room.handle, self._layout, self._plan.bucket_bytes, self._plan.slots
@@ -114,14 +118,14 @@ class Writer:
             raise TransferFailed(f"{peer} offers memory of an agent that is not its own; push again")
         if handle.nbytes < min(layout.nbytes, room.slots * size):
             raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, its buckets take more")
-        place = (handle, self._arena.data_ptr(), layout.nbytes, size, slots, room.slots)
+        place = (handle, self._arena.data_ptr(), layout.nbytes, size, slots, room.slots, parts.name)
         found = self._writes.pop((handle.agent, place), None)
         if found is None:
             older = [key for key in self._writes if key[0] == handle.agent]
             for key in older[: max(0, len(older) - KEPT + 1)]:
                 self._writes.pop(key).release()
             self._agent.know(handle.agent, handle.metadata, str(peer))
-            spans = spans_of(layout, size, room.slots, slots)
+            spans = spans_of(parts, size, room.slots, slots)
             found = Transfers("WRITE", self._agent, handle, self._arena, spans)
         self._writes[handle.agent, place] = found
         return _Lane(found, room.upto)

@@ -9,33 +9,40 @@ from typing import NamedTuple
 import torch
 
 from weightsync import digest, staging
+from weightsync.boxes import Box, narrowed
 from weightsync.digest import Hasher
 from weightsync.errors import SourceError
 from weightsync.layout import Entry, Layout
+from weightsync.parts import Demand, Digests, Found
 
 
 class Packed(NamedTuple):
     """A bucket that is full: its number, the digests of the tensors that end in it, the bytes packed so far."""
 
     number: int
-    digests: tuple[int, ...]
+    digests: Digests
     nbytes: int
+
+
+_Hashing = dict[tuple[int, Box | None], Hasher]
+"""What has been hashed, by tensor and part."""
 
 
 class Packer:
     """Packs one stream into ``arena``, a 1-D uint8 tensor of ``slots`` buckets that are filled in turn.
 
-    What is hashed is the trainer's own tensor where its bytes lie in one piece, so that a fault in packing shows too.
-    Without ``copies`` the arena is the tensors' own memory.
+    What is hashed, for ``demand``, is the trainer's own tensor where that is possible, so that a fault in packing shows
+    too. Without ``copies`` the arena is the tensors' own memory.
     Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
     """
 
     def __init__(
-        self, layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str, *, copies: bool = True
-    ):
+        self, layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str, demand: Demand, *,
+        copies: bool = True,
+    ):  # fmt: skip
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
         self._copies = copies
-        self._hash = digest.ALGORITHMS[algorithm] if algorithm else None
+        self._algorithm, self._demand = algorithm, demand
         self.gather_s = self.digest_s = 0.0
 
     @torch.no_grad()
@@ -44,7 +51,7 @@ class Packer:
 
         Raises `SourceError` by name for a tensor that is not what the layout says.
         """
-        bucket, size, ended = -1, self._bucket_bytes, list[Hasher]()
+        bucket, size, ended = -1, self._bucket_bytes, _Hashing()
         for entry, tensor in zip(self._layout.entries, tensors, strict=True):
             if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != entry.dtype:
                 raise SourceError(
@@ -52,7 +59,8 @@ class Packer:
                     f"{tensor.dtype} {tuple(tensor.shape)}"
                 )
             raw = self._raw(entry, tensor)
-            hasher = self._hash() if self._hash and entry.nbytes else None
+            boxes = self._demand.boxes(entry.number) if self._algorithm and entry.nbytes else set()
+            hasher = digest.ALGORITHMS[self._algorithm]() if None in boxes else None
             done = 0
             while done < entry.nbytes:
                 wanted = (entry.offset + done) // size
@@ -63,7 +71,9 @@ class Packer:
                     acquire(bucket)
                 done += self._copy(entry, tensor, raw, done, hasher)
             if hasher is not None:
-                ended.append(hasher)
+                ended[entry.number, None] = hasher
+            if boxes - {None}:
+                ended |= self._parts(entry, tensor, boxes)
         if bucket < 0:
             acquire(0)
         yield self._full(max(bucket, 0), ended)
@@ -104,12 +114,37 @@ class Packer:
         self.gather_s += time.perf_counter() - start - hashing_s
         return nbytes
 
-    def _full(self, bucket: int, ended: list[Hasher]) -> Packed:
-        digests: tuple[int, ...] = ()
+    def _parts(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
+        """Hash parts of a tensor."""
+        mark = time.perf_counter()
+        plain = tensor.resolve_neg()
+        found: _Hashing = {
+            (entry.number, box): digest.hashed(self._algorithm, narrowed(plain, *box))
+            for box in boxes
+            if box is not None
+        }
+        self.digest_s += time.perf_counter() - mark
+        return found
+
+    def _full(self, bucket: int, ended: _Hashing) -> Packed:
+        digests: Digests = {}
         if ended:
             mark = time.perf_counter()
-            digests = tuple(hasher.value() for hasher in ended)
+            numbers = dict.fromkeys(number for number, _ in ended)
+            digests = self._demand.digests(numbers, {which: hasher.value() for which, hasher in ended.items()})
             ended.clear()
             self.digest_s += time.perf_counter() - mark
         staging.synchronize(self._arena.device)
         return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))
+
+
+@torch.no_grad()
+def hash_stream(layout: Layout, stream: torch.Tensor, algorithm: str, demand: Demand) -> Found:
+    """Hash what ``demand`` asks for, of a stream that was packed before."""
+    return {
+        (entry.number, box): digest.hashed(algorithm, tensor if box is None else narrowed(tensor, *box)).value()
+        for entry in layout.entries
+        if entry.nbytes
+        for tensor in [entry.view(stream)]
+        for box in demand.boxes(entry.number)
+    }

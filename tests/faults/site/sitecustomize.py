@@ -143,12 +143,12 @@ def arm_post_load(sink):
             return original(*args, **kwargs)
 
 
-def control(module):
+def engine_control(module):
     @around(module.EngineControl, "meet")
-    def meet(original, self, request, rank, mapped, over):
+    def meet(original, self, request, parts, rank, mapped, over):
         self.fault_rank = rank
         at("rank meets", rank=rank)
-        call, offer = original(self, request, rank, mapped, over)
+        call, offer = original(self, request, parts, rank, mapped, over)
         call.fault_rank = rank
         if at("rank met", rank=rank) == "cut":
             self._sockets[0].disconnect(request.address)
@@ -160,6 +160,8 @@ def control(module):
         if action != "drop":
             original(self, push, verify_s)
 
+
+def trainer_control(module):
     @around(module.Talk, "_send")
     def send(original, self, peer, message):
         kind = type(message).__name__
@@ -176,22 +178,27 @@ def control(module):
             original(self, peer, message)
 
 
-def incoming(module):
-    @around(module.Incoming, "buckets")
-    def buckets(original, self, stage):
-        for bucket in original(self, stage):
-            action = at("rank takes", bucket=bucket.number, rank=self._call.fault_rank)
-            if action == "flip":
-                bucket.data[bucket.data.numel() // 2] ^= 1
-            if action == "cut":
-                self._call._socket.disconnect(self._request.address)
-            yield bucket
+def incoming(*names):
+    def patch(module):
+        for name in names:
+
+            @around(getattr(module, name), "buckets")
+            def buckets(original, self, stage):
+                for bucket in original(self, stage):
+                    action = at("rank takes", bucket=bucket.number, rank=self._call.fault_rank)
+                    if action == "flip":
+                        bucket.data[bucket.data.numel() // 2] ^= 1
+                    if action == "cut":
+                        self._call._socket.disconnect(self._request.address)
+                    yield bucket
+
+    return patch
 
 
 def carrier(module):
     @around(module, "Packer")
-    def packer(original, *args):
-        made = original(*args)
+    def packer(original, *args, **kwargs):
+        made = original(*args, **kwargs)
         fill = made.fill
 
         def faulty(tensors, acquire):
@@ -246,10 +253,11 @@ def replica(module):
 PATCHES = {
     "weightsync.receiver": receiver,
     "weightsync.load_plan": load_plan,
-    "weightsync.transports.control": control,
-    "weightsync.transports.ipc_zmq": incoming,
-    "weightsync.transports.nccl": incoming,
-    "weightsync.transports.nixl": incoming,
+    "weightsync.transports.engine_control": engine_control,
+    "weightsync.transports.trainer_control": trainer_control,
+    "weightsync.transports.ipc_zmq": incoming("Incoming"),
+    "weightsync.transports.nccl": incoming("Incoming"),
+    "weightsync.transports.nixl_incoming": incoming("Reading", "Written"),
     "weightsync.carrier": carrier,
     "weightsync.client": client,
     "weightsync.replica": replica,

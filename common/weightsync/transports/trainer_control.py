@@ -1,0 +1,225 @@
+"""The trainer's side of the conversation of a push, see `control`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+import weakref
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from weightsync import frames, security
+from weightsync.boxes import Box
+from weightsync.errors import TransferFailed
+from weightsync.frames import Explain, Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken
+from weightsync.layout import Layout
+from weightsync.parts import Digests, Parts
+from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.control import (
+    LOOK_UP_S,
+    SILENCE_S,
+    Socket,
+    beat,
+    close,
+    host_of,
+    limit,
+    local_address,
+    named,
+)
+from weightsync.wire import UpdateRequest
+
+
+class TrainerControl:
+    """The trainer's side; lives as long as its transport's trainer end. ``remote`` engines are on other hosts."""
+
+    def __init__(self, *, remote: bool):
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self.socket: Socket = self._context.socket(zmq.ROUTER)
+        limit(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._remote = remote
+        #: One for each of this host's addresses that engines see.
+        self._addresses: dict[str, str] = {}
+        self._server_key = directory = ""
+        if remote:
+            public, private = zmq.curve_keypair()
+            self.socket.curve_server, self.socket.curve_secretkey = True, private
+            beat(self.socket)
+            self._server_key = public.decode()
+        else:
+            directory = str(security.private_directory())
+            self._addresses[""] = f"ipc://{directory}/{security.SOCKET_NAME}"
+            self.socket.bind(self._addresses[""])
+        self._push = ""
+        self._secrets: dict[str, str] = {}
+        #: What ranks keep, by name, as far as they have said: those of the last push, and of the one before.
+        self.kept: dict[str, Parts] = {}
+        self.close = weakref.finalize(self, _close_trainer, self._context, self.socket, directory, os.getpid())
+
+    def address(self, engine: str) -> str:
+        """Where the ranks of the engine at this URL find the trainer."""
+        here = local_address(host_of(engine)) if self._remote else ""
+        if here not in self._addresses:
+            shown = f"[{here}]" if ":" in here else here
+            self.socket.setsockopt(zmq.IPV6, int(":" in here))
+            self.socket.bind(f"tcp://{shown}:*")
+            self._addresses[here] = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._addresses[here]
+
+    def invite(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
+        """The message that makes an engine's ranks come: ``plan`` with this socket's address and a secret."""
+        if plan.push != self._push:
+            self._push, self._secrets = plan.push, {}  # those of a push that was refused before it began
+        secret = secrets.token_urlsafe(24)
+        self._secrets[secret] = engine
+        return msgspec.structs.replace(plan, address=self.address(engine), secret=secret, server_key=self._server_key)
+
+    def who(self, secret: str) -> str:
+        """The engine that was sent this secret; empty if none was."""
+        return self._secrets.get(secret, "")
+
+
+def _close_trainer(context: zmq.Context[Socket], socket: Socket, directory: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child, of a data loader say, that forgets what is its parent's
+    close(context, [socket])
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Talk:
+    """One push, as the trainer speaks of it with ``peers``."""
+
+    def __init__(self, control: TrainerControl, push: str, layout: Layout, peers: set[Peer], deadline: Deadline):
+        self._control, self._push, self.peers, self.deadline = control, push, peers, deadline
+        self._all, self._known, control.kept = Parts(layout, {}), control.kept, {}
+        #: What each rank that has come keeps.
+        self.keeps: dict[Peer, Parts] = {}
+        self._identity: dict[Peer, bytes] = {}
+        self._peer: dict[bytes, Peer] = {}
+        self._mapped: dict[Peer, tuple[str, ...]] = {}
+        self._taken = dict.fromkeys(peers, -1)
+        self._prepared: dict[Peer, float] = {}
+        #: The ranks that are to be written to, and where.
+        self.rooms: dict[Peer, Room] = {}
+
+    def meet(self, offer: Callable[[tuple[str, ...]], Offer]) -> None:
+        """Wait until every rank has said hello, then tell each where the bytes are; ``offer`` is given what it has."""
+        self.wait(lambda: self.peers - self._identity.keys(), "the ranks to come for the bytes")
+        for peer in self._identity:
+            self._send(peer, offer(self._mapped[peer]))
+
+    def announce(self, index: int, digests: Digests) -> None:
+        """Tell every rank that a bucket is full."""
+        self.deadline.check(f"bucket {index} to be packed")
+        for peer in self.peers:
+            those = digests.get(self.keeps[peer].name, ())
+            self._send(peer, Filled(push=self._push, index=index, digests=those))
+
+    def taken(self, peer: Peer, index: int) -> None:
+        """A rank needs a bucket no more."""
+        if peer in self._taken:
+            self._taken[peer] = max(self._taken[peer], index)
+
+    def all_taken(self, index: int) -> None:
+        """Wait until every rank has taken a bucket."""
+        if index >= 0:
+            self.wait(lambda: self.without(index), f"bucket {index} to be taken")
+
+    def all_prepared(self, what: str) -> float:
+        """Wait until every rank has said so; the longest that one took to verify, in seconds."""
+        self.wait(self.unprepared, what)
+        return max(self._prepared.values(), default=0.0)
+
+    def unprepared(self) -> set[Peer]:
+        """The ranks that have not said that they hold everything."""
+        return self.peers - self._prepared.keys()
+
+    def without(self, index: int) -> set[Peer]:
+        """The ranks that have not taken a bucket."""
+        return {peer for peer in self.peers if self._taken[peer] < index}
+
+    def call_off(self, error: BaseException) -> set[Peer]:
+        """Tell the ranks that are listening that no more will come; returns those that are gone."""
+        gone = set()
+        message = str(error) or type(error).__name__
+        for peer in self._identity:
+            try:
+                self._send(peer, Failed(push=self._push, error="TransferFailed", message=f"called off: {message}"))
+            except TransferFailed:  # that rank is gone, which may be the very reason
+                gone.add(peer)
+        return gone
+
+    def _send(self, peer: Peer, message: frames.FromSender) -> None:
+        try:
+            self._control.socket.send_multipart([self._identity[peer], frames.pack(message)], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            raise TransferFailed(f"{peer} is gone: {error}") from error
+
+    def wait(self, missing: Callable[[], set[Peer]], what: str, look_up_s: float = LOOK_UP_S) -> None:
+        """Handle messages until ``missing()``, asked at least every ``look_up_s``, is empty."""
+        looked = time.monotonic()
+        while absent := missing():
+            if time.monotonic() - looked > SILENCE_S:
+                looked = time.monotonic()
+                for peer in absent & self._identity.keys():
+                    self._send(peer, Still(push=self._push))
+            # Also where others keep us busy with messages of no meaning.
+            self.deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
+            # Not longer at once: somebody else may find out that waiting is in vain.
+            look_ms = int(min(self.deadline.left(), look_up_s) * 1000)
+            if not self._control.socket.poll(look_ms):
+                if not look_ms:
+                    time.sleep(look_up_s)
+                continue
+            identity, frame = self._control.socket.recv_multipart(zmq.DONTWAIT)[:2]
+            with contextlib.suppress(msgspec.MsgspecError):  # not a peer; a peer's silence is caught by the deadline
+                self._handle(identity, frames.unpack_from_rank(frame))
+
+    def _handle(self, identity: bytes, message: frames.FromRank) -> None:
+        if message.push != self._push:
+            return  # left over from a push that was called off
+        if isinstance(message, Hello):
+            peer = Peer(self._control.who(message.secret), message.rank)
+            if peer in self.peers and peer not in self._identity and self._explained(identity, peer, message):
+                self._identity[peer] = identity
+                self._peer[identity] = peer
+                self._mapped[peer] = message.mapped
+            return
+        sender = self._peer.get(identity)
+        if sender is None:
+            return
+        if isinstance(message, Taken):
+            self.taken(sender, message.index)
+        elif isinstance(message, Prepared):
+            self._prepared[sender] = message.verify_s
+        elif isinstance(message, Room):
+            known = self.rooms.get(sender)
+            handle = known.handle if known is not None and message.handle is None else message.handle
+            self.rooms[sender] = msgspec.structs.replace(message, handle=handle)
+        else:
+            raise named(message, str(sender))
+
+    def _explained(self, identity: bytes, peer: Peer, hello: Hello) -> bool:
+        """Whether what a rank keeps is known; it is asked where it is not."""
+        parts = self._control.kept.get(hello.keeps) or self._known.get(hello.keeps)
+        if not hello.keeps:
+            parts = self._all
+        elif hello.parts is not None:
+            try:
+                boxes = {number: Box(*box) for number, box in hello.parts}
+                parts = Parts(self._all.layout, boxes)
+            except ValueError as error:
+                raise TransferFailed(f"{peer} keeps what was not sent: {error}") from error
+        layout = self._all.layout
+        if parts is None or (parts.layout is not layout and parts.layout.name != layout.name):
+            with contextlib.suppress(zmq.ZMQError):  # it is gone, which the deadline tells
+                self._control.socket.send_multipart([identity, frames.pack(Explain(self._push))], zmq.DONTWAIT)
+            return False
+        self.keeps[peer] = self._control.kept[parts.name] = parts
+        return True

@@ -1,0 +1,142 @@
+"""A trainer and the engine ends of two engines, for any transport, and what is sent between them."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tests.helpers import plan_of
+from weightsync import wire
+from weightsync.carrier import Carrier
+from weightsync.layout import Layout, spec_of
+from weightsync.parts import Parts
+from weightsync.stage import Stages
+from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.registry import ENGINE_ENDS
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
+A, B = "http://127.0.0.1:8001", "http://localhost:8002"
+
+
+class Rig:
+    """A trainer's carrier, the engine ends of two engines with two ranks and one, and a push from end to end."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.carrier = Carrier(CPU)
+        self.peers = {peer: ENGINE_ENDS[transport](CPU) for peer in (Peer(A, 0), Peer(A, 1), Peer(B, 0))}
+        self.cancelled = threading.Event()
+        self.threads = ThreadPoolExecutor(len(self.peers))
+        self.stages = {}
+        self.pushes = 0
+        self.instances = {A: "a", B: "b"}
+
+    def hellos(self):
+        """What the engines said when they were opened, as far as transports care."""
+        return {
+            url: (self.transport, hello(url, self.instances[url], sum(peer.engine == url for peer in self.peers)))
+            for url in {peer.engine: None for peer in self.peers}
+        }
+
+    def join(self, asked):
+        """Every rank of the engines that are told something gets ready."""
+        return {
+            url: wire.JoinReply(
+                tuple(end.join(message, peer.rank) for peer, end in self.peers.items() if peer.engine == url),
+                self.instances[url],
+            )
+            for url, message in asked.items()
+        }
+
+    def push(
+        self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False, keeps=None
+    ):
+        """Send; what each rank received, as tensors, before anything else can be sent.
+
+        ``keeps`` are the boxes that a rank keeps by tensor, of ranks that do not keep all.
+        """
+        self.pushes += 1
+        layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
+        plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, slots=slots, stream=stream)
+        deadline, jobs = Deadline(timeout_s), {}
+        self.carrier.provide(plan)
+        try:
+            self.carrier.introduce(self.hellos(), self.join, deadline)
+            requests = {url: self.carrier.request(url, self.transport) for url in self.hellos()}
+            jobs = {
+                peer: self.threads.submit(
+                    self._receive, end, requests[peer.engine], Parts(layout, (keeps or {}).get(peer, {})), peer.rank
+                )
+                for peer, end in self.peers.items()
+                if peer not in absent
+            }
+            self.carrier.meet({self.transport: set(self.peers)}, deadline)
+            self.carrier.send(iter(tensors), None)
+        except BaseException as error:
+            self.carrier.call_off(error)
+            self.carrier.close()  # as a sender does
+            raise
+        finally:
+            self.outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
+        received = {peer: job.result() for peer, job in jobs.items()}
+        if stream:
+            return received
+        return {peer: [entry.view(stage) for entry in layout.entries] for peer, stage in received.items()}
+
+    def _receive(self, end, request, parts, rank):
+        stages = self.stages.setdefault(end, Stages(rank, CPU))
+        try:
+            incoming = end.meet(request, parts, rank, self.cancelled)
+            if request.stream:
+                end.confirm(request.push, 0.0)
+                return [tensor.clone() for _, tensor in stages.stream(incoming, request, parts.layout)]
+            staged, verify_s = stages.fill(incoming, request, parts, None)
+        except Exception as error:
+            end.fail(request.push, error)
+            raise
+        end.confirm(request.push, verify_s)
+        return staged.data
+
+    def close(self):
+        self.cancelled.set()
+        self.threads.shutdown()
+        for end in (self.carrier, *self.peers.values()):
+            end.close()
+            end.close()
+
+
+def hello(url, instance, ranks):
+    """Of an engine on the CPU."""
+    infos = tuple(wire.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
+    return wire.OpenReply(
+        protocol=wire.PROTOCOL, engine="test", engine_version="", package_version="", host="", model="", version="",
+        ranks=infos, instance=instance,
+    )  # fmt: skip
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def random_tensors(seed=0):
+    """Every dtype, odd shapes, scalars, nothing at all, and views that are not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=generator)
+    shapes = [(), (1,), (0,), (3, 0, 2), (7,), (511,), (33, 17), (5, 3, 2), (128, 64)]
+    tensors = []
+    for dtype in DTYPES:
+        for shape in shapes:
+            size = torch.Size(shape).numel()
+            tensors.append(raw[: size * dtype.itemsize].view(dtype).view(shape).clone())
+            raw = raw.roll(1)
+    dense = torch.arange(64 * 96, dtype=torch.float32).view(64, 96)
+    return [*tensors, dense.t(), dense[::2, 1:50], dense.view(4, 16, 96)[:, 3:7]]
+
+
+def assert_equal(received, sent):
+    for tensors in received.values():
+        for got, want in zip(tensors, sent, strict=True):
+            assert got.shape == want.shape
+            assert torch.equal(bits(got), bits(want))

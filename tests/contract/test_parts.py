@@ -1,0 +1,73 @@
+"""Ranks that keep parts of the tensors: they get, and check, those alone."""
+
+import pytest
+import torch
+
+from tests.contract.rig import A, B, assert_equal, bits, random_tensors
+from weightsync.boxes import Box, narrowed
+from weightsync.errors import DigestMismatch
+from weightsync.stage import _Check
+from weightsync.transports.base import Peer
+
+
+def parts_of(tensors, rank, ranks):
+    """Of every tensor that has rows a share, of every third that has columns too one of those, of some nothing."""
+    boxes = {}
+    for number, tensor in enumerate(tensors):
+        shape, dim = tuple(tensor.shape), int(number % 3 == 0 and tensor.ndim > 1)
+        if tensor.ndim and shape[dim] >= ranks:
+            share = shape[dim] // ranks
+            start = tuple(rank * share if at == dim else 0 for at in range(tensor.ndim))
+            boxes[number] = Box(start, tuple(share if at == dim else size for at, size in enumerate(shape)))
+        if number % 5 == rank:
+            boxes[number] = Box((0,) * len(shape), (0,) * len(shape)) if shape else Box((), ())
+    return boxes
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 65536])
+@pytest.mark.parametrize("slots", [2, 1 << 10])
+def test_a_rank_that_keeps_parts_gets_those_and_checks_them(rig, bucket_bytes, slots):
+    tensors = [*random_tensors(), torch.randn(64, 4096), torch.randn(8, 4, 2048)]
+    keeps = {Peer(A, rank): parts_of(tensors, rank, 2) for rank in range(2)}
+    for push in range(3):
+        for tensor in tensors:
+            if push and tensor.is_contiguous() and tensor.numel():
+                bits(tensor).add_(1)
+        received = rig.push(tensors, bucket_bytes, slots=slots, keeps=keeps)
+        assert_equal({Peer(B, 0): received[Peer(B, 0)]}, tensors)
+        for peer, boxes in keeps.items():
+            for number, (got, want) in enumerate(zip(received[peer], tensors, strict=True)):
+                start, shape = boxes.get(number, ((0,) * want.ndim, tuple(want.shape)))
+                assert torch.equal(bits(narrowed(got, start, shape)), bits(narrowed(want, start, shape)))
+
+
+def test_what_a_rank_keeps_of_another_manifest_is_asked_for_again(rig):
+    for rows in (64, 32, 64, 64):
+        tensors = [torch.randn(rows, 2048), torch.randn(7)]
+        keeps = {Peer(A, 0): {0: Box((0, 0), (rows // 2, 2048))}}
+        received = rig.push(tensors, 65536, keeps=keeps)
+        assert_equal({Peer(B, 0): received[Peer(B, 0)]}, tensors)
+        assert torch.equal(received[Peer(A, 0)][0][: rows // 2], tensors[0][: rows // 2])
+
+
+def test_a_fault_in_a_part_that_is_kept_is_found_and_one_beside_it_is_nobodys(rig, monkeypatch):
+    tensors = [torch.zeros(64, 4096)]
+    keeps = {peer: {0: Box((32, 0), (32, 4096))} for peer in rig.peers}
+    compare = _Check.compare
+
+    def flipped(at):
+        def compared(self, bucket, ended):
+            for entry, raw in ended:
+                raw[at] ^= 1
+                try:
+                    compare(self, bucket, [(entry, raw)])
+                finally:
+                    raw[at] ^= 1  # it may be the trainer's memory
+
+        return compared
+
+    monkeypatch.setattr(_Check, "compare", flipped(100))
+    rig.push(tensors, 1 << 21, keeps=keeps)
+    monkeypatch.setattr(_Check, "compare", flipped(40 * 4096 * 4))
+    with pytest.raises(DigestMismatch, match="t0 in bucket 0 is not what the trainer held"):
+        rig.push(tensors, 1 << 21, keeps=keeps)

@@ -1,0 +1,43 @@
+"""Ranks of a trainer that fill one arena hash together what engine ranks keep."""
+
+import torch
+
+from weightsync import LocalShard
+from weightsync.assembly import hash_parts, orders_of, write
+from weightsync.boxes import Box
+from weightsync.layout import Layout
+from weightsync.parts import Demand, Parts
+from weightsync.plan import plan
+from weightsync.sources import open_source
+from weightsync.transports.packing import hash_stream
+
+
+def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
+    whole = {name: torch.randn(shape) for name, shape in (("a", (8, 64)), ("b", (6, 2048)), ("c", (5,)), ("d", (0, 3)))}
+    ranks = [
+        open_source({
+            "a": LocalShard(whole["a"][rank * 4 : rank * 4 + 4], (8, 64), (rank * 4, 0)),
+            "b": LocalShard(whole["b"][:, rank * 1024 : rank * 1024 + 1024], (6, 2048), (0, rank * 1024)),
+            **({"c": whole["c"], "d": whole["d"]} if rank == 0 else {}),
+        })
+        for rank in range(2)
+    ]  # fmt: skip
+    made = plan([source.held for source in ranks])
+    layout = Layout(made.manifest)
+    halves = [
+        Parts(layout, {0: Box((at * 4, 0), (4, 64)), 1: Box((0, at * 1024), (6, 1024)), 2: Box((0,), (at * 5,))})
+        for at in range(2)
+    ]
+    for keeps in ([Parts(layout, {})], halves, [Parts(layout, {}), *halves]):
+        demand, stream = Demand(keeps), torch.zeros(layout.nbytes, dtype=torch.uint8)
+        orders = orders_of(made, layout, demand)
+        written = [write(source, one.write, stream, "xxh3_64") for source, one in zip(ranks, orders, strict=True)]
+        assert sum(work.nbytes for work in written) == layout.payload_bytes
+        hashed = [hash_parts(one.hash, stream, "xxh3_64") for one in orders]
+        assert all(work.digests for work in hashed)
+        every = [digest for work in (*written, *hashed) for digest in work.digests]
+        found = {(tensor, box): value for tensor, box, value in every}
+        assert len(found) == len(every)
+        assert all(torch.equal(entry.view(stream), whole[entry.spec.name]) for entry in layout.entries)
+        assert found == hash_stream(layout, stream, "xxh3_64", demand)
+        assert len(demand.by_bucket(layout, 4096, found)) == layout.buckets(4096)

@@ -1,0 +1,300 @@
+"""What a rank keeps of the tensors: which bytes that is, what a load plan reads, pushes to ranks that keep a half."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import plan_of
+from tests.unit.by_hand import SOON_S, hello_of
+from tests.unit.loaders import Model, plan_for
+from weightsync import wire
+from weightsync.boxes import Box, hull, narrowed
+from weightsync.carrier import Carrier
+from weightsync.errors import TransferFailed
+from weightsync.layout import Layout, digest_of, spec_of
+from weightsync.parts import Demand, Parts, widened
+from weightsync.receiver import Receiver, handle
+from weightsync.sink import Expected, Opened
+from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.registry import TRAINER_ENDS
+
+CPU = torch.device("cpu")
+URL = "http://127.0.0.1:1"
+
+
+@st.composite
+def kept(draw):
+    """A manifest, and boxes of some of its tensors."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=5))
+    layout = Layout([spec_of(f"t{n}", torch.empty(shape, dtype=torch.int16)) for n, shape in enumerate(shapes)])
+    boxes = {}
+    for number, shape in enumerate(shapes):
+        if draw(st.booleans()):
+            start = tuple(draw(st.integers(0, size)) for size in shape)
+            boxes[number] = Box(start, tuple(draw(st.integers(0, n - a)) for a, n in zip(start, shape, strict=True)))
+    return layout, boxes
+
+
+def marked(layout, boxes):
+    """One byte for each of the stream, set where a box is."""
+    stream = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8)
+    for entry in layout.entries:
+        whole = entry.view(stream)
+        box = boxes.get(entry.number)
+        (whole if box is None else narrowed(whole, *box)).fill_(-1)
+    return stream[: layout.nbytes]
+
+
+@given(kept(), st.sampled_from([512, 1024, 4096]))
+def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, bucket_bytes):
+    layout, boxes = found
+    parts, wanted = Parts(layout, boxes), marked(layout, boxes)
+    assert parts.nbytes == int((wanted == 255).sum())
+    cut = parts.cut(bucket_bytes)
+    assert len(cut) == layout.buckets(bucket_bytes)
+    read = torch.zeros_like(wanted)
+    for number, runs in enumerate(cut):
+        for at, nbytes in runs:
+            assert number * bucket_bytes <= at < at + nbytes <= (number + 1) * bucket_bytes
+            assert not read[at : at + nbytes].any()
+            read[at : at + nbytes] = 255
+    assert torch.equal(read & wanted, wanted)
+    beyond = (read != wanted).nonzero().flatten().tolist()
+    assert all(len(list(group)) < 512 for _, group in itertools.groupby(enumerate(beyond), lambda p: p[1] - p[0]))
+    assert parts.idle(bucket_bytes) == {number for number, runs in enumerate(cut) if not runs}
+
+
+@given(kept())
+def test_a_box_only_grows_and_into_pieces_that_are_worth_reading(found):
+    layout, boxes = found
+    for number, box in boxes.items():
+        entry = layout.entries[number]
+        wide = widened(entry, box)
+        if wide is None:
+            continue
+        assert hull(wide, box) == wide
+        runs = Parts(layout, {number: wide})._runs_of(entry)
+        assert len(list(runs)) <= 1 or math.prod(wide.shape) * 2 >= 4096
+
+
+@pytest.mark.parametrize("number", [0, 1, -1])
+@pytest.mark.parametrize("box", [Box((0,), (3,)), Box((0, 3), (4, 4)), Box((-1, 0), (1, 1)), Box((), ())])
+def test_what_is_no_part_is_refused(number, box):
+    layout = Layout([spec_of("a", torch.zeros(4, 6))])
+    with pytest.raises(ValueError, match=f"is no part of tensor {number}"):
+        Parts(layout, {number: box})
+
+
+def test_equal_parts_have_one_name_and_all_of_it_has_none():
+    layout, same = (Layout([spec_of("a", torch.zeros(4, 6))]) for _ in range(2))
+    box = Box((0, 0), (2, 6))
+    assert Parts(layout, {0: box}).name == Parts(same, {0: box}).name != ""
+    assert Parts(layout, {0: Box((0, 0), (4, 6))}).name == Parts(layout, {}).name == ""
+    assert len({Parts(layout, {0: Box((0, 0), (n, 6))}).name for n in range(1, 4)}) == 3
+
+
+def test_a_demand_is_for_every_part_once():
+    layout = Layout([spec_of(name, torch.zeros(4, 6)) for name in "ab"])
+    half, all_of_it = Parts(layout, {0: Box((0, 0), (2, 6)), 1: Box((0, 0), (0, 0))}), Parts(layout, {})
+    demand = Demand([half, Parts(layout, dict(half.table())), all_of_it])
+    assert (demand.boxes(0), demand.boxes(1)) == ({None, Box((0, 0), (2, 6))}, {None})
+    found = {(0, None): 1, (1, None): 2, (0, Box((0, 0), (2, 6))): 3}
+    assert demand.digests([0, 1], found) == {"": (1, 2), half.name: (3,)}
+    assert demand.without({""}).names == {half.name}
+
+
+# --- what a load plan reads
+
+
+def halves(rank):
+    """A loader that keeps one of two: rows of ``up``, columns of ``down``, all of ``norm``, one of the experts."""
+
+    def load(model, weights):
+        for name, tensor in weights:
+            if name == "up":
+                model.up.data.copy_(tensor.narrow(0, rank * 8, 8))
+            elif name == "down":
+                model.down.data.copy_(tensor.narrow(1, rank * 2048, 2048))
+            elif name == "norm":
+                model.norm.data.copy_(tensor)
+            elif name == f"expert.{rank}":
+                model.expert.data.copy_(tensor)
+
+    return load
+
+
+SHAPES = {"up": (16, 64), "down": (6, 4096), "norm": (64,), "expert.0": (4, 64), "expert.1": (4, 64)}
+
+
+def half_model():
+    shapes = {"up": (8, 64), "down": (6, 2048), "norm": (64,), "expert": (4, 64)}
+    return Model({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def checkpoint(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_plan_knows_what_it_reads(rank):
+    plan, _ = plan_for(half_model(), halves(rank), checkpoint(0))
+    assert dict(plan.parts.table()) == {
+        0: Box((rank * 8, 0), (8, 64)), 1: Box((0, rank * 2048), (6, 2048)), 4 - rank: Box((0, 0), (0, 0)),
+    }  # fmt: skip
+
+
+def test_short_pieces_are_not_worth_reading_one_by_one():
+    def load(model, weights):
+        for _, tensor in weights:
+            model.a.data.copy_(tensor[:, :3])
+
+    plan, _ = plan_for(Model({"a": torch.zeros(5, 3)}), load, {"a": torch.randn(5, 6)})
+    assert plan.parts.name == ""
+
+
+# --- two ranks, each with a half
+
+
+class HalfSink:
+    """Rank of an engine whose loader keeps a half."""
+
+    device = CPU
+
+    def __init__(self, rank):
+        self.rank, self.model = rank, half_model()
+
+    def expected(self):
+        return Expected(tuple(spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()))
+
+    def opened(self):
+        return Opened(self.model, self.load, torch.no_grad)
+
+    def load(self, weights):
+        halves(self.rank)(self.model, weights)
+
+    def digest(self):
+        return digest_of(self.model.state_dict().items())
+
+    def fresh_digest(self, weights):
+        fresh = half_model()
+        halves(self.rank)(fresh, weights)
+        return digest_of(fresh.state_dict().items())
+
+    def wanted(self, weights):
+        """What `digest` is to be once these are loaded."""
+        return self.fresh_digest(weights.items())
+
+
+class Pair:
+    """A trainer and the two ranks, every step by hand."""
+
+    def __init__(self, transport):
+        self.transport, self.carrier, self.pushes = transport, Carrier(CPU), 0
+        self.sinks = [HalfSink(rank) for rank in range(2)]
+        self.receivers = [Receiver(sink) for sink in self.sinks]
+        self.layout = Layout([spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()])
+
+    def call(self, rank, method, message):
+        reply = wire.from_json(handle(lambda: self.receivers[rank], method, wire.to_json(message)), wire.RankReply)
+        if reply.error is not None:
+            raise TransferFailed(reply.error.message)
+        return reply.body
+
+    def all(self, method, message):
+        return [self.call(rank, method, message) for rank in range(2)]
+
+    def meet(self, plan, instance="once"):
+        """Until both ranks have come."""
+        self.plan = plan
+        self.carrier.provide(plan)
+        ranks = tuple(wire.RankInfo(rank=rank, pid=0, device="cpu") for rank in range(2))
+
+        def post(asked):
+            method = "init_nccl_group" if self.transport == "nccl" else "register_nixl"
+            replies = self.all(method, asked[URL])
+            return {URL: wire.JoinReply(tuple(wire.from_json(body, wire.RankJoined) for body in replies), instance)}
+
+        hello = hello_of(*ranks, instance=instance)
+        self.carrier.introduce({URL: (self.transport, hello)}, post, Deadline(SOON_S))
+        self.all(f"update_weights_via_{self.transport}", self.carrier.request(URL, self.transport))
+        self.carrier.meet({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
+
+    def stage(self, weights, **options):
+        """Until both ranks hold what they keep."""
+        self.pushes += 1
+        self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=16, parts=True, **options))
+        self.carrier.send(iter(weights.values()), None)
+        self.carrier.served()
+
+    def push(self, weights, **options):
+        self.stage(weights, **options)
+        request = wire.CommitRequest(self.plan.push, self.plan.push, "retract", SOON_S)
+        self.all("weightsync_ready", request)
+        self.all("weightsync_commit", request)
+        assert [sink.digest() for sink in self.sinks] == [sink.wanted(weights) for sink in self.sinks]
+
+    def kept(self):
+        """What each rank has last said that it keeps."""
+        return [receiver._current.parts for receiver in self.receivers]
+
+    def close(self):
+        self.all("weightsync_abort", wire.AbortRequest(release=self.carrier.address(URL, self.transport)))
+        self.carrier.close()
+
+
+@pytest.fixture(params=TRAINER_ENDS)
+def pair(request, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    pair = Pair(request.param)
+    yield pair
+    pair.close()
+
+
+def test_once_a_plan_is_trusted_each_rank_takes_its_half(pair):
+    pair.push(checkpoint(1), keep=True)
+    assert [parts.name for parts in pair.kept()] == ["", ""]
+    for seed in (2, 3, 4):
+        pair.push(checkpoint(seed), keep=True)
+        assert all(parts.name for parts in pair.kept())
+        assert pair.kept()[0].name != pair.kept()[1].name
+    back = wire.CommitRequest("back", "p3", "retract", SOON_S, rollback=True)
+    pair.all("weightsync_ready", back)
+    pair.all("weightsync_commit", back)
+    assert [sink.digest() for sink in pair.sinks] == [sink.wanted(checkpoint(3)) for sink in pair.sinks]
+
+
+def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written(pair):
+    pair.push(checkpoint(1))
+    pair.stage(checkpoint(2))
+    before = pair.sinks[0].digest()
+    model = pair.sinks[0].model
+    model.up.data = model.up.data.clone()  # it has moved
+    request = wire.CommitRequest(pair.plan.push, "2", "retract", SOON_S)
+    with pytest.raises(TransferFailed, match="rank 0 holds the parts that it read by a load plan which no longer"):
+        pair.call(0, "weightsync_ready", request)
+    pair.all("weightsync_abort", wire.AbortRequest(push=pair.plan.push))
+    assert pair.sinks[0].digest() == before
+    pair.push(checkpoint(3))
+    pair.push(checkpoint(4))
+
+
+def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):
+    """The arena still holds the version, its digests are those of halves; a new engine takes all of it."""
+    weights = checkpoint(2)
+    pair.push(checkpoint(1))
+    pair.push(weights)
+    plan = pair.carrier.again()
+    assert plan is not None
+    pair.sinks = [HalfSink(rank) for rank in range(2)]
+    pair.receivers = [Receiver(sink) for sink in pair.sinks]
+    pair.carrier.dismiss(URL, pair.transport)
+    pair.meet(plan, "again")
+    pair.carrier.resend(None)
+    request = wire.CommitRequest(plan.push, "again", "retract", SOON_S)
+    pair.all("weightsync_commit", request)
+    assert [sink.digest() for sink in pair.sinks] == [sink.wanted(weights) for sink in pair.sinks]
