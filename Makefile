@@ -7,7 +7,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test lint demo bench bench-transports bench-sharded faults soak streams clean
+.PHONY: env test lint demo bench bench-transports bench-sharded bench-sizes faults soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -34,6 +34,9 @@ bench-transports: env  ## transports beside the bare libraries below them, and h
 
 bench-sharded: env  ## a model that FSDP2 has sharded, beside gathering it first
 	.venv/bin/python benchmarks/sharded.py $(ARGS)
+
+bench-sizes: env  ## what a push costs by the size of a model and by the number of its tensors
+	.venv/bin/python benchmarks/sizes.py $(ARGS)
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)

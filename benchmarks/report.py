@@ -60,12 +60,7 @@ def about(engine: str) -> Record:
     version, torch_version = answer.stdout.split()
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": {
-            "cpu": cpu(),
-            "cores": len(psutil.Process().cpu_affinity() or []),
-            "memory_bytes": psutil.virtual_memory().total,
-            "kernel": platform.release(),
-        },
+        "hardware": hardware(),
         "versions": {
             "weightsync": weightsync.__version__,
             engine: version,
@@ -77,7 +72,17 @@ def about(engine: str) -> Record:
     }
 
 
-def cpu() -> str:
+def hardware() -> Record:
+    """What this process runs on."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(psutil.Process().cpu_affinity() or []),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+    }
+
+
+def _cpu() -> str:
     """The processor's name with its family and model, which tell more on virtual machines."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -195,15 +200,12 @@ def _verdicts(record: Record, memcpy: list[float], floors: list[float] | None) -
                     lines.append(said(f"{name} takes at least {aim:g} times as long as a {push}", found, found >= aim))
         found = _ratio(memcpy, took("warm push", "commit: apply"))
         lines.append(said(f"apply, at least {APPLY_AIM:g} of the speed of memcpy", found, found >= APPLY_AIM))
-    steps = [sum(sample.get(f"commit: {step}", 0.0) for step in STEPS) for sample in _each(rounds)]
+    pushes = [found["warm push"] for found in rounds]
+    steps = [sum(sample.get(f"commit: {step}", 0.0) for step in STEPS) for sample in pushes]
     over = statistics.median(a - b for a, b in zip(took("warm push", "pause"), steps, strict=True))
     text = f"pause, at most {PAUSE_AIM_S * 1e3:g} ms longer than stopping, applying and resuming, in ms"
     lines.append(said(text, over * 1e3, over <= PAUSE_AIM_S))
     return lines
-
-
-def _each(rounds: list[Record]) -> list[dict[str, float]]:
-    return [found["warm push"] for found in rounds]
 
 
 def _served(record: Record) -> list[str]:

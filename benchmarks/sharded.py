@@ -10,7 +10,6 @@ what the engine holds afterwards is compared. Exit code 0 if both are right.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import subprocess
@@ -19,13 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks import report
+from benchmarks import bare, report
 from benchmarks.trainer import ROOT, model_folders
 from tools import models
 from weightsync import Sender, assembly
@@ -68,11 +66,9 @@ class Rank:
 
     def _memcpy(self) -> float:
         dist.barrier()
-        start = time.perf_counter()
-        if self._buffers:
-            ctypes.memmove(self._buffers[0].data_ptr(), self._buffers[1].data_ptr(), self.nbytes)
+        seconds = bare.memcpy(*self._buffers) if self._buffers else 0.0
         dist.barrier()
-        return time.perf_counter() - start
+        return seconds
 
     def _weights(self, *, gathered: bool) -> Any:
         if not gathered:
@@ -154,11 +150,7 @@ def main() -> int:
     expected = digest_of(models.load_reference(after).state_dict().items())
     record = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": {
-            "cpu": report.cpu(),
-            "cores": len(psutil.Process().cpu_affinity() or []),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
+        "hardware": report.hardware(),
         "nbytes": found[0]["nbytes"],
         "written": [one["written"] for one in found],
         "served": rank.digest == expected,

@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 import weightsync
@@ -67,12 +66,7 @@ def about() -> report.Record:
         versions["nixl"] = ""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": {
-            "cpu": report.cpu(),
-            "cores": len(psutil.Process().cpu_affinity() or []),
-            "memory_bytes": psutil.virtual_memory().total,
-            "kernel": platform.release(),
-        },
+        "hardware": report.hardware(),
         "versions": versions,
         "environment": {name: value for name, value in os.environ.items() if name.startswith("UCX_")},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +16,7 @@ from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
 from weightsync.parts import Demand, Digests, Found
 from weightsync.transports.base import Deadline, Introduction, Peer, Progress, TrainerEnd
+from weightsync.transports.pack_plan import PackPlan, pack_plan
 from weightsync.transports.packing import Packer, hash_stream
 from weightsync.transports.registry import TRAINER_ENDS
 from weightsync.wire import UpdateRequest
@@ -52,6 +53,8 @@ class Carrier:
         self._demand = Demand(())
         #: What `send` announced of a push whose stream the arena holds whole: the digests of each bucket.
         self._announced: list[Digests] = []
+        #: How the arena at this address was packed last, and what that holds for.
+        self._packed: dict[int, tuple[tuple[object, ...], PackPlan | None]] = {}
         self._served: tuple[staging.Arena, UpdateRequest, list[Digests]] | None = None
         self.closed = False
 
@@ -107,6 +110,7 @@ class Carrier:
 
     def _free(self) -> None:
         self._served = None
+        self._packed.clear()
         for end in self._ends.values():
             end.forget()
         while self._arenas:
@@ -138,8 +142,11 @@ class Carrier:
             self._ends[name].meet(self._plan, self._layout, arenas, those, deadline)
         self._demand = Demand(parts for end in self._meeting for parts in end.keeps())
 
-    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None) -> Sent:
-        """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`."""
+    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, mark: object | None = None) -> Sent:
+        """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`.
+
+        Where ``mark``, see `Source.mark`, is that of the push before, ``tensors`` are not looked at.
+        """
         assert self._plan is not None
         assert self._layout is not None
         plan = self._plan
@@ -147,16 +154,27 @@ class Carrier:
         if not copies and not plan.digest:  # there is nothing to do with them
             self._announced = [{}] * self._layout.buckets(plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(self._announced, progress))
-        packer = Packer(
-            self._layout, self._arenas[0].bytes, plan.bucket_bytes, plan.slots, plan.digest, self._demand, copies=copies
-        )
+        arena, addresses = self._arenas[0].bytes, list[int]()
+        how = self._layout, arena, plan.bucket_bytes, plan.slots, plan.digest, self._demand
+        known = (mark, self._layout, *how[2:5], frozenset(self._demand.names))
+        for_this, pack = self._packed.get(arena.data_ptr(), ((), None))
+        if mark is not None and pack is not None and for_this == known:
+            packer: PackPlan | Packer = pack
+            filled = pack.fill(self._acquire)
+        else:
+            packer = Packer(*how, copies=copies)
+            filled = packer.fill(_noted(tensors, addresses), self._acquire)
         self._announced.clear()
-        for packed in packer.fill(tensors, self._acquire):
+        for packed in filled:
             self._announce(packed.number, packed.digests)
             self._announced.append(packed.digests)
             if progress is not None:
                 progress(packed.nbytes)
-        return Sent(packer.gather_s, packer.digest_s, self._finish())
+        sent = Sent(packer.gather_s, packer.digest_s, self._finish())
+        if mark is not None and packer is not pack:
+            planned = pack_plan(*how, addresses, copies=copies) if len(addresses) == len(self._layout.entries) else None
+            self._packed[arena.data_ptr()] = known, planned
+        return sent
 
     def send_filled(self, fill: Fill, progress: Progress | None) -> Sent:
         """As `send`, of an arena that has room for all and that ``fill`` fills. Raises what it raises, too."""
@@ -244,3 +262,11 @@ class Carrier:
         self._free()
         while self._ends:
             self._ends.popitem()[1].close()
+
+
+def _noted(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:
+    """The tensors; the addresses of those that lie in host memory in one piece are noted."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+            addresses.append(tensor.data_ptr())
+        yield tensor

@@ -62,7 +62,7 @@ def _readable(tensor: torch.Tensor) -> bool:
 class InPlaceArena:
     """``tensors``, for which `find` vouches, as one stream of ``layout``, whose tensors begin at pages.
 
-    ``bytes`` is 1-D uint8 and the tensors' own memory. ``addresses`` are where they were when this was made.
+    ``bytes`` is 1-D uint8 and the tensors' own memory. ``addresses`` are where ``tensors`` were when this was made.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]):
@@ -82,14 +82,15 @@ class InPlaceArena:
         self._layout = layout
         self.addresses = [tensor.data_ptr() for tensor in tensors]
         #: As long as they live nothing else can be at their addresses.
-        self._tensors = list(tensors)
+        self.tensors = list(tensors)
         inodes = tuple((descriptor, os.fstat(descriptor).st_ino) for descriptor in files)
         self._handle = InPlaceHandle(pid=os.getpid(), files=inodes, parts=tuple(parts))
         self.bytes = _map(list(files), parts, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def holds(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether this was made of tensors that lie there, and laid out like that."""
-        return layout is self._layout and self.addresses == [tensor.data_ptr() for tensor in tensors]
+        same = tensors is self.tensors or self.addresses == [tensor.data_ptr() for tensor in tensors]
+        return layout is self._layout and same
 
     def handle(self) -> InPlaceHandle:
         """What a rank needs to map the arena."""
@@ -97,7 +98,7 @@ class InPlaceArena:
 
     def close(self) -> None:
         """Unmap; the memory is the trainer's."""
-        self._tensors.clear()
+        self.tensors.clear()
         del self.bytes
 
 

@@ -85,7 +85,7 @@ class Layout:
     """
 
     def __init__(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES):
-        self.align_bytes = align_bytes
+        self.align_bytes, self.specs = align_bytes, tuple(manifest)
         self.entries: list[Entry] = []
         offset = 0
         for spec in manifest:
@@ -103,8 +103,7 @@ class Layout:
     @functools.cached_property
     def name(self) -> str:
         """Equal for two layouts that are."""
-        specs = [entry.spec for entry in self.entries]
-        return hashlib.blake2b(to_json(specs) + b"%d" % self.align_bytes, digest_size=16).hexdigest()
+        return hashlib.blake2b(to_json(self.specs) + b"%d" % self.align_bytes, digest_size=16).hexdigest()
 
     def buckets(self, bucket_bytes: int) -> int:
         """Number of buckets; a stream without bytes is sent as one."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weightsync.boxes import Box, cut_of, hull, whole
+from weightsync.bulk import Copies, Run
 from weightsync.layout import Entry, Layout
 from weightsync.memory import Owner, overlap
 from weightsync.parts import Parts, widened
@@ -20,36 +19,18 @@ from weightsync.recording import Copy, Recording, record
 from weightsync.sink import Opened
 from weightsync.standin import Unrecordable
 
-#: Runs from this size on are copied with other threads running; for smaller ones switching costs more than copying.
-_LARGE_BYTES: Final = 1 << 20
 #: How much is compared in one go, in bytes.
 _COMPARED_BYTES: Final = 64 << 20
 
-_memmove: Final = ctypes.CDLL(None).memmove
-_memmove.restype = None
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcmp: Final = ctypes.CDLL(None).memcmp
 _memcmp.restype = ctypes.c_int
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-#: In one step of C for each, also of the loop around it: less than a call of the C library takes through ctypes.
-_setitem: Final[Any] = operator.setitem
-
-
-class _Run(NamedTuple):
-    """Bytes that lie together in the stage, from ``source`` on, and in the model, from ``target`` on."""
-
-    source: int
-    target: int
-    nbytes: int
-
-
 class _Bound(NamedTuple):
     """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it."""
 
-    large: tuple[list[int], list[int], list[int]]
-    small: tuple[list[memoryview], list[memoryview]]
+    copies: Copies
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
@@ -140,23 +121,23 @@ class LoadPlan:
 
     # --- doing it again
 
-    def _compile(self) -> tuple[list[_Run], list[tuple[Copy, Entry]]]:
+    def _compile(self) -> tuple[list[Run], list[tuple[Copy, Entry]]]:
         """Copies as runs of bytes, neighbours joined, sources counted from the stage's first byte; and all others."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
-        runs: list[_Run] = []
+        runs: list[Run] = []
         strided: list[tuple[Copy, Entry]] = []
         for copy in self.copies:
             entry, target = entries[copy.name], copy.target
             whole = target.is_contiguous() and _is_contiguous(target.shape, copy.strides)
             if self._device.type == "cpu" and whole and copy.dtype == target.dtype:
-                runs.append(_Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
+                runs.append(Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
             else:
                 strided.append((copy, entry))
-        joined: list[_Run] = []
+        joined: list[Run] = []
         for run in sorted(runs):
-            last = joined[-1] if joined else _Run(0, 0, 0)
+            last = joined[-1] if joined else Run(0, 0, 0)
             if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
-                joined[-1] = _Run(last.source, last.target, last.nbytes + run.nbytes)
+                joined[-1] = Run(last.source, last.target, last.nbytes + run.nbytes)
             else:
                 joined.append(run)
         return joined, strided
@@ -170,14 +151,11 @@ class LoadPlan:
 
     def _bind(self, stage: torch.Tensor) -> _Bound:
         base = stage.data_ptr()
-        large = [run for run in self._runs if run.nbytes >= _LARGE_BYTES]
-        small = [run for run in self._runs if run.nbytes < _LARGE_BYTES]
         constants = [(one.target, one.value.expand(one.target.shape)) for one in self._constants]
         strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
         pairs = [*constants, *strided]
         return _Bound(
-            ([run.target for run in large], [base + run.source for run in large], [run.nbytes for run in large]),
-            ([_at(run.target, run.nbytes) for run in small], [_at(base + run.source, run.nbytes) for run in small]),
+            Copies([Run(base + source, target, nbytes) for source, target, nbytes in self._runs]),
             [target for target, _ in pairs],
             [source for _, source in pairs],
         )
@@ -191,8 +169,7 @@ class LoadPlan:
         """Copy every slice to where the loader would. Costs the bytes, and next to nothing for each tensor."""
         self.bind(stage)
         bound = self._bound[stage.data_ptr()]
-        _run(map(_memmove, *bound.large))
-        _run(map(_setitem, bound.small[0], itertools.repeat(slice(None)), bound.small[1]))
+        bound.copies.make()
         if bound.targets:
             with torch.no_grad():
                 torch._foreach_copy_(bound.targets, bound.sources)
@@ -266,15 +243,6 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
                 return False
             run *= size
     return True
-
-
-def _at(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-def _run(calls: Iterable[object]) -> None:
-    """Have every call made, without a step of Python's own for each."""
-    collections.deque(calls, maxlen=0)
 
 
 def _same(source: torch.Tensor, target: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from weightsync.boxes import Box, narrowed
+from weightsync.bulk import Piece
 from weightsync.layout import ALIGN_BYTES, Entry, Layout
 
 #: A box in shorter pieces than this is not worth reading piece by piece: more of the tensor is read.
@@ -127,6 +128,21 @@ def widened(entry: Entry, box: Box) -> Box | None:
             break
         box = Box(_put(box.start, inner, 0), _put(box.shape, inner, shape[inner]))
     return box
+
+
+def place(entry: Entry, box: Box | None, address: int) -> Piece | None:
+    """Where a part of a tensor in host memory, all of it without a box, lies; None if that is in several pieces."""
+    if box is None:
+        return Piece(address, entry.nbytes)
+    shape = entry.spec.shape
+    narrow = [at for at, size in enumerate(box.shape) if size != shape[at]]
+    if any(size != 1 for size in box.shape[: max(narrow)]):
+        return None
+    first, last = 0, 0
+    for size, start, count in zip(shape, *box, strict=True):
+        first, last = first * size + start, last * size + start + count - 1
+    itemsize = entry.dtype.itemsize
+    return Piece(address + first * itemsize, (last - first + 1) * itemsize)
 
 
 def _inside(start: Sequence[int], shape: Sequence[int], of: Sequence[int]) -> bool:

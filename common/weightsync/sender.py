@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,21 +9,20 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 
-from weightsync import digest, in_place, room, security, staging, wire
+from weightsync import room, security, staging, wire
 from weightsync.carrier import Carrier, Sent
 from weightsync.crew import crew
 from weightsync.delivery import Delivery, introduce, release
 from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights
 from weightsync.fleet import Fleet
-from weightsync.layout import ALIGN_BYTES, Layout
+from weightsync.layout import ALIGN_BYTES
+from weightsync.preparation import Options, Preparation
 from weightsync.reception import Reception
 from weightsync.results import EngineResult, PushResult
-from weightsync.room import Choice, Staging, choose
+from weightsync.room import Staging
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
-from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
-from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.transports.base import Deadline, Progress
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
@@ -94,15 +92,11 @@ class Sender:
         if not 0 < timeout_s <= wire.MAX_TIMEOUT_S:
             raise UnsupportedOption(f"timeout_s must be above 0 and at most {wire.MAX_TIMEOUT_S:g}")
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
-        self._staging, self._verify, self._keep, self._bucket_bytes = staging, verify, keep_previous, bucket_bytes
+        self._options = Options(timeout_s, staging, verify, keep_previous, bucket_bytes)
         self._urls, self._transport = list(engines), transport
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
         self._source: Source | None = None
-        self._layout: Layout | None = None
-        #: Whether several processes fill the arena.
-        self._shared = False
-        self._chosen: Choice | None = None
         #: Label of what was pushed last.
         self._served = ""
         self._crew = crew()
@@ -119,6 +113,7 @@ class Sender:
         key = security.sender_token() if token is None else token
         #: Of the only rank, or of rank 0.
         self._fleet = Fleet(self._urls, key, self._pause, self._transport, deadline)
+        self._preparation = Preparation(self._fleet, self._options, self._crew)
         if self._fleet.peers.keys() != {"ipc_zmq"}:
             # Groups are made and connections warmed up now, not in the first push.
             introduce(self._provide_carrier(None), self._fleet, deadline)
@@ -168,35 +163,26 @@ class Sender:
         return source
 
     def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
-        manifest, shared = source.specs, False
-        if (of := self._crew) is not None:
-            split = of.planned(source)
-            # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
-            alone = not any(split.pieces[1:]) and split.manifest == source.specs
-            shared = not alone or isinstance(source, WeightSourceAdapter)
-            manifest = split.manifest
-        lent = None if shared else self._lent(source)
-        layout = self._layout_of(manifest, shared, in_place.PAGE_BYTES if lent is not None else ALIGN_BYTES)
+        carrier, of = self._provide_carrier(source), self._crew
+        push = self._preparation.of(source, carrier)
         label = self._next_version() if version is None else version
-        carrier = self._provide_carrier(source)
-        choice = self._choose(carrier, layout) if lent is None else room.in_place(layout.nbytes)
-        plan = self._plan(carrier, source, layout, choice)
 
         def send(progress: Progress | None) -> Sent:
-            if shared and of is not None:
+            if push.shared and of is not None:
                 return carrier.send_filled(lambda *where: of.fill(source, deadline, *where), progress)
             staging.synchronize(source.device)
-            return carrier.send(source.tensors() if lent is None else lent, progress)
+            return carrier.send(source.tensors() if push.lent is None else push.lent, progress, push.mark)
 
         self._machine.move("push")
         delivery = self._delivery(carrier, deadline)
-        sent, commits = delivery.push(plan, label, send, layout.nbytes, lent)
+        sent, commits = delivery.push(push.request, label, send, push.layout.nbytes, push.lent)
         self._served = label
         seconds = {**delivery.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
         return PushResult(
-            label, layout.payload_bytes, seconds, self._results(commits), self._verify, choice.staging, choice.reason
-        )
+            label, push.layout.payload_bytes, seconds, self._results(commits), push.request.verify, push.choice.staging,
+            push.choice.reason,
+        )  # fmt: skip
 
     def _delivery(self, carrier: Carrier | None, deadline: Deadline) -> Delivery:
         return Delivery(self._fleet, carrier, self._machine, deadline, pause=self._pause, progress=self._progress)
@@ -219,7 +205,7 @@ class Sender:
 
         def act(_: Source | None, deadline: Deadline) -> EngineResult | None:
             known = self._fleet.add(url, deadline)
-            self._chosen = None  # a rank with less memory may be among them
+            self._preparation.choose_again()  # a rank with less memory may be among them
             try:
                 return self._catch_up(known, deadline)
             except BaseException:
@@ -343,23 +329,6 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lent(self, source: Source) -> list[torch.Tensor] | None:
-        """All tensors, if every rank can read them where they are and nobody will want them after the push."""
-        here = staging.process_space()
-        alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
-        if not alone or self._keep or self._staging == "none" or self._bucket_bytes is not None:
-            return None
-        if not isinstance(source, (MappingSource, ModuleSource)):
-            return None  # it makes its tensors as it is read, and beginning to only look may cost a gather
-        return in_place.find(source.tensors(), self._provide_carrier(source).lent)
-
-    def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool, align_bytes: int) -> Layout:
-        known = self._layout is not None and tuple(entry.spec for entry in self._layout.entries) == manifest
-        if self._layout is None or not known or (shared, align_bytes) != (self._shared, self._layout.align_bytes):
-            self._layout, self._shared = Layout(manifest, align_bytes), shared
-            self._chosen = None
-        return self._layout
-
     def _provide_carrier(self, source: Source | None) -> Carrier:
         """What moves the bytes; it stays while the sender does, or until a push fails."""
         if self._carrier is None or self._carrier.closed:
@@ -367,33 +336,9 @@ class Sender:
             device = None if source is None else source.device
             arena = room.arena_device(self._fleet.ranks, device, remote=remote)
             # Several processes can fill one in the host's memory alone.
-            self._carrier, self._chosen = Carrier(arena if self._crew is None else torch.device("cpu")), None
+            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"))
+            self._preparation.choose_again()
         return self._carrier
-
-    def _choose(self, carrier: Carrier, layout: Layout) -> Choice:
-        """How the bytes travel; it stays while the model does."""
-        if self._chosen is None:
-            ranks, here = self._fleet.ranks, carrier.device.type
-            free = min([carrier.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
-            stage = room.stage_bytes(ranks)
-            self._chosen = choose(
-                layout.nbytes, free, stage, self._bucket_bytes, self._staging, self._keep, self._shared
-            )
-        return self._chosen
-
-    def _plan(self, carrier: Carrier, source: Source, layout: Layout, choice: Choice) -> wire.UpdateRequest:
-        """What every engine is told of a push; the transport adds where to come for the bytes."""
-        devices = [source.device, carrier.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
-        return wire.UpdateRequest(
-            push=secrets.token_hex(8), address="", secret="", bucket_bytes=choice.bucket_bytes,
-            timeout_s=self._timeout_s,
-            manifest=tuple(entry.spec for entry in layout.entries),
-            owner=self._fleet.owner, holder=self._fleet.holder, verify=self._verify,
-            digest="" if self._verify == "off" else digest.algorithm_for(*devices),
-            keep=self._keep, stream=choice.staging == "none", slots=choice.slots, align_bytes=layout.align_bytes,
-            known=layout.name,
-            parts=choice.staging != "none" and self._verify != "deep",  # an engine's own loader takes all there is
-        )  # fmt: skip
 
     def _next_version(self) -> str:
         versions = [engine.version for engine in self._fleet.engines.values()]

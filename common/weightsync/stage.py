@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from weightsync import digest, staging
+from weightsync.bulk import Hashes
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.layout import Entry, Layout
-from weightsync.parts import Parts
+from weightsync.parts import Parts, place
 from weightsync.transports.base import Bucket, Incoming
 from weightsync.wire import UpdateRequest
 
@@ -43,6 +45,34 @@ class Staged:
         )
 
 
+#: Stages that are hashed as they were before: two of this rank's own, or two arenas of a sender.
+_CHECKED: Final = 2
+
+
+class _Ready:
+    """What is hashed of a stage in host memory for every bucket, made ready once; None where it is in several pieces.
+
+    The stage is addressed, not held: it may be a sender's, who wants it back.
+    """
+
+    def __init__(self, stage: torch.Tensor, parts: Parts, request: UpdateRequest):
+        self._parts, self._how = parts, (request.bucket_bytes, request.digest, stage.device)
+        plain = stage.device.type == "cpu" and request.digest == "xxh3_64"
+        self.buckets: list[Hashes | None] = []
+        for bucket in range(parts.layout.buckets(request.bucket_bytes)):
+            ended = [piece.entry for piece in parts.layout.pieces(bucket, request.bucket_bytes) if piece.last]
+            kept = [(entry, parts.box(entry.number)) for entry in ended if entry.nbytes]
+            kept = [(entry, box) for entry, box in kept if box is None or 0 not in box.shape]
+            places = [place(entry, box, stage.data_ptr() + entry.offset) for entry, box in kept]
+            pieces = [one for one in places if one is not None]
+            self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
+
+    def fits(self, stage: torch.Tensor, parts: Parts, request: UpdateRequest) -> bool:
+        """Whether this was made for such a push, at this address."""
+        same = parts is self._parts or (parts.layout is self._parts.layout and parts.name == self._parts.name)
+        return same and self._how == (request.bucket_bytes, request.digest, stage.device)
+
+
 @dataclass
 class Stages:
     """One rank's memory for stages; it is taken once and used by one push after another."""
@@ -50,6 +80,8 @@ class Stages:
     rank: int
     device: torch.device
     _own: list[torch.Tensor] = field(default_factory=list)
+    #: By the address of the stage.
+    _checked: dict[int, _Ready] = field(default_factory=dict)
 
     def fill(
         self, incoming: Incoming, request: UpdateRequest, parts: Parts, kept: Staged | None
@@ -65,15 +97,26 @@ class Stages:
             stage, arena = whole, incoming.arena
         check = _Check(self.rank, request, parts)
         try:
+            ready = self._ready(stage, parts, request) if check.algorithm else None
             for bucket in incoming.buckets(stage if whole is None else None):
-                pieces = layout.pieces(bucket.number, request.bucket_bytes)
-                ended = (piece.entry for piece in pieces if piece.last)
-                check.compare(bucket, ((entry, stage[entry.offset : entry.offset + entry.nbytes]) for entry in ended))
+                if ready is not None and not check.are(bucket, ready.buckets[bucket.number]):
+                    pieces = layout.pieces(bucket.number, request.bucket_bytes)
+                    ended = (piece.entry for piece in pieces if piece.last)
+                    check.compare(bucket, ((one, stage[one.offset : one.offset + one.nbytes]) for one in ended))
         except BaseException:
             # A transport that was interrupted may still write there: the next push gets other memory.
             self._own = [memory for memory in self._own if memory.data_ptr() != stage.data_ptr()]
             raise
         return Staged(request.push, parts, stage, arena), check.seconds
+
+    def _ready(self, stage: torch.Tensor, parts: Parts, request: UpdateRequest) -> _Ready:
+        """How to hash this stage; what was made ready for the push before, where that still holds."""
+        found = self._checked.get(stage.data_ptr())
+        if found is None or not found.fits(stage, parts, request):
+            if len(self._checked) >= _CHECKED:
+                self._checked.clear()
+            found = self._checked[stage.data_ptr()] = _Ready(stage, parts, request)
+        return found
 
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
@@ -114,6 +157,7 @@ class Stages:
     def release(self) -> None:
         """Give back memory of this rank's own."""
         self._own.clear()
+        self._checked.clear()
 
 
 class _Check:
@@ -121,14 +165,21 @@ class _Check:
 
     def __init__(self, rank: int, request: UpdateRequest, parts: Parts):
         self._rank, self._parts = rank, parts
-        self._algorithm = "" if request.verify == "off" else request.digest
-        if self._algorithm and self._algorithm not in digest.ALGORITHMS:
-            raise TransferFailed(f"rank {rank} knows no digest {self._algorithm!r}; install the same weightsync")
+        self.algorithm = "" if request.verify == "off" else request.digest
+        if self.algorithm and self.algorithm not in digest.ALGORITHMS:
+            raise TransferFailed(f"rank {rank} knows no digest {self.algorithm!r}; install the same weightsync")
         self.seconds = 0.0
+
+    def are(self, bucket: Bucket, hashes: Hashes | None) -> bool:
+        """Whether all that is hashed of a bucket is what was announced; False, too, where that cannot be told so."""
+        start = time.perf_counter()
+        same = hashes is not None and tuple(hashes.make()) == bucket.digests
+        self.seconds += time.perf_counter() - start
+        return same
 
     def compare(self, bucket: Bucket, ended: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         """Compare the tensors that end in a bucket. Raises `DigestMismatch` by name."""
-        if not self._algorithm:
+        if not self.algorithm:
             return
         start = time.perf_counter()
         announced = iter(bucket.digests)
@@ -137,7 +188,7 @@ class _Check:
             if kept is None:
                 continue
             expected = next(announced, None)
-            if expected != digest.hashed(self._algorithm, kept).value():
+            if expected != digest.hashed(self.algorithm, kept).value():
                 raise DigestMismatch(
                     f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
                     f"({'its digest differs' if expected is not None else 'no digest came with it'})"

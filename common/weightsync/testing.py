@@ -135,8 +135,8 @@ class ReferenceFrontEnd:
         return None if dirty else self._sink.generate(prompt, tokens)
 
 
-def serve(folder: Path, port: int, device: torch.device, waits: bool = False, host: str = "127.0.0.1") -> None:
-    """Serve the model in ``folder`` at this host's address ``host`` until told to stop."""
+def serve(sink: ModelSink, folder: Path, port: int, waits: bool = False, host: str = "127.0.0.1") -> None:
+    """Serve the model of ``sink``, which is in ``folder``, at this host's address ``host`` until told to stop."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -145,7 +145,7 @@ def serve(folder: Path, port: int, device: torch.device, waits: bool = False, ho
 
     from weightsync.routes import HealthGuard, admin_routes
 
-    front = ReferenceFrontEnd(ModelSink(folder, device), folder, waits)
+    front = ReferenceFrontEnd(sink, folder, waits)
     replica = Replica(front)
 
     async def generate(request: Request) -> JSONResponse:
@@ -238,7 +238,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--wait-for-initial-weights", action="store_true", help="serve nothing before the first push")
     args = parser.parse_args()
-    serve(args.model, args.port, torch.device(args.device), args.wait_for_initial_weights, args.host)
+    sink = ModelSink(args.model, torch.device(args.device))
+    serve(sink, args.model, args.port, args.wait_for_initial_weights, args.host)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class Rig:
         self.stages = {}
         self.pushes = 0
         self.instances = {A: "a", B: "b"}
+        #: What a test puts between a transport and the stage.
+        self.through = lambda incoming: incoming
 
     def hellos(self):
         """What the engines said when they were opened, as far as transports care."""
@@ -88,7 +90,7 @@ class Rig:
     def _receive(self, end, request, parts, rank):
         stages = self.stages.setdefault(end, Stages(rank, CPU))
         try:
-            incoming = end.meet(request, parts, rank, self.cancelled)
+            incoming = self.through(end.meet(request, parts, rank, self.cancelled))
             if request.stream:
                 end.confirm(request.push, 0.0)
                 return [tensor.clone() for _, tensor in stages.stream(incoming, request, parts.layout)]

@@ -36,6 +36,10 @@ class Source(Protocol):
     @property
     def held(self) -> tuple[Held, ...]: ...
 
+    def mark(self) -> object | None:
+        """The same object as long as `tensors` would yield the same memory, looked at in the same way; None if that
+        takes a look at every tensor."""
+
     def tensors(self) -> Iterator[torch.Tensor]: ...
 
     def parts(self) -> Iterator[Sequence[torch.Tensor]]: ...
@@ -50,6 +54,9 @@ class Whole:
     def held(self) -> tuple[Held, ...]:
         """See `Source`. Nobody promises that other processes hold the same values."""
         return tuple(Held(one, (whole(one),)) for one in self.specs)
+
+    def mark(self) -> None:
+        """See `Source.mark`."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""

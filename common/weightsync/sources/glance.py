@@ -1,14 +1,16 @@
-"""The state of a module without ``state_dict()``, which takes milliseconds, and marks by which it is known again."""
+"""The state of a module without ``state_dict()``, which takes milliseconds, and a glance at whether it is as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import operator
+import weakref
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 State = dict[str, torch.Tensor]
-Marks = list[tuple[object, ...]]
 
 #: Other kinds of tensors may be more than their memory.
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -22,12 +24,67 @@ def state_of(module: nn.Module) -> State | None:
     return found if _add(module, "", found) else None
 
 
-def marks_of(state: Mapping[str, torch.Tensor]) -> Marks | None:
-    """Equal for two states of the same names with the same memory, seen in the same way; None where that has no end."""
-    try:
-        return [(name, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for name, t in state.items()]
-    except RuntimeError:  # no strides, or no memory
+class Glance:
+    """All that a module holds, as it is when this is made. Parameters that it exchanges for others are not kept alive.
+
+    Raises `RuntimeError` for a tensor without strides or memory.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._parts = list(module.modules())
+        self._kinds = list(map(type, self._parts))
+        held: list[Any] = [each for part in self._parts for each in (part._modules, part._parameters, part._buffers)]
+        links = [(each, key) for each in held for key in each]
+        there = [(each, key) for each, key in links if each[key] is not None]
+        self._there, self._values = _columns(there), [weakref.ref(each[key]) for each, key in there]
+        self._absent = _columns([(each, key) for each, key in links if each[key] is None])
+        self._tensors = _columns([(each, key) for each, key in there if isinstance(each[key], torch.Tensor)])
+        #: Where something may be added or taken away.
+        self._sized = [*held, *(each for part in self._parts for each in _counted(part))]
+        self._sizes = list(map(len, self._sized))
+        self._own = [part.__dict__ for part in self._parts]
+        self._looks = self._look()
+
+    def _look(self) -> list[list[object]]:
+        tensors = list(map(dict.__getitem__, *self._tensors))
+        return [list(map(look, tensors)) for look in _LOOKS]
+
+    def holds(self) -> bool:
+        """Whether all is where and what it was. Runs no Python for each tensor."""
+        return (
+            list(map(type, self._parts)) == self._kinds
+            and list(map(len, self._sized)) == self._sizes
+            and not any(map(operator.contains, self._own, itertools.repeat("state_dict")))
+            and all(map(operator.is_, map(dict.get, *self._there), map(_called, self._values)))
+            and all(map(operator.is_, map(dict.get, *self._absent), itertools.repeat(None)))
+            and self._look() == self._looks
+        )
+
+
+def glance_at(module: nn.Module) -> Glance | None:
+    """What the module is now; None where a part of it has its own idea of that, or a tensor no memory."""
+    if state_of(module) is None:
         return None
+    try:
+        return Glance(module)
+    except RuntimeError:
+        return None
+
+
+def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
+    return [holder for holder, _ in links], [key for _, key in links]
+
+
+_called: Final[Any] = weakref.ref.__call__
+#: What is seen of a tensor; values are not.
+_LOOKS: Final[tuple[Any, ...]] = (
+    torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, operator.attrgetter("dtype"),
+    operator.attrgetter("device"),
+)  # fmt: skip
+
+
+def _counted(part: nn.Module) -> tuple[Any, ...]:
+    return part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set
 
 
 def _add(part: nn.Module, prefix: str, found: State) -> bool:

@@ -31,6 +31,9 @@ class MappingSource:
         self.specs = finish((one.spec for one in self.held), "the mapping")
         self.device = _tensor(next(iter(weights.values()))).device
 
+    def mark(self) -> None:
+        """See `Source.mark`: what it looks up may be made on demand."""
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""
         for held, parts in zip(self.held, self.parts(), strict=True):

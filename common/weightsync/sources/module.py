@@ -53,22 +53,36 @@ class ModuleSource:
         self._cuts = _cuts_of(self._recipe, state)
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
-        #: Of a state that was found to have these traits.
-        self._marks: glance.Marks | None = None
+        #: What the module was when it was found to have these traits.
+        self._glance = glance.glance_at(self._module)
+        self._was_seen = False
+        plain = all(isinstance(step, View) for step in self._recipe.steps)
+        #: Whether what is sent are views of what the module holds, all of it here.
+        self._in_place = plain and not self._cuts
 
     def reads(self, module: nn.Module) -> bool:
         """Whether this source was opened on this very module, which still has the layout that it had then."""
-        return module is self._given and self._look()[1] == self._traits
+        if module is not self._given:
+            return False
+        self._was_seen = self._is_unmoved()
+        return self._was_seen or self._look()[1] == self._traits
+
+    def mark(self) -> object | None:
+        """See `Source.mark`."""
+        # Looked at a moment ago by `reads`, as a rule.
+        seen, self._was_seen = self._was_seen, False
+        return self._glance if self._in_place and (seen or self._is_unmoved()) else None
+
+    def _is_unmoved(self) -> bool:
+        return self._glance is not None and self._glance.holds()
 
     def _look(self) -> tuple[State, dict[str, _Traits]]:
         """The state and its traits; in a moment, where all is where and what it was."""
-        found = glance.state_of(self._module)
-        marks = None if found is None else glance.marks_of(found)
-        if found is not None and marks is not None and marks == self._marks:
+        if self._is_unmoved() and (found := glance.state_of(self._module)) is not None:
             return {_uncompiled(name): tensor.detach() for name, tensor in found.items()}, self._traits
         state = read_state(self._module)
         traits = _traits_of(state)
-        self._marks = marks if traits == self._traits else None
+        self._glance = glance.glance_at(self._module) if traits == self._traits else None
         return state, traits
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -76,6 +76,9 @@ class WeightSourceAdapter:
         """See `Source`."""
         return tuple(Held(one, (whole(one),) if one.name in self._names else ()) for one in self.specs)
 
+    def mark(self) -> None:
+        """See `Source.mark`: what it looks up may be made on demand."""
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""
         for held, parts in zip(self.held, self.parts(), strict=True):

@@ -99,10 +99,12 @@ def receiver(module):
 
 
 def load_plan(module):
+    bulk = sys.modules["weightsync.bulk"]  # which makes its copies
+
     @around(module.LoadPlan, "replay")
     def replay(original, self, stage):
         # Tensors count as loaded in proportion to the runs of bytes that were copied, the last when all is.
-        tensors, run, runs, done = len(self.layout.entries), module._run, len(self._runs) + 1, 0
+        tensors, run, runs, done = len(self.layout.entries), bulk._run, len(self._runs) + 1, 0
         numbers = iter(range(tensors))
 
         def counted(calls):
@@ -113,11 +115,11 @@ def load_plan(module):
                 for _ in range(done * tensors // runs - (done - 1) * tensors // runs):
                     at("rank loads", tensor=next(numbers), **HERE)
 
-        module._run = lambda calls: run(counted(calls))
+        bulk._run = lambda calls: run(counted(calls))
         try:
             original(self, stage)
         finally:
-            module._run = run
+            bulk._run = run
         for number in numbers:
             at("rank loads", tensor=number, **HERE)
         at("rank loaded", **HERE)
@@ -196,22 +198,17 @@ def incoming(*names):
 
 
 def carrier(module):
-    @around(module, "Packer")
-    def packer(original, *args, **kwargs):
-        made = original(*args, **kwargs)
-        fill = made.fill
-
-        def faulty(tensors, acquire):
-            for packed in fill(tensors, acquire):
-                action = at("trainer packs", number=packed.number)
-                if action == "flip":
-                    made._arena[packed.number % made._slots * made._bucket_bytes + 1000] ^= 1
-                yield packed
-                if action == "truncate":
-                    return
-
-        made.fill = faulty
-        return made
+    @around(module.Carrier, "_announce")
+    def announce(original, self, number, digests):
+        plan = self._plan
+        if getattr(self, "cut_short", "") == plan.push:
+            return
+        action = at("trainer packs", number=number)
+        if action == "flip":
+            self._arenas[0].bytes[number % plan.slots * plan.bucket_bytes + 1000] ^= 1
+        original(self, number, digests)
+        if action == "truncate":
+            self.cut_short = plan.push
 
 
 # --- in the trainer and in an engine's front end ----------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""The places at which `make faults` puts faults are still there: clean pushes pass them all, a fault at each shows."""
+
+import json
+import os
+
+import pytest
+
+from tests.faults.rig import SITE, Trainer
+from tools import servers
+from weightsync.testing import ReferenceEngine
+from weightsync.transports.registry import TRAINER_ENDS
+
+#: Where a fault lies and what it does there.
+POINTS = [
+    ("trainer packs", {"number": 0}, "flip"),
+    ("trainer packs", {"number": 0}, "raise"),
+    ("trainer tells", {"kind": "Filled", "number": 0}, "reorder"),
+    ("rank meets", {}, "raise"),
+    ("rank takes", {"bucket": 0}, "raise"),
+    ("rank confirms", {}, "raise"),
+    ("rank prepares", {}, "raise"),
+    ("rank stops", {}, "raise"),
+    ("rank loads", {"tensor": 0}, "raise"),
+    ("rank loaded", {}, "raise"),
+    ("front end prepares", {}, "raise"),
+    ("front end commits", {}, "raise"),
+]
+
+
+@pytest.fixture(scope="module")
+def rig(model_folder, tmp_path_factory):
+    """How to have a trainer push into a reference engine, both with the points in them; the file that orders one."""
+    order = tmp_path_factory.mktemp("faults") / "order"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(servers.ROOT)]), "FAULT_FILE": str(order)}
+    trainer = Trainer(order)
+    with ReferenceEngine(model_folder("llama", 0), env=env) as engine:
+        yield lambda name, transport: pushed(trainer, engine.url, model_folder("llama", 1), name, transport), order
+    trainer.close()
+    for pipe in (trainer.process.stdin, trainer.process.stdout):
+        pipe.close()
+
+
+def pushed(trainer, url, folder, version, transport):
+    """What the trainer says of a push."""
+    options = {"transport": transport, "timeout_s": 10.0}
+    trainer.order(urls=[url], options=options, model=str(folder), version=version)
+    said = trainer.outcome(60.0)
+    assert said is not None, "the trainer ended"
+    return said
+
+
+@pytest.mark.parametrize("transport", TRAINER_ENDS)
+def test_every_point_is_passed(rig, transport):
+    push, order = rig
+    for number in range(3):
+        assert push(f"{transport} {number}", transport)["error"] == ""
+    for point, where, action in POINTS:
+        order.write_text(json.dumps({"point": point, "where": where, "action": action}))
+        said = push("faulty", transport)
+        assert not order.exists(), f"nobody came by {point}"
+        assert said["error"], point
+        assert action != "raise" or f"injected at {point}" in said["message"], (point, said)
+        assert push("clean", transport)["error"] == "", point
