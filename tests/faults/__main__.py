@@ -51,7 +51,7 @@ def main() -> int:
         for engine in asked.engine or ["vllm", "sglang"]:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
-            if asked.results:
+            if asked.results and not asked.only:  # what is kept is whole
                 _keep(asked.results / f"faults-{engine}.json", found, asked)
     return _summary(outcomes)
 
@@ -65,6 +65,7 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
     tp = 1 if engine == "reference" else asked.tp
     rig = Rig(engine, tp, scratch)
     try:
+        rig.prove()
         specs = open_source(rig.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
         transports = asked.transport or list(TRAINER_ENDS)

@@ -128,6 +128,10 @@ class Rig:
         self.start()
         self.trainer = Trainer(self.fault_file)
         self._pushes = 0
+        self.serving = ""
+
+    def prove(self):
+        """Push both versions, and see that they can be told apart."""
         for name in "AB":
             self.push_clean(name)
             self._prints[name] = self._ask(30.0)

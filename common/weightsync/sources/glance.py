@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -31,34 +32,45 @@ class Glance:
     """
 
     def __init__(self, module: nn.Module):
-        self._parts = list(module.modules())
-        self._kinds = list(map(type, self._parts))
-        held: list[Any] = [each for part in self._parts for each in (part._modules, part._parameters, part._buffers)]
+        held: list[Any] = [
+            each for part in module.modules() for each in (part._modules, part._parameters, part._buffers)
+        ]
+        #: Where something may be added or taken away.
+        self._held, self._sizes = held, list(map(len, held))
         links = [(each, key) for each in held for key in each]
         there = [(each, key) for each, key in links if each[key] is not None]
-        self._there, self._values = _columns(there), [weakref.ref(each[key]) for each, key in there]
+        self._there, values = _columns(there), [each[key] for each, key in there]
+        self._values = list(map(weakref.ref, values))
         self._absent = _columns([(each, key) for each, key in links if each[key] is None])
-        self._tensors = _columns([(each, key) for each, key in there if isinstance(each[key], torch.Tensor)])
-        #: Where something may be added or taken away.
-        self._sized = [*held, *(each for part in self._parts for each in _counted(part))]
-        self._sizes = list(map(len, self._sized))
-        self._own = [part.__dict__ for part in self._parts]
-        self._looks = self._look()
+        self._are_tensors = [isinstance(value, torch.Tensor) for value in values]
+        self._seen = list(self._look(values))
 
-    def _look(self) -> list[list[object]]:
-        tensors = list(map(dict.__getitem__, *self._tensors))
-        return [list(map(look, tensors)) for look in _LOOKS]
+    def _look(self, values: list[Any]) -> Iterator[tuple[object, ...]]:
+        # All of one tensor before the next, for they are rarely in the cache.
+        tensors = list(itertools.compress(values, self._are_tensors))
+        return zip(*(map(look, tensors) for look in _LOOKS), strict=True)
 
     def holds(self) -> bool:
         """Whether all is where and what it was. Runs no Python for each tensor."""
+        values = list(map(dict.get, *self._there))
         return (
-            list(map(type, self._parts)) == self._kinds
-            and list(map(len, self._sized)) == self._sizes
-            and not any(map(operator.contains, self._own, itertools.repeat("state_dict")))
-            and all(map(operator.is_, map(dict.get, *self._there), map(_called, self._values)))
+            all(map(operator.is_not, values, itertools.repeat(None)))
+            and all(map(operator.is_, values, map(_called, self._values)))
             and all(map(operator.is_, map(dict.get, *self._absent), itertools.repeat(None)))
-            and self._look() == self._looks
+            and all(map(operator.eq, map(len, self._held), self._sizes))
+            and all(map(operator.eq, self._look(values), self._seen))
         )
+
+
+def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
+    return [holder for holder, _ in links], [key for _, key in links]
+
+
+_called: Final[Any] = weakref.ref.__call__
+#: What is seen of a tensor: not its values, and its device by the address.
+_LOOKS: Final[tuple[Any, ...]] = (
+    torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, operator.attrgetter("dtype"),
+)  # fmt: skip
 
 
 def glance_at(module: nn.Module) -> Glance | None:
@@ -69,22 +81,6 @@ def glance_at(module: nn.Module) -> Glance | None:
         return Glance(module)
     except RuntimeError:
         return None
-
-
-def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
-    return [holder for holder, _ in links], [key for _, key in links]
-
-
-_called: Final[Any] = weakref.ref.__call__
-#: What is seen of a tensor; values are not.
-_LOOKS: Final[tuple[Any, ...]] = (
-    torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, operator.attrgetter("dtype"),
-    operator.attrgetter("device"),
-)  # fmt: skip
-
-
-def _counted(part: nn.Module) -> tuple[Any, ...]:
-    return part._state_dict_hooks, part._state_dict_pre_hooks, part._non_persistent_buffers_set
 
 
 def _add(part: nn.Module, prefix: str, found: State) -> bool:

@@ -1,0 +1,195 @@
+"""Packing again what was packed before: the same bytes and digests, and no step of Python for any tensor."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.contract.rig import bits
+from tools import models
+from weightsync import Sender, bulk
+from weightsync.boxes import Box
+from weightsync.layout import Layout, digest_of, spec_of
+from weightsync.parts import Demand, Parts
+from weightsync.sources.glance import Glance, glance_at
+from weightsync.sources.module import ModuleSource
+from weightsync.testing import ReferenceEngine
+from weightsync.transports.pack_plan import pack_plan
+from weightsync.transports.packing import Packer
+
+
+@st.composite
+def tensors_and_parts(draw):
+    """Tensors small and large, and rows of some of them."""
+    shapes = draw(st.lists(st.tuples(st.sampled_from([0, 1, 3, 40, 700]), st.sampled_from([1, 5, 1024])), max_size=8))
+    tensors = [torch.randint(0, 99, shape, dtype=torch.int32) for shape in [*shapes, (700, 1024)]]
+    layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)])
+    boxes = {}
+    for number, tensor in enumerate(tensors):
+        if draw(st.booleans()):
+            rows = draw(st.integers(0, tensor.shape[0]))
+            boxes[number] = Box((tensor.shape[0] - rows, 0), (rows, tensor.shape[1]))
+    keeps = draw(
+        st.sampled_from([[Parts(layout, {})], [Parts(layout, boxes)], [Parts(layout, {}), Parts(layout, boxes)]])
+    )
+    return tensors, layout, Demand(keeps)
+
+
+@settings(max_examples=40)
+@given(
+    tensors_and_parts(), st.sampled_from([1 << 16, 1 << 20, 1 << 23]), st.sampled_from([2, 1 << 11]),
+    st.sampled_from(["", "xxh3_64"]),
+)  # fmt: skip
+def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm):
+    tensors, layout, demand = found
+    size = min(slots * bucket_bytes, -(-max(layout.nbytes, 1) // bucket_bytes) * bucket_bytes)
+    slots = size // bucket_bytes
+    arenas = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    plan = pack_plan(layout, arenas[1], bucket_bytes, slots, algorithm, demand, addresses, copies=True)
+    for _ in range(2):
+        acquired = []
+        expected = Packer(layout, arenas[0], bucket_bytes, slots, algorithm, demand).fill(tensors, acquired.append)
+        for number, (one, other) in enumerate(zip(expected, plan.fill(acquired.append), strict=True)):
+            digests = {name: other.digests.get(name, ()) for name in demand.names}
+            assert (one.number, one.nbytes) == (other.number, other.nbytes) == (number, one.nbytes)
+            assert {name: one.digests.get(name, ()) for name in demand.names} == digests
+            at = number % slots * bucket_bytes
+            assert torch.equal(*(arena[at : at + bucket_bytes] for arena in arenas))
+        assert sorted(acquired) == sorted([*range(number + 1)] * 2)
+        for tensor in tensors:
+            tensor.add_(1)
+
+
+def test_what_is_hashed_in_several_pieces_cannot_be_planned():
+    layout = Layout([spec_of("a", torch.zeros(8, 8))])
+    arena, columns = torch.zeros(1024, dtype=torch.uint8), Demand([Parts(layout, {0: Box((0, 0), (8, 4))})])
+    assert pack_plan(layout, arena, 1024, 1, "xxh3_64", columns, [arena.data_ptr()], copies=True) is None
+    assert pack_plan(layout, arena, 1024, 1, "mix64", Demand([Parts(layout, {})]), [0], copies=True) is None
+
+
+def calls_in(act):
+    """Python and C functions that are called."""
+    counted = []
+    gc.collect()
+    sys.setprofile(lambda frame, event, argument: counted.append(event) if event.endswith("call") else None)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return len(counted)
+
+
+class Many(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(count))
+
+
+def test_packing_again_takes_no_step_of_python_for_each_tensor():
+    found = []
+    for count in (50, 1000):
+        source = ModuleSource(Many(count))
+        layout = Layout(source.specs)
+        arena = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        addresses = [tensor.data_ptr() for tensor in source.tensors()]
+        demand = Demand([Parts(layout, {})])
+        plan = pack_plan(layout, arena, layout.nbytes, 1, "xxh3_64", demand, addresses, copies=True)
+        hashes = bulk.Hashes([bulk.Piece(address, 256) for address in addresses])
+        found.append(
+            [
+                calls_in(lambda plan=plan: list(plan.fill(lambda _: None))),
+                calls_in(lambda hashes=hashes: hashes.make()),
+                calls_in(lambda source=source: (source.reads(source._given), source.mark())),
+            ]
+        )
+    assert found[0] == found[1]
+
+
+# --- whether a module is as it was
+
+
+def exchange(model):
+    model.parts[1].weight = nn.Parameter(model.parts[1].weight.data)
+
+
+def move(model):
+    model.parts[1].weight.data = model.parts[1].weight.data.clone()
+
+
+def turn(model):
+    model.parts[1].weight.data = model.parts[1].weight.data.t()
+
+
+def cast(model):
+    model.parts[1].weight.requires_grad_(False).data = model.parts[1].weight.data.view(torch.int32)
+
+
+def add(model):
+    model.parts[1].bias = nn.Parameter(torch.zeros(8))
+
+
+def take_away(model):
+    model.parts[1].weight = None
+
+
+def buffer(model):
+    model.register_buffer("seen", torch.zeros(1))
+
+
+def child(model):
+    model.parts.append(nn.Linear(2, 2))
+
+
+def replace(model):
+    model.parts[1] = nn.Linear(8, 8, bias=False)
+
+
+@pytest.mark.parametrize("change", [exchange, move, turn, cast, add, take_away, buffer, child, replace])
+def test_a_change_of_the_module_is_seen(change):
+    model = Many(3)
+    glance = Glance(model)
+    assert glance.holds()
+    model.parts[0].weight.data.add_(1)  # a step of the optimiser
+    model.parts[0].weight.grad = torch.ones(8, 8)
+    model.train()
+    assert glance.holds()
+    change(model)
+    assert not glance.holds()
+
+
+def test_what_a_module_lets_go_of_is_gone():
+    model = Many(3)
+    source = ModuleSource(model)
+    assert source.mark() is not None
+    before = weakref.ref(model.parts[1].weight)
+    exchange(model)
+    gc.collect()
+    assert before() is None
+    assert source.mark() is None
+
+
+def test_modules_with_their_own_idea_of_their_state_are_looked_at_every_time():
+    model = Many(3)
+    model.parts[1].register_state_dict_post_hook(lambda *_: None)
+    assert glance_at(model) is None
+    assert ModuleSource(model).mark() is None
+
+
+def test_every_push_brings_what_the_module_holds_then(model_folder):
+    """Pushes of one module, of which every second finds its tensors elsewhere."""
+    model = models.load_reference(model_folder("llama", 1))
+    with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
+        for number in range(8):
+            for parameter in model.parameters():
+                if number % 2:
+                    parameter.data = parameter.data.clone()
+                bits(parameter.data).bitwise_xor_(1)
+            sender.push(model)
+            (rank,) = sender.status(digest=True)[engine.url].ranks
+            assert rank.digest == digest_of(model.state_dict().items())
