@@ -1,10 +1,10 @@
 """Measure what a push costs by the size of a model and by the number of its tensors: `make bench-sizes`.
 
 One trainer, this process, and a reference engine that loads by its load plan, on this machine's CPU. For every model
-rounds are repeated in which everything is measured once, one after the other: memcpys of its bytes; a warm push from
-private memory, verified and not; the same from shared memory. What is served afterwards is compared with what was
-pushed. Models of one tensor size differ in their number, those of 16 bytes a tensor show what a push costs that moves
-nothing; models of one number of tensors differ in their size. Exit code 0 if all was served.
+and way to push it (from private memory and from shared memory, verified and not) rounds are repeated of memcpys of its
+bytes and a warm push. What is served afterwards is compared with what was pushed. Models of one tensor size differ in
+their number, those of 16 bytes a tensor show what a push costs that moves nothing; models of one number of tensors
+differ in their size. Exit code 0 if all was served.
 """
 
 from __future__ import annotations
@@ -60,23 +60,25 @@ def measure(model: Model, rounds: int) -> dict[str, Any]:
     private = Blocks(*model, seed=1)
     shared = Blocks(*model, seed=2).share_memory()
     buffers = [torch.ones(private.nbytes, dtype=torch.uint8) for _ in range(2)]
-    samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
-    memcpys: list[float] = []
+    samples: dict[str, list[Sample]] = {}
     served = True
     with engine(*model) as server:
-        for _ in range(rounds):
-            memcpys.append(statistics.median(bare.memcpy(*buffers) for _ in range(MEMCPYS)))
-            for way, (in_place, verify) in WAYS.items():
-                module = shared if in_place else private
-                with Sender([server.url], verify=verify) as sender:
-                    for _ in range(3):  # the last of them counts
-                        start = time.perf_counter()
-                        result = sender.push(module)
-                        seconds = time.perf_counter() - start
-                    samples[way].append(_phases(result, seconds))
-                    (rank,) = sender.status(digest=True)[server.url].ranks
-                    served &= rank.digest == module.digest()
-    return {**model._asdict(), "memcpy": memcpys, "samples": samples, "served": served}
+        for way, (in_place, verify) in WAYS.items():
+            module = shared if in_place else private
+            with Sender([server.url], verify=verify) as sender:
+                for _ in range(2):
+                    sender.push(module)
+                samples[way] = [_sample(sender, module, buffers) for _ in range(rounds)]
+                (rank,) = sender.status(digest=True)[server.url].ranks
+                served &= rank.digest == module.digest()
+    return {**model._asdict(), "samples": samples, "served": served}
+
+
+def _sample(sender: Sender, module: Blocks, buffers: list[torch.Tensor]) -> Sample:
+    memcpy = statistics.median(bare.memcpy(*buffers) for _ in range(MEMCPYS))
+    start = time.perf_counter()
+    result = sender.push(module)
+    return {"memcpy": memcpy, **_phases(result, time.perf_counter() - start)}
 
 
 def _phases(result: PushResult, seconds: float) -> Sample:
@@ -94,14 +96,19 @@ def _median(found: list[Sample], phase: str = "seconds") -> float:
     return statistics.median(sample[phase] for sample in found)
 
 
+def _of_memcpy(found: list[Sample], phase: str = "seconds") -> float:
+    return statistics.median(sample["memcpy"] / sample[phase] for sample in found)
+
+
 def table(record: report.Record) -> str:
     """The whole report."""
     lines = [f"reference engine, medians of {record['rounds']} rounds, milliseconds; {report.machine(record)}"]
     for one in record["models"]:
-        memcpy, nbytes = one["memcpy"], one["count"] * one["nbytes"]
+        memcpy = [sample["memcpy"] for found in one["samples"].values() for sample in found]
+        nbytes = one["count"] * one["nbytes"]
         lines.append(f"{Model(one['count'], one['nbytes'])}: {nbytes / 1e6:.1f} MB, memcpy {_ms(memcpy)}")
         for way, found in one["samples"].items():
-            of = statistics.median(m / sample["seconds"] for m, sample in zip(memcpy, found, strict=True))
+            of = _of_memcpy(found)
             phases = ", ".join(f"{phase} {1e3 * _median(found, phase):.1f}" for phase in PHASES)
             seconds = [sample["seconds"] for sample in found]
             lines.append(f"  {way:28} {_ms(seconds):>24}  {of:5.2f} of memcpy's speed: {phases}")
@@ -120,7 +127,7 @@ def _verdicts(record: report.Record) -> list[str]:
     if many is not None:
         found = many["samples"]["shared memory, not verified"]
         for what, phase in (("a push, parameters in shared memory and not verified,", "seconds"), ("apply", "commit")):
-            of = statistics.median(m / sample[phase] for m, sample in zip(many["memcpy"], found, strict=True))
+            of = _of_memcpy(found, phase)
             text = f"aim: {COUNTS[-1]}: {what} at least {AIM:g} of memcpy's speed: {of:.2f}"
             lines.append(f"{text}: {'met' if of >= AIM else 'MISSED'}")
     for model in EMPTY:
@@ -159,7 +166,7 @@ def plot(record: report.Record, path: Path) -> None:
                 heights = [1e3 * _median(by_model[model]["samples"][way], phase) for model in there]
                 panel.bar(xs, heights, bottom=below, label=phase)
                 below = [a + b for a, b in zip(below, heights, strict=True)]
-            memcpys = [1e3 * statistics.median(by_model[model]["memcpy"]) for model in there]
+            memcpys = [1e3 * _median(by_model[model]["samples"][way], "memcpy") for model in there]
             panel.plot(xs, memcpys, "k_", markersize=24, label="memcpy of the bytes")
             panel.set(title=way, xlabel=label, ylabel="milliseconds of a warm push")
             panel.grid(alpha=0.3, axis="y")

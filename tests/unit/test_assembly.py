@@ -2,14 +2,23 @@
 
 import torch
 
-from weightsync import LocalShard
+from weightsync import LocalShard, wire
 from weightsync.assembly import hash_parts, orders_of, write
 from weightsync.boxes import Box
+from weightsync.handles import ShmHandle
 from weightsync.layout import Layout
+from weightsync.mail import Done, Fill
 from weightsync.parts import Demand, Parts
 from weightsync.plan import plan
 from weightsync.sources import open_source
 from weightsync.transports.packing import hash_stream
+
+HANDLE = ShmHandle(path="/d", nbytes=1)
+
+
+def told(message):
+    """A message as another process gets it."""
+    return wire.from_json(wire.to_json(message), type(message))
 
 
 def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
@@ -30,10 +39,10 @@ def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
     ]
     for keeps in ([Parts(layout, {})], halves, [Parts(layout, {}), *halves]):
         demand, stream = Demand(keeps), torch.zeros(layout.nbytes, dtype=torch.uint8)
-        orders = orders_of(made, layout, demand)
+        orders = [told(Fill("arena", HANDLE, (), "xxh3_64", one)).orders for one in orders_of(made, layout, demand)]
         written = [write(source, one.write, stream, "xxh3_64") for source, one in zip(ranks, orders, strict=True)]
         assert sum(work.nbytes for work in written) == layout.payload_bytes
-        hashed = [hash_parts(one.hash, stream, "xxh3_64") for one in orders]
+        hashed = [told(Done(hash_parts(one.hash, stream, "xxh3_64"))).work for one in orders]
         assert all(work.digests for work in hashed)
         every = [digest for work in (*written, *hashed) for digest in work.digests]
         found = {(tensor, box): value for tensor, box, value in every}
