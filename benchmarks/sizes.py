@@ -171,7 +171,9 @@ def plot(record: report.Record, path: Path) -> None:
             panel.set(title=way, xlabel=label, ylabel="milliseconds of a warm push")
             panel.grid(alpha=0.3, axis="y")
     panels[0][0].legend()
-    figure.suptitle(f"reference engine, medians; {report.machine(record)}", fontsize=8)
+    figure.suptitle(
+        f"reference engine, medians, ranks verify while the trainer packs; {report.machine(record)}", fontsize=8
+    )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

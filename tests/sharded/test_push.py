@@ -36,7 +36,7 @@ def test_two_ranks_of_fsdp2_push_their_shards_into_two_engines(engines, pair, ex
     assert fine(pair.all("close"))
 
 
-@pytest.mark.parametrize("how", ["columns", "parts", "stages", "named", "unsharded", "replicas"])
+@pytest.mark.parametrize("how", ["columns", "parts", "stages", "named", "megatron", "unsharded", "replicas"])
 def test_two_ranks_push_what_they_hold_however_it_is_split(engines, pair, expected, how):
     assert fine(pair.all(f"shard {how}"))
     assert fine(pair.build(engines[:1]))

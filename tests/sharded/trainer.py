@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests import megatron
 from tests.sharded import placements
 from tools import models
 from weightsync import LocalShard, Sender, assembly, staging
@@ -110,6 +111,10 @@ class Rank:
             name: LocalShard(tensor[start:end].clone(), tuple(tensor.shape), (start, *[0] * (tensor.ndim - 1)))
             for name, tensor in state.items()
         }
+
+    def _megatron(self, model, state, rank):
+        """Fused, renamed, and split by groups, rows and columns."""
+        return megatron.llama(state, model.config, rank, self.size)
 
     def build(self, options):
         options = json.loads(options)

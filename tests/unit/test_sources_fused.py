@@ -1,0 +1,75 @@
+"""Megatron's layout, by a table: what its ranks hold is put together to the checkpoint."""
+
+import pytest
+import torch
+
+from tests.megatron import checkpoint, megatron
+from weightsync import Fused, Rule
+from weightsync.assembly import orders_of, write
+from weightsync.errors import SourceError
+from weightsync.layout import Layout
+from weightsync.parts import Demand, Parts
+from weightsync.plan import plan
+from weightsync.sources import open_source
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_put_the_checkpoint_together(size):
+    whole = checkpoint()
+    sources = [open_source(megatron(whole, rank, size)) for rank in range(size)]
+    made = plan([source.held for source in sources])
+    assert {one.name: one.shape for one in made.manifest} == {name: tuple(t.shape) for name, t in whole.items()}
+    layout = Layout(made.manifest)
+    stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    orders = orders_of(made, layout, Demand([Parts(layout, {})]))
+    for source, one in zip(sources, orders, strict=True):
+        write(source, one.write, stream, "xxh3_64")
+    for entry in layout.entries:
+        assert torch.equal(entry.view(stream), whole[entry.spec.name]), entry.spec.name
+
+
+def test_one_process_sends_it_alone():
+    whole = checkpoint()
+    fused = megatron(whole, 0, 1)
+    source = open_source(fused)
+    for _ in range(2):
+        for one, tensor in zip(source.specs, source.tensors(), strict=True):
+            assert torch.equal(tensor, whole[one.name]), one.name
+        for tensor in (*fused.weights.values(), *whole.values()):
+            tensor.zero_()
+
+
+@pytest.mark.parametrize(
+    ("weights", "rules", "said"),
+    [
+        ({"a": (4,)}, [Rule("b", "b")], r"a: no rule is for it; Rule\('a', None\)"),
+        ({"a": (5,)}, [Rule("a", {"b": 2, "c": 1})], r"a: dimension 0 of \[5\] is not units of \[2, 1\] rows"),
+        ({"a": (5,)}, [Rule("a", {"b": None, "c": None})], r"a: dimension 0 of \[5\] is not units"),
+        ({"a": (5,)}, [Rule("a", "b", 1)], r"a: dimension 1 of \[5\] is not units"),
+        ({"a1": (5,)}, [Rule("a{layer}", "b{expert}")], r"b\{expert\}: a\{layer\} does not say what 'expert' is"),
+        ({"a": (4,), "b": (4,)}, [Rule("a", "c"), Rule("b", "c")], "c"),
+        ({"a": (4,)}, [Rule("a", None)], "holds no tensors"),
+    ],
+)
+def test_what_a_table_does_not_explain_is_refused_by_name(weights, rules, said):
+    with pytest.raises(SourceError, match=said):
+        open_source(Fused({name: torch.zeros(shape) for name, shape in weights.items()}, rules))
+
+
+def test_a_part_of_a_trainer_cannot_be_sent_alone():
+    source = open_source(megatron(checkpoint(), 0, 2))
+    with pytest.raises(SourceError, match="one of 2 that share the weights"):
+        next(source.tensors())
+    with pytest.raises(SourceError, match="rank 2 of 2 is none"):
+        open_source(Fused({"a": torch.zeros(4)}, [Rule("a", "a")], rank=2, size=2))
+
+
+def test_a_tensor_that_has_changed_or_gone_is_refused_by_name():
+    weights = {"a": torch.zeros(4)}
+    source = open_source(Fused(weights, [Rule("a", "b")]))
+    weights["a"] = torch.zeros(6)
+    with pytest.raises(SourceError, match="a: was announced"):
+        list(source.tensors())
+    del weights["a"]
+    with pytest.raises(SourceError, match="a: no longer among the weights"):
+        list(source.tensors())
