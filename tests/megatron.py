@@ -76,6 +76,10 @@ def megatron(of, rank, size):
     return Fused(found, RULES, rank, size, {"expert": rank * EXPERTS // size})
 
 
+PROJECTIONS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down")
+COLUMNS = ("self_attn.o", "mlp.down")
+
+
 def llama(state, config, rank, size):
     """What one of ``size`` ranks holds of a dense model, and what it is."""
     groups, head = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
@@ -83,10 +87,7 @@ def llama(state, config, rank, size):
     rules = [
         Rule("layers.{at}.qkv", {f"model.layers.{{at}}.self_attn.{one}_proj.weight": rows[one] for one in "qkv"}),
         Rule("layers.{at}.fc1", {f"model.layers.{{at}}.mlp.{one}_proj.weight": None for one in ("gate", "up")}),
-        *(
-            Rule(f"layers.{{at}}.{one}", f"model.layers.{{at}}.{one}_proj.weight", 1)
-            for one in ("self_attn.o", "mlp.down")
-        ),
+        *(Rule(f"layers.{{at}}.{one}", f"model.layers.{{at}}.{one}_proj.weight", 1) for one in COLUMNS),
         *(Rule(name, name, 0 if tensor.ndim > 1 else None) for name, tensor in state.items() if "_proj" not in name),
     ]
     found = {
@@ -99,9 +100,6 @@ def llama(state, config, rank, size):
         qkv = torch.cat([one[f"self_attn.{name}"].view(groups, -1, config.hidden_size) for name in "qkv"], 1)
         found[f"layers.{at}.qkv"] = qkv.chunk(size)[rank].reshape(-1, config.hidden_size)
         found[f"layers.{at}.fc1"] = torch.cat([one[f"mlp.{name}"].chunk(size)[rank] for name in ("gate", "up")])
-        for name in ("self_attn.o", "mlp.down"):
+        for name in COLUMNS:
             found[f"layers.{at}.{name}"] = one[name].chunk(size, 1)[rank]
     return Fused(found, rules, rank, size)
-
-
-PROJECTIONS = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down")
