@@ -158,7 +158,8 @@ class Carrier:
         how = self._layout, arena, plan.bucket_bytes, plan.slots, plan.digest, self._demand
         known = (mark, self._layout, *how[2:5], frozenset(self._demand.names))
         for_this, pack = self._packed.get(arena.data_ptr(), ((), None))
-        if mark is not None and pack is not None and for_this == known:
+        seen = mark is not None and for_this == known
+        if seen and pack is not None:
             packer: PackPlan | Packer = pack
             filled = pack.fill(self._acquire)
         else:
@@ -171,7 +172,7 @@ class Carrier:
             if progress is not None:
                 progress(packed.nbytes)
         sent = Sent(packer.gather_s, packer.digest_s, self._finish())
-        if mark is not None and packer is not pack:
+        if mark is not None and not seen:
             planned = pack_plan(*how, addresses, copies=copies) if len(addresses) == len(self._layout.entries) else None
             self._packed[arena.data_ptr()] = known, planned
         return sent
@@ -203,7 +204,7 @@ class Carrier:
         assert self._served is not None, "again() comes first"
         assert self._layout is not None
         (arena, plan, announced), start = self._served, time.perf_counter()
-        new = self._demand.without(announced[0].keys())
+        new = self._demand.without(set[str]().union(*announced))
         if plan.digest and new.names:  # they keep other parts than those it was sent to
             found = hash_stream(self._layout, arena.bytes[: self._layout.nbytes], plan.digest, new)
             by_bucket = new.by_bucket(self._layout, plan.bucket_bytes, found)
