@@ -152,7 +152,10 @@ class Loading:
             )
 
     def _replays(self, staged: Staged) -> bool:
-        return self._plan is not None and self._trusted and staged.layout is self._plan.layout
+        plan = self._plan
+        if plan is None or not self._trusted or staged.layout is not plan.layout:
+            return False
+        return staged.parts.name in ("", plan.parts.name)
 
     def parts(self, layout: Layout) -> Parts:
         """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
