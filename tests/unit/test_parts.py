@@ -1,7 +1,6 @@
 """What a rank keeps of the tensors: which bytes that is, what a load plan reads, pushes to ranks that keep a half."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -68,17 +67,36 @@ def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, 
     assert parts.idle(bucket_bytes) == {number for number, runs in enumerate(cut) if not runs}
 
 
+def cost(layout, number, box):
+    """Of reading a box, in bytes."""
+    parts = Parts(layout, {} if box is None else {number: box})
+    return sum((16 << 10) + nbytes for _, nbytes in parts._runs_of(layout.entries[number]))
+
+
 @given(kept())
-def test_a_box_only_grows_and_into_pieces_that_are_worth_reading(found):
+def test_a_box_only_grows_and_costs_no_more(found):
     layout, boxes = found
     for number, box in boxes.items():
-        entry = layout.entries[number]
-        wide = widened(entry, box)
-        if wide is None:
-            continue
-        assert hull(wide, box) == wide
-        runs = Parts(layout, {number: wide})._runs_of(entry)
-        assert len(list(runs)) <= 1 or math.prod(wide.shape) * 2 >= 4096
+        wide = widened(layout.entries[number], box)
+        assert wide is None or hull(wide, box) == wide
+        assert (
+            cost(layout, number, wide) <= min(cost(layout, number, box), cost(layout, number, None)) or 0 in box.shape
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "read"),
+    [
+        ((64, 64), Box((32, 0), (32, 64)), Box((32, 0), (32, 64))),  # rows are one piece, however small
+        ((8, 14336), Box((0, 0), (8, 7168)), None),  # of columns as much to say as to read
+        ((8, 16384), Box((0, 0), (8, 4096)), Box((0, 0), (8, 4096))),
+        ((8, 65536), Box((0, 0), (8, 32768)), Box((0, 0), (8, 32768))),
+        ((4, 64, 64), Box((2, 0, 0), (2, 64, 32)), Box((2, 0, 0), (2, 64, 64))),  # two experts, and all of them
+    ],
+)
+def test_what_it_costs_decides_how_much_is_read(shape, box, read):
+    (entry,) = Layout([spec_of("a", torch.empty(shape, dtype=torch.int16))]).entries
+    assert widened(entry, box) == read
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])
@@ -118,7 +136,7 @@ def halves(rank):
             if name == "up":
                 model.up.data.copy_(tensor.narrow(0, rank * 8, 8))
             elif name == "down":
-                model.down.data.copy_(tensor.narrow(1, rank * 2048, 2048))
+                model.down.data.copy_(tensor.narrow(1, rank * 16384, 16384))
             elif name == "norm":
                 model.norm.data.copy_(tensor)
             elif name == f"expert.{rank}":
@@ -127,11 +145,11 @@ def halves(rank):
     return load
 
 
-SHAPES = {"up": (16, 64), "down": (6, 4096), "norm": (64,), "expert.0": (4, 64), "expert.1": (4, 64)}
+SHAPES = {"up": (16, 64), "down": (6, 32768), "norm": (64,), "expert.0": (4, 64), "expert.1": (4, 64)}
 
 
 def half_model():
-    shapes = {"up": (8, 64), "down": (6, 2048), "norm": (64,), "expert": (4, 64)}
+    shapes = {"up": (8, 64), "down": (6, 16384), "norm": (64,), "expert": (4, 64)}
     return Model({name: torch.zeros(shape) for name, shape in shapes.items()})
 
 
@@ -144,7 +162,7 @@ def checkpoint(seed):
 def test_a_load_plan_knows_what_it_reads(rank):
     plan, _ = plan_for(half_model(), halves(rank), checkpoint(0))
     assert dict(plan.parts.table()) == {
-        0: Box((rank * 8, 0), (8, 64)), 1: Box((0, rank * 2048), (6, 2048)), 4 - rank: Box((0, 0), (0, 0)),
+        0: Box((rank * 8, 0), (8, 64)), 1: Box((0, rank * 16384), (6, 16384)), 4 - rank: Box((0, 0), (0, 0)),
     }  # fmt: skip
 
 
