@@ -245,7 +245,7 @@ class Pair:
     def stage(self, weights, **options):
         """Until both ranks hold what they keep."""
         self.pushes += 1
-        self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=16, parts=True, **options))
+        self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=64, parts=True, **options))
         self.carrier.send(iter(weights.values()), None)
         self.carrier.served()
 
