@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.server
 import logging
+import socketserver
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +35,7 @@ class Reception:
 
     def __init__(self, host: str, port: int, has_key: Callable[[str], bool], admit: Callable[[str], str]):
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), partial(_Handler, has_key, admit))
+            self._server = _Server((host, port), partial(_Handler, has_key, admit))
         except OSError as error:
             raise UnsupportedOption(f"cannot listen at {host} port {port}: {error}") from error
         self._server.daemon_threads = True
@@ -46,6 +47,13 @@ class Reception:
         """Listen no more."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        # Not the base class's, which asks a name server what this host is called and waits as long as that takes.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
