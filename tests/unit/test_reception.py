@@ -12,6 +12,7 @@ from weightsync.cli import main
 from weightsync.client import EngineClient
 from weightsync.errors import AuthenticationFailed, EngineUnreachable, UnsupportedOption
 from weightsync.layout import digest_of
+from weightsync.reception import Reception
 from weightsync.testing import ReferenceEngine
 from weightsync.transports.base import Deadline
 
@@ -147,3 +148,12 @@ def test_a_port_that_is_taken_is_said(engine):
         pytest.raises(UnsupportedOption, match=r"cannot listen at 127.0.0.1"),
     ):
         sender.listen(port=int(engine.url.rpartition(":")[2]))
+
+
+def test_listening_asks_no_name_server(monkeypatch):
+    def asked(*_):
+        raise AssertionError("a name server may take a minute to answer")
+
+    for name in ("getfqdn", "gethostbyaddr"):
+        monkeypatch.setattr(socket, name, asked)
+    Reception("127.0.0.1", 0, lambda _: False, str).close()
