@@ -1,4 +1,4 @@
-"""What the tests of rubbish share."""
+"""What these tests share."""
 
 import logging
 import socket
@@ -6,6 +6,21 @@ import socket
 import pytest
 
 from tests import fuzz
+from tools import models
+from weightsync.testing import ReferenceEngine
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder):
+    """A reference engine that starts with the first of two sets of weights."""
+    with ReferenceEngine(model_folder("llama", 0)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder):
+    """A model that holds the other set, to be left as it is."""
+    return models.load_reference(model_folder("llama", 1))
 
 
 @pytest.fixture

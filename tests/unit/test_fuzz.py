@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from tests import fuzz
 from tests.unit.by_hand import SOON_S, Rank
 from tests.unit.test_fuzz_frames import TO_RANK, TO_TRAINER
-from tools import models
 from weightsync import Sender, errors, wire
 from weightsync.layout import digest_of
 from weightsync.security import engine_token
-from weightsync.testing import ReferenceEngine
 from weightsync.transports.registry import TRAINER_ENDS
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -29,17 +27,6 @@ def test_the_shares_add_up():
     assert sum(shares) >= 20_000
     passed_on = {f"update_weights_via_{transport}" for transport in TRAINER_ENDS} | {"init_nccl_group", "register_nixl"}
     assert set(fuzz.METHODS) > passed_on == {name for name, kind in fuzz.ROUTES.items() if kind in INTRODUCE_OR_UPDATE}
-
-
-@pytest.fixture(scope="module")
-def trained(model_folder):
-    return models.load_reference(model_folder("llama", 1))
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
 
 
 def assert_serves(engine, trained, before, route=""):

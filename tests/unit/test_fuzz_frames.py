@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests import fuzz
 from tests.helpers import plan_of
 from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
-from tools import models
 from weightsync import errors, frames, security, staging, wire
 from weightsync.layout import Layout, digest_of
 from weightsync.parts import Demand, Parts
@@ -29,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("quiet")
 #: How many messages are sent: to a rank on the same host, to one on another by each transport, to a trainer.
 TO_RANK, TO_FAR_RANK, TO_TRAINER = 1500, 300, 5000
 PUSH = "the-push"
-
-
-@pytest.fixture(scope="module")
-def trained(model_folder):
-    return models.load_reference(model_folder("llama", 1))
 
 
 @pytest.fixture

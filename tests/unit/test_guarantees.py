@@ -30,12 +30,6 @@ from weightsync.transports.registry import TRAINER_ENDS
 PROMPT = list(b"guarantees")
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
-
-
 @pytest.fixture
 def a(model_folder):
     return models.load_reference(model_folder("llama", 1))

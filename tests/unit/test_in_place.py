@@ -19,12 +19,6 @@ from weightsync.testing import ReferenceEngine
 IN_PLACE = "shared memory already"
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
-
-
 @pytest.fixture
 def trained(model_folder):
     return models.load_reference(model_folder("llama", 1)).share_memory()

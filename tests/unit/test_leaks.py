@@ -11,26 +11,14 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tools import models, servers
+from tools import servers
 from weightsync import Sender, security, staging
 from weightsync.errors import EngineUnreachable, LeaseHeld, ManifestMismatch, TransferFailed
-from weightsync.testing import ReferenceEngine
 
 PUSHES = 60
 #: Pushes in the life of a sender, and rounds of everything that happen before counting starts.
 LIFE = 3
 WARM_UP = 4
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def trained(model_folder):
-    return models.load_reference(model_folder("llama", 1))
 
 
 @pytest.fixture

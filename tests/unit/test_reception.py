@@ -6,7 +6,6 @@ import threading
 import pytest
 import requests
 
-from tools import models
 from weightsync import Sender, security
 from weightsync.cli import main
 from weightsync.client import EngineClient
@@ -15,17 +14,6 @@ from weightsync.layout import digest_of
 from weightsync.reception import Reception
 from weightsync.testing import ReferenceEngine
 from weightsync.transports.base import Deadline
-
-
-@pytest.fixture
-def trained(model_folder):
-    return models.load_reference(model_folder("llama", 1))
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
 
 
 @pytest.fixture
