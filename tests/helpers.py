@@ -1,5 +1,7 @@
 """What several tests make."""
 
+import sys
+
 from weightsync import wire
 
 
@@ -10,3 +12,14 @@ def plan_of(push, layout, bucket_bytes, timeout_s=20.0, **more):
     return wire.UpdateRequest(
         push=push, address="", secret="", bucket_bytes=bucket_bytes, timeout_s=timeout_s, manifest=manifest, **more
     )
+
+
+def calls_of(run):
+    """Python calls and calls of C functions from Python that ``run`` makes."""
+    counted = []
+    sys.setprofile(lambda frame, event, argument: counted.append(event) if event.endswith("call") else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(counted)

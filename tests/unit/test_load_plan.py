@@ -1,6 +1,5 @@
 """Load plans: what a loader of views, casts and copies does is recorded without a trace, and replayed bit by bit."""
 
-import sys
 import tracemalloc
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers import calls_of
 from tests.unit.loaders import DTYPES, Model, bits, by_name, odd_loader, plan_for, random_bits, really_loaded, two
 
 # --- programs of views, casts and copies ------------------------------------------------------------------------------
@@ -139,17 +139,6 @@ def many(tensors):
     names = [f"w{number}" for number in range(tensors)]
     model = Model({name: torch.randn(3, 5) for name in names})
     return model, {name: torch.randn(3, 5) for name in names}
-
-
-def calls_of(run):
-    """Python calls and calls of C functions from Python that ``run`` makes."""
-    counted = []
-    sys.setprofile(lambda frame, event, argument: counted.append(event) if event.endswith("call") else None)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return len(counted)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -1,7 +1,6 @@
 """Packing again what was packed before: the same bytes and digests, and no step of Python for any tensor."""
 
 import gc
-import sys
 import weakref
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.contract.rig import bits
+from tests.helpers import calls_of
 from tools import models
 from weightsync import Sender, bulk
 from weightsync.boxes import Box
@@ -73,18 +73,6 @@ def test_what_is_hashed_in_several_pieces_cannot_be_planned():
     assert pack_plan(layout, arena, 1024, 1, "mix64", Demand([Parts(layout, {})]), [0], copies=True) is None
 
 
-def calls_in(act):
-    """Python and C functions that are called."""
-    counted = []
-    gc.collect()
-    sys.setprofile(lambda frame, event, argument: counted.append(event) if event.endswith("call") else None)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return len(counted)
-
-
 class Many(nn.Module):
     def __init__(self, count):
         super().__init__()
@@ -103,9 +91,9 @@ def test_packing_again_takes_no_step_of_python_for_each_tensor():
         hashes = bulk.Hashes([bulk.Piece(address, 256) for address in addresses])
         found.append(
             [
-                calls_in(lambda plan=plan: list(plan.fill(lambda _: None))),
-                calls_in(lambda hashes=hashes: hashes.make()),
-                calls_in(lambda source=source: (source.reads(source._given), source.mark())),
+                calls_of(lambda plan=plan: list(plan.fill(lambda _: None))),
+                calls_of(lambda hashes=hashes: hashes.make()),
+                calls_of(lambda source=source: (source.reads(source._given), source.mark())),
             ]
         )
     assert found[0] == found[1]
