@@ -22,6 +22,7 @@ from weightsync.results import EngineResult, PushResult
 from weightsync.room import Staging
 from weightsync.session import PUSH, Machine
 from weightsync.sources import Source, open_source
+from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
 from weightsync.transports.base import Deadline, Progress
 
@@ -96,7 +97,7 @@ class Sender:
         self._urls, self._transport = list(engines), transport
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
-        self._source: Source | None = None
+        self._source: Source | Seen | None = None
         #: Label of what was pushed last.
         self._served = ""
         self._crew = crew()
@@ -158,8 +159,10 @@ class Sender:
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._source)
-        # Only a module's costs something to open; others might keep a whole gathered model alive until the next push.
+        # Others than a module's might keep a whole gathered model alive until the next push.
         self._source = source if isinstance(source, ModuleSource) else None
+        if isinstance(source, MappingSource):
+            self._source = source.seen
         return source
 
     def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:

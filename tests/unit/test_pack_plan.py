@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import nn
 from tests.contract.rig import bits
 from tests.helpers import calls_of
 from tools import models
-from weightsync import Sender, bulk
+from weightsync import LocalShard, Sender, bulk
 from weightsync.boxes import Box
 from weightsync.layout import Layout, digest_of, spec_of
 from weightsync.parts import Demand, Parts
+from weightsync.sources import open_source
 from weightsync.sources.glance import Glance, glance_at
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import ReferenceEngine
@@ -181,3 +183,84 @@ def test_every_push_brings_what_the_module_holds_then(model_folder):
             sender.push(model)
             (rank,) = sender.status(digest=True)[engine.url].ranks
             assert rank.digest == digest_of(model.state_dict().items())
+
+
+# --- whether a mapping is like the one before
+
+
+def reordered(weights):
+    return dict(reversed(weights.items()))
+
+
+def renamed(weights):
+    return {f"{name}x": tensor for name, tensor in weights.items()}
+
+
+def moved(weights):
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def turned(weights):
+    return {name: tensor.t() for name, tensor in weights.items()}
+
+
+def recast(weights):
+    return {name: tensor.view(torch.int32) for name, tensor in weights.items()}
+
+
+def fewer(weights):
+    return dict(list(weights.items())[1:])
+
+
+def made_on_demand(weights):
+    return OrderedDict(weights)
+
+
+def negative(weights):
+    return {name: torch._neg_view(tensor) for name, tensor in weights.items()}
+
+
+def sharded(weights):
+    return {name: LocalShard(tensor, tuple(tensor.shape), (0, 0)) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "change", [reordered, renamed, moved, turned, recast, fewer, made_on_demand, negative, sharded]
+)
+def test_a_mapping_that_differs_is_looked_at_anew(change):
+    weights = {f"w{number}": torch.randn(4, 4) for number in range(3)}
+    seen = open_source(weights).mark()
+    assert seen is not None
+    assert open_source({name: tensor.detach() for name, tensor in weights.items()}, reuse=seen).mark() is seen
+    source = open_source(change(weights), reuse=seen)
+    assert source.mark() is not seen
+    expected = open_source(change(weights))
+    assert source.specs == expected.specs
+    assert all(map(torch.equal, source.tensors(), expected.tensors()))
+
+
+def test_every_push_brings_what_the_mapping_holds_then(model_folder):
+    """New mappings of the same tensors, of which every third finds them elsewhere; none is kept."""
+    weights = models.load_reference(model_folder("llama", 1)).state_dict()
+    with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
+        for number in range(9):
+            weights = {name: t.clone() if number % 3 == 2 else t for name, t in weights.items()}
+            for tensor in weights.values():
+                bits(tensor).bitwise_xor_(1)
+            sender.push(dict(weights))
+            (rank,) = sender.status(digest=True)[engine.url].ranks
+            assert rank.digest == digest_of(weights.items())
+        held = weakref.ref(next(iter(weights.values())))
+        weights.clear()
+        del tensor
+        gc.collect()
+        assert held() is None
+
+
+def test_opening_a_mapping_again_takes_no_step_of_python_for_each_tensor():
+    found = []
+    for count in (50, 1000):
+        weights = {f"w{number}": torch.zeros(4) for number in range(count)}
+        seen = open_source(weights).mark()
+        found.append(calls_of(lambda weights=weights, seen=seen: open_source(weights, reuse=seen)))
+    assert found[0] == found[1]

@@ -11,7 +11,7 @@ from weightsync.errors import SourceError
 from weightsync.sources.base import Source
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.fused import Fused, FusedSource, Rule
-from weightsync.sources.mapping import MappingSource
+from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.shards import LocalShard
 from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
@@ -19,14 +19,14 @@ from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_sour
 __all__ = ["Fused", "LocalShard", "Rule", "Source", "open_source"]
 
 
-def open_source(model: object, *, reuse: Source | None = None) -> Source:
+def open_source(model: object, *, reuse: Source | Seen | None = None) -> Source:
     """Find out how to read ``model``, without copying its weights.
 
     ``model`` is a `torch.nn.Module` (one of transformers is sent under the names and layouts that ``save_pretrained``
     would write), a mapping of names to tensors, DTensors or `LocalShard`, a folder of safetensors files, an object in
     the shape of vLLM's ``WeightSource``, or `Fused`. ``reuse``, a source opened before, is returned where it reads this
-    very module and no name, shape, dtype, stride, tie or shard of it has changed since; the result is always right,
-    reuse only saves time.
+    very module and no name, shape, dtype, stride, tie or shard of it has changed since; what a mapping has left behind
+    is used where this one is like it. The result is always right, reuse only saves time.
 
     Raises `SourceError` for anything else, and by name for each tensor that cannot be sent.
     """
@@ -35,7 +35,7 @@ def open_source(model: object, *, reuse: Source | None = None) -> Source:
     if isinstance(model, (str, Path)):
         return CheckpointSource(model)
     if isinstance(model, Mapping):
-        return MappingSource(model)
+        return MappingSource(model, reuse if isinstance(reuse, Seen) else None)
     if isinstance(model, Fused):
         return FusedSource(model)
     if is_weight_source(model):

@@ -46,9 +46,7 @@ class Glance:
         self._seen = list(self._look(values))
 
     def _look(self, values: list[Any]) -> Iterator[tuple[object, ...]]:
-        # All of one tensor before the next, for they are rarely in the cache.
-        tensors = list(itertools.compress(values, self._are_tensors))
-        return zip(*(map(look, tensors) for look in _LOOKS), strict=True)
+        return looks(list(itertools.compress(values, self._are_tensors)))
 
     def holds(self) -> bool:
         """Whether all is where and what it was. Runs no Python for each tensor."""
@@ -69,8 +67,19 @@ def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
 _called: Final[Any] = weakref.ref.__call__
 #: What is seen of a tensor: not its values, and its device by the address.
 _LOOKS: Final[tuple[Any, ...]] = (
-    torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, operator.attrgetter("dtype"),
+    torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, operator.attrgetter("dtype"), torch.Tensor.is_neg,
 )  # fmt: skip
+
+
+def looks(tensors: list[torch.Tensor]) -> Iterator[tuple[object, ...]]:
+    """What is seen of each. Raises `RuntimeError` for one without strides or memory."""
+    # All of one tensor before the next, for they are rarely in the cache.
+    return zip(*(map(look, tensors) for look in _LOOKS), strict=True)
+
+
+def are_plain(values: list[Any]) -> bool:
+    """Whether these are tensors that are no more than their memory."""
+    return set(map(type, values)) <= _PLAIN
 
 
 def glance_at(module: nn.Module) -> Glance | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from weightsync.boxes import Box, whole
 from weightsync.errors import SourceError
 from weightsync.plan import Held
+from weightsync.sources import glance
 from weightsync.sources.base import check_same, describe, finish
 from weightsync.sources.shards import LocalShard, boxes_of, is_dtensor, local_of, whole_tensor
 from weightsync.wire import TensorSpec
@@ -24,15 +26,25 @@ class MappingSource:
     """
 
     specs: tuple[TensorSpec, ...]
+    held: tuple[Held, ...]
+    device: torch.device
 
-    def __init__(self, weights: Mapping[Any, Any]):
+    def __init__(self, weights: Mapping[Any, Any], before: Seen | None = None):
         self._weights = weights
+        #: What is left of this source when it is gone.
+        self.seen: Seen | None = None
+        if before is not None and before.is_of(weights):
+            self.seen, self.held, self.specs, self.device = before, before.held, before.specs, before.device
+            return
         self.held = tuple(_held(name, value) for name, value in weights.items())
         self.specs = finish((one.spec for one in self.held), "the mapping")
         self.device = _tensor(next(iter(weights.values()))).device
+        if type(weights) is dict and glance.are_plain(list(weights.values())):
+            self.seen = Seen(weights, self)
 
-    def mark(self) -> None:
-        """See `Source.mark`: what it looks up may be made on demand."""
+    def mark(self) -> object | None:
+        """See `Source.mark`; None for what makes its values on demand, or holds parts of tensors."""
+        return self.seen
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""
@@ -56,6 +68,30 @@ class MappingSource:
                 yield [box.of(local) for box in boxes_of(name, value)]
             else:
                 yield [_tensor(value).detach()]
+
+
+class Seen:
+    """What is remembered of a dictionary of plain tensors, so that it, or one like it, is known again; no tensor is.
+
+    One like it has tensors of the same shapes at the same addresses under the same names, in the same order.
+    """
+
+    def __init__(self, weights: dict[Any, torch.Tensor], source: MappingSource):
+        self.held, self.specs, self.device = source.held, source.specs, source.device
+        self._names = list(weights)
+        self._looks = list(glance.looks(list(weights.values())))
+
+    def is_of(self, weights: Mapping[Any, Any]) -> bool:
+        """Whether these are such. Runs no Python for each tensor."""
+        if type(weights) is not dict or len(weights) != len(self._names):
+            return False
+        values = list(weights.values())
+        if not glance.are_plain(values) or not all(map(operator.eq, weights, self._names)):
+            return False
+        try:
+            return all(map(operator.eq, glance.looks(values), self._looks))
+        except RuntimeError:  # one has no strides, or no memory
+            return False
 
 
 def _tensor(value: Any) -> torch.Tensor:
