@@ -53,8 +53,8 @@ class Carrier:
         self._demand = Demand(())
         #: What `send` announced of a push whose stream the arena holds whole: the digests of each bucket.
         self._announced: list[Digests] = []
-        #: How the arena at this address was packed last, and what that holds for.
-        self._packed: dict[int, tuple[tuple[object, ...], PackPlan | None]] = {}
+        #: By the address of an arena, what was packed last, and how to do so again if it was planned.
+        self._packed: dict[int, tuple[tuple[object, ...], PackPlan | None, bool]] = {}
         self._served: tuple[staging.Arena, UpdateRequest, list[Digests]] | None = None
         self.closed = False
 
@@ -157,8 +157,8 @@ class Carrier:
         arena, addresses = self._arenas[0].bytes, list[int]()
         how = self._layout, arena, plan.bucket_bytes, plan.slots, plan.digest, self._demand
         known = (mark, self._layout, *how[2:5], frozenset(self._demand.names))
-        for_this, pack = self._packed.get(arena.data_ptr(), ((), None))
-        seen = mark is not None and for_this == known
+        before, pack, planned = self._packed.get(arena.data_ptr(), ((), None, False))
+        seen = mark is not None and before == known
         if seen and pack is not None:
             packer: PackPlan | Packer = pack
             filled = pack.fill(self._acquire)
@@ -172,9 +172,12 @@ class Carrier:
             if progress is not None:
                 progress(packed.nbytes)
         sent = Sent(packer.gather_s, packer.digest_s, self._finish())
-        if mark is not None and not seen:
-            planned = pack_plan(*how, addresses, copies=copies) if len(addresses) == len(self._layout.entries) else None
-            self._packed[arena.data_ptr()] = known, planned
+        if seen and not planned:  # worth while, for it comes again
+            all_there = len(addresses) == len(self._layout.entries)
+            pack = pack_plan(*how, addresses, copies=copies) if all_there else None
+            self._packed[arena.data_ptr()] = known, pack, True
+        elif not seen:
+            self._packed[arena.data_ptr()] = known, None, False
         return sent
 
     def send_filled(self, fill: Fill, progress: Progress | None) -> Sent:

@@ -160,8 +160,8 @@ class Loading:
     def parts(self, layout: Layout) -> Parts:
         """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
         plan = self._plan
-        if plan is None or not self._trusted or plan.layout is not layout:
-            return Parts(layout, {})
+        if plan is None or not self._trusted or plan.layout is not layout or not self._unmoved():
+            return Parts(layout, {})  # it may be the engine's loader that brings it in
         return plan.parts
 
     def load(self, staged: Staged) -> None:

@@ -153,7 +153,9 @@ class Receiver:
         self._supersede(request.push)
         self._machine.check("prepare")
         layout = self._loading.accept(request.manifest, request.align_bytes, request.known)
-        job = _Job(request, end, self._loading.parts(layout) if request.parts else Parts(layout, {}))
+        # A version that is kept may have to go in again when no plan is for it.
+        some = request.parts and not request.keep
+        job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)
@@ -190,6 +192,8 @@ class Receiver:
         except Exception as error:
             # The thread has nobody to raise to: `ready` tells the engine, the transport tells the sender.
             logger.warning("push %s was not received: %s", job.request.push, error)
+            # Nor may the memory that was given up live on in what was made ready for it.
+            self._loading.keep(kept.data for kept in (self._current, self._previous) if kept is not None)
             job.transport.fail(job.request.push, error)
             self._call_off(job, _text(error))
         finally:

@@ -140,7 +140,21 @@ def replace(model):
     model.parts[1] = nn.Linear(8, 8, bias=False)
 
 
-@pytest.mark.parametrize("change", [exchange, move, turn, cast, add, take_away, buffer, child, replace])
+def hook(model):
+    model.parts[1].register_state_dict_post_hook(lambda *_: None)
+
+
+def pre_hook(model):
+    model.parts[1].register_state_dict_pre_hook(lambda *_: None)
+
+
+def hide(model):
+    model.parts[1].state_dict = dict
+
+
+@pytest.mark.parametrize(
+    "change", [exchange, move, turn, cast, add, take_away, buffer, child, replace, hook, pre_hook, hide]
+)
 def test_a_change_of_the_module_is_seen(change):
     model = Many(3)
     glance = Glance(model)

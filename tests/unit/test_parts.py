@@ -1,6 +1,7 @@
 """What a rank keeps of the tensors: which bytes that is, what a load plan reads, pushes to ranks that keep a half."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -257,8 +258,13 @@ class Pair:
         assert [sink.digest() for sink in self.sinks] == [sink.wanted(weights) for sink in self.sinks]
 
     def kept(self):
-        """What each rank has last said that it keeps."""
-        return [receiver._current.parts for receiver in self.receivers]
+        """Names of what the ranks have last said that they keep."""
+        return set(self.carrier._demand.names)
+
+    def rollback(self, version):
+        back = wire.CommitRequest("back", version, "retract", SOON_S, rollback=True)
+        self.all("weightsync_ready", back)
+        self.all("weightsync_commit", back)
 
     def close(self):
         self.all("weightsync_abort", wire.AbortRequest(release=self.carrier.address(URL, self.transport)))
@@ -274,16 +280,30 @@ def pair(request, monkeypatch, tmp_path):
 
 
 def test_once_a_plan_is_trusted_each_rank_takes_its_half(pair):
-    pair.push(checkpoint(1), keep=True)
-    assert [parts.name for parts in pair.kept()] == ["", ""]
+    pair.push(checkpoint(1))
+    assert pair.kept() == {""}
     for seed in (2, 3, 4):
+        pair.push(checkpoint(seed))
+        assert len(pair.kept() - {""}) == 2
+
+
+def test_a_version_that_is_kept_is_whole_and_comes_back_without_a_plan(pair):
+    for seed in (1, 2):
         pair.push(checkpoint(seed), keep=True)
-        assert all(parts.name for parts in pair.kept())
-        assert pair.kept()[0].name != pair.kept()[1].name
-    back = wire.CommitRequest("back", "p3", "retract", SOON_S, rollback=True)
-    pair.all("weightsync_ready", back)
-    pair.all("weightsync_commit", back)
-    assert [sink.digest() for sink in pair.sinks] == [sink.wanted(checkpoint(3)) for sink in pair.sinks]
+        assert pair.kept() == {""}
+    other = dict(reversed(checkpoint(3).items()))
+    pair.layout = Layout([spec_of(name, tensor) for name, tensor in other.items()])
+    pair.push(other, keep=True)  # for which another plan is recorded
+    pair.rollback("p2")
+    assert [sink.digest() for sink in pair.sinks] == [sink.wanted(checkpoint(2)) for sink in pair.sinks]
+
+
+def test_a_model_that_has_moved_since_takes_all_there_is(pair):
+    for seed in range(6):
+        for sink in pair.sinks if seed % 2 else ():
+            sink.model.up.data = sink.model.up.data.clone()
+        pair.push(checkpoint(seed))
+        assert (pair.kept() == {""}) == (seed % 2 == 1 or seed == 0)
 
 
 def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written(pair):
@@ -299,6 +319,18 @@ def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written
     assert pair.sinks[0].digest() == before
     pair.push(checkpoint(3))
     pair.push(checkpoint(4))
+
+
+def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
+    for seed in (1, 2):
+        pair.push(checkpoint(seed))
+    pair.meet(plan_of("failing", pair.layout, 16 << 10, SOON_S, slots=64, parts=True))
+    pair.carrier.call_off(TransferFailed("there is no more"))
+    until = time.monotonic() + SOON_S
+    while any(receiver.status().state != "serving" for receiver in pair.receivers):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert [receiver._loading._plan._bound for receiver in pair.receivers] == [{}, {}]
 
 
 def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):

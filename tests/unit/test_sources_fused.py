@@ -49,6 +49,9 @@ def test_one_process_sends_it_alone():
         ({"a1": (5,)}, [Rule("a{layer}", "b{expert}")], r"b\{expert\}: a\{layer\} does not say what 'expert' is"),
         ({"a": (4,), "b": (4,)}, [Rule("a", "c"), Rule("b", "c")], "c"),
         ({"a": (4,)}, [Rule("a", None)], "holds no tensors"),
+        ({"a": (0,)}, [Rule("a", {"b": 2, "c": 1})], r"a: dimension 0 of \[0\] is not units"),
+        ({"a": (4,)}, [Rule("a{0}", "b")], r"a\{0\}: what stands in braces must be different words"),
+        ({"a": (4,)}, [Rule("a{x}{x}", "b")], "must be different words"),
     ],
 )
 def test_what_a_table_does_not_explain_is_refused_by_name(weights, rules, said):

@@ -119,6 +119,9 @@ class FusedSource:
 
 def _pattern(name: str) -> re.Pattern[str]:
     parts = _FIELD.split(name)
+    fields = parts[1::2]
+    if len(set(fields)) != len(fields) or not all(one.isidentifier() for one in fields):
+        raise SourceError(f"{name}: what stands in braces must be different words")
     return re.compile("".join(f"(?P<{one}>\\d+)" if at % 2 else re.escape(one) for at, one in enumerate(parts)))
 
 
@@ -129,7 +132,7 @@ def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused
     size = one.shape[dim] if dim < len(one.shape) else 1
     unit = [size // len(holds) if rows is None else rows for rows in holds.values()]
     count = size // sum(unit) if sum(unit) else 1
-    if not 0 <= dim < max(1, len(one.shape)) or count * sum(unit) != size:
+    if not 0 <= dim < max(1, len(one.shape)) or count * sum(unit) != size or not count:
         raise SourceError(f"{one.name}: dimension {dim} of {list(one.shape)} is not units of {unit} rows")
     before = 0
     for pattern, rows in zip(holds, unit, strict=True):

@@ -35,8 +35,9 @@ class Glance:
         held: list[Any] = [
             each for part in module.modules() for each in (part._modules, part._parameters, part._buffers)
         ]
-        #: Where something may be added or taken away.
-        self._held, self._sizes = held, list(map(len, held))
+        #: Where something may be added or taken away; hooks, and attributes that hide methods, say what the state is.
+        self._sized = [*held, *(each for part in module.modules() for each in _hooks(part))]
+        self._sizes = list(map(len, self._sized))
         links = [(each, key) for each in held for key in each]
         there = [(each, key) for each, key in links if each[key] is not None]
         self._there, values = _columns(there), [each[key] for each, key in there]
@@ -55,9 +56,13 @@ class Glance:
             all(map(operator.is_not, values, itertools.repeat(None)))
             and all(map(operator.is_, values, map(_called, self._values)))
             and all(map(operator.is_, map(dict.get, *self._absent), itertools.repeat(None)))
-            and all(map(operator.eq, map(len, self._held), self._sizes))
+            and all(map(operator.eq, map(len, self._sized), self._sizes))
             and all(map(operator.eq, self._look(values), self._seen))
         )
+
+
+def _hooks(part: nn.Module) -> tuple[Any, ...]:
+    return part._state_dict_hooks, part._state_dict_pre_hooks, part.__dict__
 
 
 def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:

@@ -221,5 +221,6 @@ class Talk:
             with contextlib.suppress(zmq.ZMQError):  # it is gone, which the deadline tells
                 self._control.socket.send_multipart([identity, frames.pack(Explain(self._push))], zmq.DONTWAIT)
             return False
-        self.keeps[peer] = self._control.kept[parts.name] = parts
+        # Equal ones are one, of which the pieces are counted once.
+        self.keeps[peer] = self._control.kept.setdefault(parts.name, parts)
         return True
