@@ -26,6 +26,13 @@ def whole(spec: TensorSpec) -> Box:
     return Box((0,) * len(spec.shape), spec.shape)
 
 
+def is_inside(box: Box, shape: Sequence[int]) -> bool:
+    """Whether that is a part of a tensor of this shape."""
+    return len(box.start) == len(box.shape) == len(shape) and all(
+        min(a, n) >= 0 and a + n <= size for a, n, size in zip(box.start, box.shape, shape, strict=True)
+    )
+
+
 def hull(one: Box, other: Box) -> Box:
     """The smallest box that both are in; one without elements is in any."""
     if 0 in one.shape or 0 in other.shape:

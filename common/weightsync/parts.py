@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from weightsync.boxes import Box, narrowed
+from weightsync.boxes import Box, is_inside, narrowed
 from weightsync.bulk import Piece
 from weightsync.layout import ALIGN_BYTES, Entry, Layout
 
@@ -34,12 +34,12 @@ class Parts:
 
     def __init__(self, layout: Layout, boxes: Mapping[int, Box]):
         self.layout, self._boxes = layout, dict[int, Box]()
-        for number, (start, shape) in boxes.items():
+        for number, box in boxes.items():
             of = layout.entries[number].spec.shape if 0 <= number < len(layout.entries) else None
-            if of is None or not _inside(start, shape, of):
-                raise ValueError(f"{list(shape)} from {list(start)} on is no part of tensor {number}")
-            if shape != of:
-                self._boxes[number] = Box(start, shape)
+            if of is None or not is_inside(box, of):
+                raise ValueError(f"{list(box.shape)} from {list(box.start)} on is no part of tensor {number}")
+            if box.shape != of:
+                self._boxes[number] = box
         self._cut: tuple[int, list[list[tuple[int, int]]]] = (0, [])
 
     @functools.cached_property
@@ -85,16 +85,11 @@ class Parts:
         return found
 
     def _runs_of(self, entry: Entry) -> Iterator[tuple[int, int]]:
-        box, shape = self._boxes.get(entry.number), entry.spec.shape
+        box = self._boxes.get(entry.number)
         if box is None:
             yield from [(entry.offset, entry.nbytes)] if entry.nbytes else []
         elif 0 not in box.shape:
-            steps = _steps(shape, entry.dtype.itemsize)
-            inner = _inner(shape, box)
-            nbytes = box.shape[inner] * steps[inner]
-            outer = (range(a, a + n) for a, n in zip(box.start[:inner], box.shape[:inner], strict=True))
-            for index in itertools.product(*outer):
-                yield entry.offset + sum(map(int.__mul__, (*index, box.start[inner]), steps)), nbytes
+            yield from ((entry.offset + at, nbytes) for at, nbytes in _runs(entry, box))
 
     def cut(self, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """The runs of every bucket: (offset in the stream, bytes), none longer than the bucket."""
@@ -137,30 +132,25 @@ def place(entry: Entry, box: Box | None, address: int) -> Piece | None:
     """Where a part of a tensor in host memory, all of it without a box, lies; None if that is in several pieces."""
     if box is None:
         return Piece(address, entry.nbytes)
+    runs = _runs(entry, box)
+    (at, nbytes), more = next(runs), next(runs, None)
+    return Piece(address + at, nbytes) if more is None else None
+
+
+def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+    """The pieces of a box that has elements and is not the whole: (offset in the tensor, bytes), in order."""
     shape = entry.spec.shape
-    narrow = [at for at, size in enumerate(box.shape) if size != shape[at]]
-    if any(size != 1 for size in box.shape[: max(narrow)]):
-        return None
-    first, last = 0, 0
-    for size, start, count in zip(shape, *box, strict=True):
-        first, last = first * size + start, last * size + start + count - 1
-    itemsize = entry.dtype.itemsize
-    return Piece(address + first * itemsize, (last - first + 1) * itemsize)
-
-
-def _inside(start: Sequence[int], shape: Sequence[int], of: Sequence[int]) -> bool:
-    return len(start) == len(shape) == len(of) and all(
-        min(a, n) >= 0 and a + n <= size for a, n, size in zip(start, shape, of, strict=True)
-    )
+    steps = [math.prod(shape[at + 1 :]) * entry.dtype.itemsize for at in range(len(shape))]
+    inner = _inner(shape, box)
+    nbytes = box.shape[inner] * steps[inner]
+    outer = (range(a, a + n) for a, n in zip(box.start[:inner], box.shape[:inner], strict=True))
+    for index in itertools.product(*outer):
+        yield sum(map(int.__mul__, (*index, box.start[inner]), steps)), nbytes
 
 
 def _inner(shape: Sequence[int], box: Box) -> int:
     """The last dimension in which the box is not the whole."""
     return max(at for at, (size, whole) in enumerate(zip(box.shape, shape, strict=True)) if size != whole)
-
-
-def _steps(shape: Sequence[int], itemsize: int) -> list[int]:
-    return [math.prod(shape[at + 1 :]) * itemsize for at in range(len(shape))]
 
 
 def _put(those: tuple[int, ...], at: int, one: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from weightsync.boxes import Box
+from weightsync.boxes import Box, is_inside
 from weightsync.errors import SourceError
 from weightsync.layout import DTYPES
 from weightsync.wire import TensorSpec
@@ -153,10 +153,7 @@ def _part(cell: Sequence[int], cuts: Sequence[Sequence[int]]) -> Box:
 
 
 def _check_inside(spec: TensorSpec, box: Box, rank: int) -> None:
-    inside = len(box.start) == len(box.shape) == len(spec.shape) and all(
-        min(a, n) >= 0 and a + n <= size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)
-    )
-    if not inside:
+    if not is_inside(box, spec.shape):
         raise SourceError(f"trainer rank {rank} holds {box} of {spec.name}, which is {list(spec.shape)}")
 
 

@@ -32,11 +32,10 @@ class Glance:
     """
 
     def __init__(self, module: nn.Module):
-        held: list[Any] = [
-            each for part in module.modules() for each in (part._modules, part._parameters, part._buffers)
-        ]
+        parts = list(module.modules())
+        held: list[Any] = [each for part in parts for each in (part._modules, part._parameters, part._buffers)]
         #: Where something may be added or taken away; hooks, and attributes that hide methods, say what the state is.
-        self._sized = [*held, *(each for part in module.modules() for each in _hooks(part))]
+        self._sized = [*held, *(each for part in parts for each in _hooks(part))]
         self._sizes = list(map(len, self._sized))
         links = [(each, key) for each in held for key in each]
         there = [(each, key) for each, key in links if each[key] is not None]

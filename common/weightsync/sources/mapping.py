@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightsync.boxes import Box, whole
+from weightsync.boxes import Box, is_inside, whole
 from weightsync.errors import SourceError
 from weightsync.plan import Held
 from weightsync.sources import glance
@@ -107,10 +107,10 @@ def _held(name: object, value: Any) -> Held:
     if not isinstance(value, LocalShard):
         return Held(found, (whole(found),))
     of = TensorSpec(found.name, found.dtype, tuple(value.shape))
-    fits = len(value.start) == len(of.shape) == len(found.shape)
-    if not fits or any(a < 0 or a + n > m for a, n, m in zip(value.start, found.shape, of.shape, strict=True)):
+    box = Box(tuple(value.start), found.shape)
+    if not is_inside(box, of.shape):
         raise SourceError(
             f"{name}: a part of {list(found.shape)} that starts at {list(value.start)} is not in a tensor of "
             f"{list(of.shape)}"
         )
-    return Held(of, (Box(tuple(value.start), found.shape),), alike=True)
+    return Held(of, (box,), alike=True)
