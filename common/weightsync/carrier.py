@@ -15,7 +15,7 @@ from weightsync.assembly import Work
 from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
 from weightsync.parts import Demand, Digests, Found
-from weightsync.transports.base import Deadline, Introduction, Peer, Progress, TrainerEnd
+from weightsync.transports.base import Deadline, Helpers, Introduction, Peer, Progress, TrainerEnd
 from weightsync.transports.pack_plan import PackPlan, pack_plan
 from weightsync.transports.packing import Packer, hash_stream
 from weightsync.transports.registry import TRAINER_ENDS
@@ -39,10 +39,13 @@ class Sent(NamedTuple):
 
 
 class Carrier:
-    """The arenas of one sender and a trainer end for every transport in use. ``device`` is where the arenas are."""
+    """The arenas of one sender and a trainer end for every transport in use. ``device`` is where the arenas are.
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    ``helpers`` are the other ranks of the trainer, if it has any.
+    """
+
+    def __init__(self, device: torch.device, helpers: Helpers | None = None):
+        self.device, self._helpers = device, helpers
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first; a second holds what is served, where engines keep that.
         self._arenas: list[staging.Arena] = []
@@ -70,7 +73,7 @@ class Carrier:
         """
         for name in sorted({transport for transport, _ in engines.values()}):
             if name not in self._ends:
-                self._ends[name] = TRAINER_ENDS[name](self.device)
+                self._ends[name] = TRAINER_ENDS[name](self.device, self._helpers)
             those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
             if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
                 self._ends[name].introduced(post(asked), deadline)

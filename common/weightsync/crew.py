@@ -29,6 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.layout import Layout
 from weightsync.mail import (
+    Assist,
     Done,
     Fill,
     Greeting,
@@ -44,7 +45,8 @@ from weightsync.parts import Demand, Found
 from weightsync.plan import Held, Plan, plan
 from weightsync.sources import Source
 from weightsync.staging import ShmArena
-from weightsync.transports.base import Deadline
+from weightsync.transports.base import Assistant, Deadline
+from weightsync.transports.registry import ASSISTANTS
 
 #: Rank 0 knows who is missing and should be the one to say so; past its deadline it may still ask the engines what
 #: became of a commit.
@@ -52,6 +54,8 @@ _GRACE_S: Final = 15.0
 #: How long rank 0 lets the others hear how it ended before it closes: the store may end with it.
 _HEARD_S: Final = 2.0
 _LOOK_S: Final = 0.002
+#: From a lost connection until the process at its other end is seen to have ended.
+_ENDS_S: Final = 0.3
 _T = TypeVar("_T")
 
 
@@ -77,6 +81,10 @@ class Crew:
         self._held: dict[int, tuple[Held, ...]] = {}
         self._plan: Plan | None = None
         self._orders: list[Orders] = []
+        #: Whether all have mapped what this push's `fill` has filled.
+        self.filled = False
+        #: What the others have answered to what they were asked last.
+        self._came: dict[int, bytes] = {}
         #: What they hash, by name.
         self._demand: Set[str] = frozenset()
         self._ordered: dict[int, Orders] = {}
@@ -85,6 +93,7 @@ class Crew:
         self._mine: Orders | None = None
         self._arenas: dict[str, torch.Tensor] = {}
         self._filling: tuple[torch.Tensor, str] | None = None
+        self._assistants: dict[str, Assistant] = {}
         self._source: Source | None = None
 
     def run(
@@ -121,6 +130,7 @@ class Crew:
         engines: Callable[[], Mapping[str, Weights]],
     ) -> _T:  # fmt: skip
         self._nonces.clear()
+        self.filled = False
         try:
             try:
                 self._gather(what, deadline)
@@ -219,21 +229,54 @@ class Crew:
                 self._say(rank, Hash(), deadline)
             hashed = [assembly.hash_parts(orders[0].hash, stream, algorithm)]
             hashed += self._answers("to hash its part of the arena", deadline)
+        self.filled = True
         found = {(tensor, box): value for work in (*written, *hashed) for tensor, box, value in work.digests}
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
         return found, Work((), nbytes, gather_s, digest_s)
 
+    def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
+        """See `base.Helpers`."""
+        for rank in self._others:
+            self._say(rank, Assist(transport, msgspec.Raw(message)), deadline)
+        self._came = {}
+
+    def answered(self, to: str, deadline: Deadline) -> None:
+        """See `base.Helpers`."""
+        self._mail.take(self._answers_to_come(), self._came, deadline, to)
+        self._heard(self._came)
+
+    def check(self) -> None:
+        """See `base.Helpers`."""
+        keys, soon, to = self._answers_to_come(), Deadline(_HEARD_S), "to help"
+        self._mail.look(keys, self._came, soon, to)
+        self._heard(self._came)
+        self._mail.check(keys, self._came, soon, to)
+
+    def blamed(self, error: WeightSyncError) -> WeightSyncError:
+        """See `base.Helpers`."""
+        until = Deadline(_ENDS_S)
+        while not (faulty := [rank for rank in self._others if not self._mail.runs(rank)]) and until.left():
+            time.sleep(_LOOK_S)
+        if not faulty:
+            return error
+        message = f"{error}; {self._mail.named(faulty)} was to send its part"
+        return type(error)(message, weights=error.weights, engines=error.engines)
+
+    def _answers_to_come(self) -> dict[int, str]:
+        return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
+
     def _answers(self, to: str, deadline: Deadline) -> list[Work]:
-        keys = {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
-        found: list[Work] = []
         came: dict[int, bytes] = {}
-        self._mail.take(keys, came, deadline, to)
+        self._mail.take(self._answers_to_come(), came, deadline, to)
+        return [work for work in self._heard(came) if work is not None]
+
+    def _heard(self, came: Mapping[int, bytes]) -> list[Work | None]:
+        found: list[Work | None] = []
         for rank, body in sorted(came.items()):
             done = wire.from_json(body, Done)
             if done.trouble is not None:
                 raise raised(done.trouble, f"trainer rank {rank}: ")
-            assert done.work is not None, "a rank that is not in trouble has done its work"
             found.append(done.work)
         return found
 
@@ -279,7 +322,8 @@ class Crew:
                         self._mail.pids[0] = message.pid
                 else:
                     last = f"{nonce}/up/{number}"
-                    done, trouble = self._attempt(message)
+                    after = f"{nonce}/down/{number + 1}"
+                    done, trouble = self._attempt(message, lambda: self._still_wanted(after))  # noqa: B023 - called here
                     self._mail.put(last, wire.to_json(done), patient, "trainer rank 0")
                 number += 1
         except BaseException as error:
@@ -289,11 +333,27 @@ class Crew:
                 error.weights = "unknown"  # rank 0 would know
             raise
 
-    def _attempt(self, message: Fill | Hash) -> tuple[Done, Exception | None]:
+    def _still_wanted(self, after: str) -> None:
+        """Raise where rank 0 has said more since, or says no more."""
+        if self._mail.unread(after, Deadline(_HEARD_S)):
+            raise TransferFailed("the push was called off")
+        if self._mail.ended(0):
+            raise TransferFailed(f"{self._mail.named([0])}: it was to end the push")
+
+    def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[Done, Exception | None]:
         try:
+            if isinstance(message, Assist):
+                self._assist(message, check)
+                return Done(), None
             return Done(self._work(message)), None
         except Exception as error:
             return Done(trouble=trouble_of(error)), error
+
+    def _assist(self, message: Assist, check: Callable[[], None]) -> None:
+        if message.transport not in self._assistants:
+            self._assistants[message.transport] = ASSISTANTS[message.transport](self.rank)
+        stream = self._filling[0] if self._filling is not None else None
+        self._assistants[message.transport].assist(bytes(message.body), stream, check)
 
     def _work(self, message: Fill | Hash) -> Work:
         if isinstance(message, Fill):
@@ -320,6 +380,8 @@ class Crew:
         """Release memory and connection; rank 0 first lets the others hear how the last call ended. Idempotent."""
         deadline, self._filling = Deadline(_HEARD_S), None
         self._arenas.clear()
+        while self._assistants:
+            self._assistants.popitem()[1].close()
         with contextlib.suppress(WeightSyncError):
             for rank in [rank for rank in self._last if self._mail.runs(rank)]:
                 while deadline.left() and self._mail.unread(self._last[rank], deadline):

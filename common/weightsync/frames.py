@@ -46,11 +46,15 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class Filled(Message, frozen=True, tag="filled"):
-    """sender -> rank: bucket ``index`` can be read; ``digests`` are of what is kept of the tensors that end in it."""
+    """sender -> rank: bucket ``index`` can be read; ``digests`` are of what is kept of the tensors that end in it.
+
+    ``lane`` is the rank of the trainer that sends it, where it does not lie where the rank reads.
+    """
 
     push: str
     index: int
     digests: tuple[int, ...] = ()
+    lane: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Still(Message, frozen=True, tag="still"):

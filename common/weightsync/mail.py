@@ -90,6 +90,13 @@ class Hash(Message, frozen=True, tag="hash"):
     """0 -> rank: all have written."""
 
 
+class Assist(Message, frozen=True, tag="assist"):
+    """0 -> rank: help a transport; ``body`` is its own message."""
+
+    transport: str
+    body: msgspec.Raw
+
+
 class Over(Message, frozen=True, tag="over"):
     """0 -> rank: how it ended."""
 
@@ -104,7 +111,7 @@ class Done(Message, frozen=True):
     trouble: Trouble | None = None
 
 
-ToRank = Welcome | Fill | Hash | Over
+ToRank = Welcome | Fill | Hash | Assist | Over
 
 
 class Mail:
@@ -164,27 +171,33 @@ class Mail:
         Raises `TransferFailed` or `PushTimeout`, naming those who are missing, and what they were ``to`` do.
         """
         pause_s, looked = _FIRST_S, time.monotonic()
-
-        def look() -> None:
-            for rank, key in keys.items():
-                if rank not in found and (body := self._remove(key)) is not None:
-                    found[rank] = body
-
-        while True:
-            missing = [rank for rank in keys if rank not in found]
-            self._call(look, deadline, f"{self.named(missing)} {to}")
-            missing = [rank for rank in keys if rank not in found]
-            if not missing:
-                return
+        while missing := self.look(keys, found, deadline, to):
             deadline.check(f"{self.named(missing)} {to}")
             if time.monotonic() - looked > _LOOK_UP_S:
                 looked = time.monotonic()
-                if ended := [rank for rank in missing if self._fault(rank) == ENDED]:
-                    self._call(look, deadline, f"{self.named(missing)} {to}")  # it may have ended after its last word
-                    if ended := [rank for rank in ended if rank not in found]:
-                        raise TransferFailed(f"{self.named(ended)}: it was {to}")
+                self.check(keys, found, deadline, to)
             time.sleep(min(pause_s, deadline.left()))
             pause_s = min(pause_s * 1.5, _MOST_S)
+
+    def look(self, keys: Mapping[int, str], found: dict[int, bytes], deadline: Deadline, to: str) -> list[int]:
+        """As `take`, of the messages that are there; the ranks whose is not."""
+        missing = [rank for rank in keys if rank not in found]
+
+        def look() -> None:
+            for rank in missing:
+                if (body := self._remove(keys[rank])) is not None:
+                    found[rank] = body
+
+        self._call(look, deadline, f"{self.named(missing)} {to}")
+        return [rank for rank in missing if rank not in found]
+
+    def check(self, keys: Mapping[int, str], found: dict[int, bytes], deadline: Deadline, to: str) -> None:
+        """As `look`. Raises `TransferFailed` where a rank that is missing has ended."""
+        ended = [rank for rank in keys if rank not in found and self.ended(rank)]
+        if ended:
+            missing = self.look(keys, found, deadline, to)  # it may have ended after its last word
+            if ended := [rank for rank in ended if rank in missing]:
+                raise TransferFailed(f"{self.named(ended)}: it was {to}")
 
     def named(self, ranks: list[int]) -> str:
         """Ranks as errors show them, with what can be seen of their processes."""
@@ -200,6 +213,10 @@ class Mail:
         """Whether nothing is known against a rank's process."""
         return not self._fault(rank)
 
+    def ended(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended."""
+        return self._fault(rank) == ENDED
+
     def _fault(self, rank: int) -> str:
         return fault(self.pids[rank]) if rank in self.pids else ""
 
@@ -210,7 +227,8 @@ class Mail:
             try:
                 return answer.result(min(max(deadline.left(), 0.05), _LOOK_UP_S))
             except FutureTimeout:
-                deadline.check(f"the store of the process group, for {waiting_for}")
+                which = "" if self.runs(0) else f"; {self._named(0)}, may have it"
+                deadline.check(f"the store of the process group, for {waiting_for}{which}")
             except RuntimeError as error:  # what torch raises where the process that has the store is gone
                 time.sleep(_ENDS_S)
                 ended = f"; {self._named(0)}" if self._fault(0) == ENDED else ""

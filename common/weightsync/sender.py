@@ -339,7 +339,7 @@ class Sender:
             device = None if source is None else source.device
             arena = room.arena_device(self._fleet.ranks, device, remote=remote)
             # Several processes can fill one in the host's memory alone.
-            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"))
+            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"), self._crew)
             self._preparation.choose_again()
         return self._carrier
 

@@ -142,7 +142,9 @@ class InitNcclGroup(Message, frozen=True):
     """Have every rank join the group ``group_name`` of ``world_size`` ranks, at the store of its rank 0, the trainer.
 
     The engine's ranks become ``rank_offset`` and those that follow. ``members`` lists who is to join, by URL, with its
-    number of ranks, in the order of the group; the trainer's ranks come before. ``address`` names the sender.
+    number of ranks, in the order of the group; the trainer's ranks come before. ``address`` names the sender. Where
+    several ranks of a trainer are ``senders``, each has a group of its own, of which it is rank 0; these are called
+    ``group_name``, ``group_name-1`` and so on.
     """
 
     group_name: Text
@@ -157,6 +159,7 @@ class InitNcclGroup(Message, frozen=True):
     holder: Text = ""
     instance: Text = ""
     members: tuple[tuple[Text, Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], ...] = ()
+    senders: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
 class RegisterNixl(Message, frozen=True):

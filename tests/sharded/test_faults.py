@@ -127,6 +127,57 @@ def test_a_trainer_of_two_hosts_is_told_what_to_do(start, engines):
     trainer.stop()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_freezes_while_it_broadcasts_is_named(start, engines, untrained, expected, rank):
+    trainer = start(2)
+    assert fine(trainer.all("shard fsdp"))
+    assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192, timeout_s=6.0))
+    frozen = trainer.processes[rank]
+    trainer.tell(f"stall {int(signal.SIGSTOP)}", rank)
+    trainer.tell("push", 1 - rank)
+    (said,) = trainer.hear(1 - rank)
+    who = f"trainer rank {rank} (process {frozen.pid}, which is stopped)"
+    assert_failed(said, "PushTimeout", who, engines="unchanged" if rank else "unknown")
+    assert served(engines) == [untrained, untrained]
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert "PushTimeout" in trainer.hear(rank)[0]["error"]
+    trainer.all("close")
+    assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192))
+    assert all(one["broadcast"] for one in trainer.all("push"))
+    assert served(engines) == [expected, expected]
+    trainer.stop()
+
+
+def test_a_rank_that_is_killed_while_it_broadcasts_is_named(start, pair, engines, untrained, expected):
+    trainer = start(2)
+    assert fine(trainer.all("shard fsdp"))
+    assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192))
+    trainer.tell(f"stall {int(signal.SIGKILL)}", 1)
+    trainer.tell("push", 0)
+    (said,) = trainer.hear(0)
+    assert_failed(said, "TransferFailed", f"trainer rank 1 (process {trainer.processes[1].pid}, which has ended)")
+    assert served(engines) == [untrained, untrained]
+    trainer.stop()
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))
+    assert all(one["broadcast"] for one in pair.all("push"))
+    assert served(engines) == [expected, expected]
+    assert fine(pair.all("close"))
+
+
+def test_a_rank_whose_lane_cannot_be_made_is_named(ready, engines, untrained, expected):
+    ready.all("close")
+    ready.tell("unreachable", 1)
+    assert fine(ready.hear(1), 1)
+    for said in ready.build(engines, transport="nccl"):
+        assert_failed(said, "TransferFailed", "trainer rank 1: the group was not made: no route to host")
+    ready.tell("reachable", 1)
+    assert fine(ready.hear(1), 1)
+    assert fine(ready.build(engines, transport="nccl"))
+    assert all(one["broadcast"] for one in ready.all("push"))
+    assert served(engines) == [expected, expected]
+
+
 def test_a_killed_rank_ends_the_push_and_a_new_trainer_goes_on(start, pair, engines, untrained, expected):
     for victim, at in ((1, "before"), (1, "while"), (0, "while")):
         trainer = start(2)

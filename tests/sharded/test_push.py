@@ -36,6 +36,23 @@ def test_two_ranks_of_fsdp2_push_their_shards_into_two_engines(engines, pair, ex
     assert fine(pair.all("close"))
 
 
+def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))
+    for want in (expected, changed):
+        first, second = (one["broadcast"] for one in pair.all("push"))
+        assert abs(len(first) - len(second)) <= 1
+        assert len(first) > 10
+        assert sum(first) + sum(second) >= sum(one["written"] for one in pair.all("push"))
+        assert served(engines) == [want, want]
+        pair.all("change")
+    assert fine(pair.all(f"remove {engines[0]}"))
+    assert all(one["broadcast"] for one in pair.all("push"))  # by other groups
+    assert pair.all(f"add {engines[0]}") == [{"transport": "nccl"}] * 2
+    assert len(set(served(engines))) == 1
+    assert fine(pair.all("close"))
+
+
 @pytest.mark.parametrize("how", ["columns", "parts", "stages", "named", "megatron", "unsharded", "replicas"])
 def test_two_ranks_push_what_they_hold_however_it_is_split(engines, pair, expected, how):
     assert fine(pair.all(f"shard {how}"))

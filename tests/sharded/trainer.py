@@ -20,6 +20,7 @@ from tests.sharded import placements
 from tools import models
 from weightsync import LocalShard, Sender, assembly, staging
 from weightsync.errors import WeightSyncError
+from weightsync.transports.groups import Group
 
 
 class Named:
@@ -57,6 +58,17 @@ class Rank:
             return work
 
         assembly.write = counting
+        #: What this rank broadcasts, and what happens before the second time.
+        self.broadcast, self.happens = [], None
+        broadcast = Group.broadcast
+
+        def noting(group, tensor, timeout_s):
+            self.broadcast.append(tensor.nbytes)
+            if self.happens is not None and len(self.broadcast) == 2:
+                self.happens()
+            return broadcast(group, tensor, timeout_s)
+
+        Group.broadcast = noting
 
     def shard(self, how):
         """Load the model, and split it in one of several ways."""
@@ -124,6 +136,16 @@ class Rank:
         """From now on this rank runs on another host, as far as it can tell."""
         staging.host_id = lambda: "another"
 
+    def unreachable(self, _):
+        """From now on this rank finds no store."""
+        dist.TCPStore, self.store = self._no_store, dist.TCPStore
+
+    def _no_store(self, *_, **__):
+        raise RuntimeError("no route to host")
+
+    def reachable(self, _):
+        dist.TCPStore = self.store
+
     def push(self, _):
         return self._push(self.weights)
 
@@ -146,6 +168,14 @@ class Rank:
         """Push, and get a signal while writing."""
         return self._push(self._once_opened(lambda: os.kill(os.getpid(), int(signal))))
 
+    def stall(self, signal):
+        """Push, and get a signal while broadcasting."""
+        self.happens = lambda: os.kill(os.getpid(), int(signal))
+        try:
+            return self._push(self.weights)
+        finally:
+            self.happens = None
+
     def _once_opened(self, happens):
         state, asked = self._state(), []
 
@@ -160,10 +190,16 @@ class Rank:
 
     def _push(self, weights):
         self.written.clear()
+        self.broadcast.clear()
         with CommDebugMode() as comm:
             result = self.sender.push(weights)
         assert comm.get_total_counts() == 0
-        return {"version": result.version, "nbytes": result.nbytes, "written": sum(self.written)}
+        return {
+            "version": result.version,
+            "nbytes": result.nbytes,
+            "written": sum(self.written),
+            "broadcast": self.broadcast,
+        }
 
     def _state(self):
         return self.weights if isinstance(self.weights, dict) else dict(self.weights.state_dict())

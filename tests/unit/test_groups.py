@@ -6,11 +6,13 @@ import time
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.by_hand import CPU
 from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.transports import groups
+from weightsync.transports import groups, lanes
 from weightsync.transports.registry import ENGINE_ENDS
 
 #: The trainer, an engine of two ranks, and one of one.
@@ -53,6 +55,22 @@ def test_a_trainer_of_several_ranks_comes_first():
 def test_what_does_not_add_up_is_refused_by_name(changes, ranks, said):
     with pytest.raises(UnsupportedOption, match=said):
         groups.check_world(asked(**changes), ranks)
+
+
+# --- which rank of a trainer sends what ------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(0, 4000), st.integers(1, 300))
+def test_every_byte_travels_in_one_lane(senders, nbytes, bucket_bytes):
+    places = [place for lane in range(senders) for place in lanes.places(lane, senders, nbytes, bucket_bytes)]
+    assert sorted(place.number for place in places) == list(range(-(-nbytes // bucket_bytes)))
+    for number, start, end in places:
+        assert start == number * bucket_bytes
+        assert end == min(start + bucket_bytes, nbytes)
+    for lane in range(senders):
+        numbers = [place.number for place in lanes.places(lane, senders, nbytes, bucket_bytes)]
+        assert numbers == sorted(numbers)
+        assert all(number % senders == lane for number in numbers)
 
 
 # --- what NCCL would hang or crash on ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ GOLDEN_JSON = [
         ),
         b'{"group_name":"g","master_address":"10.0.0.1","master_port":29500,"rank_offset":1,"world_size":3,'
         b'"backend":"gloo","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
-        b'"members":[["http://a",2]]}',
+        b'"members":[["http://a",2]],"senders":1}',
     ),
     (
         wire.RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
@@ -83,8 +83,8 @@ GOLDEN_MSGPACK = [
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
     ),
     (
-        frames.Filled(push="p", index=2, digests=(1,)),
-        "84a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101",
+        frames.Filled(push="p", index=2, digests=(1,), lane=3),
+        "85a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503",
     ),
     (frames.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
     (frames.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),

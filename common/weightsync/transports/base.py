@@ -139,6 +139,40 @@ class Incoming(Protocol):
         """
 
 
+class Helpers(Protocol):
+    """The other ranks of a trainer of several processes, as rank 0 has them help a transport during a push."""
+
+    size: int
+    """How many ranks the trainer has."""
+    filled: bool
+    """Whether each of them has mapped the memory that holds the whole stream of this push."""
+
+    def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
+        """Hand a message, of JSON, to each one's `Assistant`. Raises `TransferFailed`, `PushTimeout`."""
+
+    def answered(self, to: str, deadline: Deadline) -> None:
+        """Wait until all have done what they were asked ``to`` do. Raises, by rank, also what they have raised."""
+
+    def check(self) -> None:
+        """Raise, without waiting, what one of them has raised, or `TransferFailed` where one has ended."""
+
+    def blamed(self, error: WeightSyncError) -> WeightSyncError:
+        """The error, with what can be seen of those whose processes do not run."""
+
+
+class Assistant(Protocol):
+    """What a rank of a trainer that is not rank 0 does for a transport."""
+
+    def assist(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
+        """Do what rank 0's end of the transport asks for; ``stream`` is the memory that was filled last, 1-D uint8.
+
+        ``check`` raises once rank 0 does not wait for it any more. Raises `WeightSyncError`.
+        """
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+
+
 class EngineEnd(Protocol):
     """Receives, in one rank; lives as long as the rank and serves one push after another."""
 

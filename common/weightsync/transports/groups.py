@@ -176,7 +176,7 @@ class Joining:
                 deadline.check(f"ranks {', '.join(map(str, missing))} of the group {asked.group_name}")
 
             # A group can only be made where all are there: until then it could not be given up.
-            all_there(ours, JOINED, range(1, asked.world_size), check)
+            all_there(ours, JOINED, range(asked.world_size), check)
             self.group = Group(store, asked, self._rank, self._here, max(deadline.left(), 0.1))
             ours.set(f"{MADE}/{self._rank}", "1")
         except Exception as error:

@@ -17,7 +17,7 @@ from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
 from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
-from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
+from weightsync.transports.base import Bucket, Deadline, Helpers, Introduction, Peer
 from weightsync.transports.engine_control import Call, EngineControl
 from weightsync.transports.trainer_control import Talk, TrainerControl
 from weightsync.wire import UpdateRequest
@@ -26,7 +26,7 @@ from weightsync.wire import UpdateRequest
 class Trainer:
     """Trainer end, see `base.TrainerEnd`."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, _: Helpers | None = None):
         self._control = TrainerControl(remote=False)
         self.address, self.request = self._control.address, self._control.invite
         self._talk: Talk | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket as sockets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -18,30 +19,27 @@ import torch
 import torch.distributed as dist
 
 from weightsync import wire
-from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.frames import Filled, Offer
 from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena, device_uuid
-from weightsync.transports import groups
-from weightsync.transports.base import Bucket, Deadline, Introduction, Peer
+from weightsync.transports import groups, lanes
+from weightsync.transports.base import Bucket, Deadline, Helpers, Introduction, Peer
 from weightsync.transports.control import LOOK_UP_S, host_of, interface_of, local_address
 from weightsync.transports.engine_control import Call, EngineControl
-from weightsync.transports.groups import FAILED, JOINED, MADE, Group, Joining, all_there
+from weightsync.transports.groups import Group, Joining
 from weightsync.transports.trainer_control import Talk, TrainerControl
 from weightsync.wire import InitNcclGroup, UpdateRequest
 
-#: Broadcasts that a rank has posted and not yet seen the end of.
-_IN_FLIGHT: Final = 2
-#: How often a broadcast is looked at.
-_LOOK_S: Final = 0.001
+NAME: Final = "nccl"
 
 
 class Trainer:
     """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, helpers: Helpers | None = None):
+        self._device, self._helpers = device, helpers
         self._control = TrainerControl(remote=True)
         self.address, self.request = self._control.address, self._control.invite
         self._group: Group | None = None
@@ -73,7 +71,7 @@ class Trainer:
             master_listen_fd=listening.detach(),
         )  # fmt: skip
         members = tuple((url, len(hello.ranks)) for url, hello in engines.items())
-        self._names = ["the trainer", *(name for name, _ in named)]
+        self._names = [name for name, _ in named]
         self._asked = InitNcclGroup(
             group_name=f"weightsync-{secrets.token_hex(8)}",
             master_address=self._here,
@@ -83,6 +81,7 @@ class Trainer:
             backend="nccl" if on_gpus else "gloo",
             timeout_s=timeout_s,
             members=members,
+            senders=self._helpers.size if self._helpers is not None else 1,
         )
         asked: dict[str, Introduction] = {}
         offset = 1
@@ -98,23 +97,12 @@ class Trainer:
         """See `base.TrainerEnd`."""
         if self._group is not None or self._asked is None:
             return
-        store = dist.PrefixStore(self._asked.group_name, self._store)
-
-        def check(missing: Sequence[int]) -> None:
-            for number in missing:
-                if store.check([f"{FAILED}/{number}"]):
-                    said = store.get(f"{FAILED}/{number}").decode(errors="replace")
-                    raise TransferFailed(f"{self._names[number]} could not join the group: {said}")
-            deadline.check(f"{', '.join(self._names[number] for number in missing)} to join the group")
-
-        others = range(1, self._asked.world_size)
-        all_there(store, JOINED, others, check)
-        try:
-            self._group = Group(self._store, self._asked, 0, self._here, max(deadline.left(), 0.1))
-        except RuntimeError as error:
-            raise TransferFailed(f"the group could not be made: {error}") from error
-        store.set(f"{MADE}/0", "1")
-        all_there(store, MADE, others, check)
+        if self._helpers is not None:
+            self._helpers.ask(NAME, wire.to_json(lanes.Make(self._asked)), deadline)
+        look = self._helpers.check if self._helpers is not None else lambda: None
+        self._group = lanes.make(self._store, self._asked, self._here, self._names, deadline, look)
+        if self._helpers is not None:
+            self._helpers.answered("to join the group", deadline)
 
     def meet(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -123,7 +111,7 @@ class Trainer:
         assert self._group is not None, "introduced() comes first"
         name = self._group.name
         talk = Talk(self._control, plan.push, layout, peers, deadline)
-        self._push = _Push(self._group, talk, arenas[0], plan, layout)
+        self._push = _Push(self._group, talk, arenas[0], plan, layout, self._helpers)
         self._push.talk.meet(lambda _: Offer(push=plan.push, arena=name))
         if plan.stream:
             self._push.talk.all_prepared("the ranks to be ready")
@@ -180,26 +168,39 @@ class Trainer:
 class _Push:
     """One push of the trainer end."""
 
-    def __init__(self, group: Group, talk: Talk, arena: Arena, plan: UpdateRequest, layout: Layout):
+    def __init__(
+        self, group: Group, talk: Talk, arena: Arena, plan: UpdateRequest, layout: Layout, helpers: Helpers | None
+    ):
         self._group, self.talk, self._arena, self.plan, self._layout = group, talk, arena, plan, layout
+        #: By bucket; none for what is empty, or travels in another rank's lane.
         self.works: list[Any] = []
         self._sent = -1
+        self._helpers, self._looked = helpers, time.monotonic()
+        #: How many ranks send.
+        self._lanes = 1
 
     def send(self, bucket: int, digests: Digests) -> None:
-        size = self.plan.bucket_bytes
-        self.talk.announce(bucket, digests)
+        size, nbytes = self.plan.bucket_bytes, self._layout.nbytes
+        if not bucket and self._helpers is not None and self._helpers.filled:
+            self._lanes = self._helpers.size
+            self._helpers.ask(
+                NAME, wire.to_json(lanes.Send(nbytes, size, self.talk.deadline.left())), self.talk.deadline
+            )
+        lane = bucket % self._lanes
+        self.talk.announce(bucket, digests, lane)
         slot = (bucket % self.plan.slots) * size
-        data = self._arena.bytes[slot : slot + min(size, self._layout.nbytes - bucket * size)]
-        self.works.append(self._group.broadcast(data, self.talk.deadline.left()) if data.numel() else None)
+        data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
+        own = not lane and data.numel()
+        self.works.append(self._group.broadcast(data, self.talk.deadline.left()) if own else None)
 
     def sent(self, bucket: int) -> None:
-        """Wait until a bucket, and all before it, have left."""
+        """Wait until a bucket, and all before it, have left; those of the other ranks are not looked at."""
         while self._sent < bucket:
             work, number = self.works[self._sent + 1], self._sent + 1
             if work is not None:
-                self.talk.wait(
+                self._wait(
                     lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
-                    f"bucket {number} to be broadcast", look_up_s=_LOOK_S,
+                    f"bucket {number} to be broadcast", lanes.LOOK_S,
                 )  # fmt: skip
                 try:
                     work.wait()
@@ -214,11 +215,33 @@ class _Push:
         last = len(self.works) - 1
         self.sent(last)
         if self.plan.stream:
-            self.talk.all_taken(last)
+            self._wait(lambda: self.talk.without(last), f"bucket {last} to be taken")
+        self._wait(self.talk.unprepared, "the ranks to hold and verify everything")
+        if self._helpers is not None and self._lanes > 1:
+            self._helpers.answered("to broadcast its part", self.talk.deadline)
         return self.talk.all_prepared("the ranks to hold and verify everything")
 
+    def _wait(self, missing: Callable[[], set[Peer]], what: str, look_up_s: float = LOOK_UP_S) -> None:
+        """As `Talk.wait`, with an eye on the ranks that send, too."""
+        helpers = self._helpers
+        if helpers is None or self._lanes == 1:
+            self.talk.wait(missing, what, look_up_s)
+            return
+
+        def look() -> set[Peer]:
+            if time.monotonic() - self._looked > LOOK_UP_S:
+                self._looked = time.monotonic()
+                helpers.check()
+            return missing()
+
+        try:
+            self.talk.wait(look, what, look_up_s)
+        except WeightSyncError as error:
+            raise helpers.blamed(error) from error
+
     def pending(self) -> bool:
-        return any(work is not None for work in self.works[self._sent + 1 :])
+        """Whether a broadcast may be half-way, in whichever lane."""
+        return self._lanes > 1 or any(work is not None for work in self.works[self._sent + 1 :])
 
 
 class Engine:
@@ -228,7 +251,8 @@ class Engine:
         self._device = device
         self._control = EngineControl(remote=True)
         self.check, self.confirm = self._control.check, self._control.confirm
-        self._joining: Joining | None = None
+        #: One a lane.
+        self._joinings: list[Joining] = []
         #: Where buckets go that have no stage: made once.
         self._buckets: list[torch.Tensor] = []
         self._incoming: Incoming | None = None
@@ -242,27 +266,27 @@ class Engine:
             raise UnsupportedOption(f"rank {rank} is on {self._device.type}, where there is no NCCL: use gloo")
         here = groups.reach(asked, rank)
         self._leave()
-        self._joining = Joining(asked, number, here)
+        self._joinings = [Joining(lanes.lane_of(asked, lane), number, here) for lane in range(asked.senders)]
         uuid = device_uuid(self._device)
         return wire.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
 
     def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
-        joining = self._joining
-        if joining is None:
+        if not self._joinings:
             raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
         deadline = Deadline(request.timeout_s)
-        group = joining.wait(deadline, over)
-        call, offer = self._control.meet(request, parts, rank, (group.name,), over)
-        if offer.arena != group.name:
-            raise TransferFailed(f"rank {rank} is in the group {group.name}, the push comes by {offer.arena}")
-        self._incoming = Incoming(call, request, parts.layout, group, self._provide)
+        joined = [joining.wait(deadline, over) for joining in self._joinings]
+        name = joined[0].name
+        call, offer = self._control.meet(request, parts, rank, (name,), over)
+        if offer.arena != name:
+            raise TransferFailed(f"rank {rank} is in the group {name}, the push comes by {offer.arena}")
+        self._incoming = Incoming(call, request, parts.layout, joined, self._provide)
         return self._incoming
 
     def _provide(self, nbytes: int) -> list[torch.Tensor]:
         if not self._buckets or self._buckets[0].numel() < nbytes:
             self._buckets.clear()
-            self._buckets += [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_IN_FLIGHT)]
+            self._buckets += [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         return self._buckets
 
     def fail(self, push: str, error: BaseException) -> None:
@@ -280,12 +304,11 @@ class Engine:
         return True
 
     def _leave(self) -> None:
-        if self._joining is not None:
-            self._joining.leave(
-                [posted.work for posted in self._incoming.pending] if self._incoming is not None else ()
-            )
+        works = [posted.work for posted in self._incoming.pending] if self._incoming is not None else []
+        while self._joinings:
+            self._joinings.pop().leave(works)
             self._buckets.clear()  # a broadcast that was given up may still write there
-        self._joining = self._incoming = None
+        self._incoming = None
 
     def close(self) -> None:
         """Leave the group, release the socket; idempotent."""
@@ -307,11 +330,11 @@ class Incoming:
     whole: torch.Tensor | None = None
 
     def __init__(
-        self, call: Call, request: UpdateRequest, layout: Layout, group: Group,
+        self, call: Call, request: UpdateRequest, layout: Layout, joined: Sequence[Group],
         provide: Callable[[int], list[torch.Tensor]],
     ):  # fmt: skip
-        self._call, self._request, self._layout, self._group, self._provide = call, request, layout, group, provide
-        self.arena = group.name
+        self._call, self._request, self._layout, self._joined, self._provide = call, request, layout, joined, provide
+        self.arena = joined[0].name
         #: Broadcasts that are under way.
         self.pending: deque[_Posted] = deque()
 
@@ -320,7 +343,7 @@ class Incoming:
         size, count = self._request.bucket_bytes, self._layout.buckets(self._request.bucket_bytes)
         own = self._provide(size) if stage is None else []
         # Without a stage the other buffer is still being read.
-        ahead = _IN_FLIGHT if stage is not None else 1
+        ahead = lanes.IN_FLIGHT * len(self._joined) if stage is not None else 1
         announced: deque[Filled] = deque()
         heard = posted = 0
         for number in range(count):
@@ -328,10 +351,10 @@ class Incoming:
                 self._call.check(f"the broadcast of bucket {number}")
                 while announced and len(self.pending) < ahead:
                     nbytes = min(size, self._layout.nbytes - posted * size)
-                    place = own[posted % _IN_FLIGHT] if stage is None else stage[posted * size :]
+                    place = own[posted % 2] if stage is None else stage[posted * size :]
                     self.pending.append(self._post(announced.popleft(), place[:nbytes]))
                     posted += 1
-                message = self._call.heard(_LOOK_S if self.pending else LOOK_UP_S)
+                message = self._call.heard(lanes.LOOK_S if self.pending else LOOK_UP_S)
                 if message is not None:
                     announced.append(self._call.expect(message, heard))
                     heard += 1
@@ -346,5 +369,8 @@ class Incoming:
             yield Bucket(number, place, filled.digests)
 
     def _post(self, filled: Filled, place: torch.Tensor) -> _Posted:
-        work = self._group.broadcast(place, self._call.deadline.left()) if place.numel() else None
+        if filled.lane >= len(self._joined):
+            raise TransferFailed(f"bucket {filled.index} comes from trainer rank {filled.lane}, of {len(self._joined)}")
+        group = self._joined[filled.lane]
+        work = group.broadcast(place, self._call.deadline.left()) if place.numel() else None
         return _Posted(filled, work, place)

@@ -23,7 +23,7 @@ from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
 from weightsync.transports import base
 from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory, spans_of
-from weightsync.transports.base import Deadline, Introduction, Peer
+from weightsync.transports.base import Deadline, Helpers, Introduction, Peer
 from weightsync.transports.control import interface_of, local_address
 from weightsync.transports.engine_control import EngineControl
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
@@ -38,7 +38,7 @@ _WARM_S: Final = 30.0
 class Trainer:
     """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, _: Helpers | None = None):
         self._device = device
         self._control = TrainerControl(remote=True)
         self.address, self.request = self._control.address, self._control.invite

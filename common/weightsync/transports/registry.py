@@ -9,16 +9,18 @@ import torch
 
 from weightsync import staging, wire
 from weightsync.errors import UnsupportedOption
-from weightsync.transports import agents, ipc_zmq, nccl, nixl
-from weightsync.transports.base import EngineEnd, TrainerEnd
+from weightsync.transports import agents, ipc_zmq, lanes, nccl, nixl
+from weightsync.transports.base import Assistant, EngineEnd, Helpers, TrainerEnd
 
-#: ``device`` is where the trainer's arena is.
-TRAINER_ENDS: Final[dict[str, Callable[[torch.device], TrainerEnd]]] = {
+#: The device is where the trainer's arena is.
+TRAINER_ENDS: Final[dict[str, Callable[[torch.device, Helpers | None], TrainerEnd]]] = {
     "ipc_zmq": ipc_zmq.Trainer,
     "nccl": nccl.Trainer,
     "nixl": nixl.Trainer,
 }
-#: ``device`` is where the rank's weights are.
+#: By transport, for those that are helped by the trainer's other ranks; the number is the rank's.
+ASSISTANTS: Final[dict[str, Callable[[int], Assistant]]] = {nccl.NAME: lanes.Assistant}
+#: The device is where the rank's weights are.
 ENGINE_ENDS: Final[dict[str, Callable[[torch.device], EngineEnd]]] = {
     "ipc_zmq": ipc_zmq.Engine,
     "nccl": nccl.Engine,

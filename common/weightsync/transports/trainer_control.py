@@ -114,12 +114,12 @@ class Talk:
         for peer in self._identity:
             self._send(peer, offer(self._mapped[peer]))
 
-    def announce(self, index: int, digests: Digests) -> None:
-        """Tell every rank that a bucket is full."""
+    def announce(self, index: int, digests: Digests, lane: int = 0) -> None:
+        """Tell every rank that a bucket is full; ``lane`` is the trainer's rank that sends it."""
         self.deadline.check(f"bucket {index} to be packed")
         for peer in self.peers:
             those = digests.get(self.keeps[peer].name, ())
-            self._send(peer, Filled(push=self._push, index=index, digests=those))
+            self._send(peer, Filled(push=self._push, index=index, digests=those, lane=lane))
 
     def taken(self, peer: Peer, index: int) -> None:
         """A rank needs a bucket no more."""
