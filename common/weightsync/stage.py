@@ -151,7 +151,7 @@ class Stages:
                 f"rank {self.rank}: the stage takes {nbytes} bytes and {available} are free on {self.device}; "
                 'pass staging="none", a bucket_bytes of at least half the model, or free memory'
             )
-        self._own.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        self._own.append(staging.plain(nbytes, self.device))
         return self._own[-1]
 
     def release(self) -> None:

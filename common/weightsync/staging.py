@@ -15,6 +15,7 @@ import secrets
 import stat
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,7 @@ SHM_DIRECTORY: Final = Path("/dev/shm")
 _SHM_PREFIX: Final = "weightsync-"
 #: Between making and locking its file an owner looks dead; that takes far less than this.
 _SWEEP_AFTER_S: Final = 10.0
+_EXPANDABLE: Final = "expandable_segments:True"
 
 
 def host_id() -> str:
@@ -117,11 +119,35 @@ def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
                 os.close(descriptor)
 
 
+def plain(nbytes: int, device: torch.device) -> torch.Tensor:
+    """New memory of zeros, 1-D uint8, which other processes can be lent and a transport can register, on a GPU too."""
+    with unexpandable():
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+@contextlib.contextmanager
+def unexpandable() -> Iterator[None]:
+    """Meanwhile torch's allocator makes plain segments: expandable ones can neither be shared nor registered.
+
+    Its settings are one text, and those that are not in it are reset. Where torch has no way to tell them they stay.
+    """
+    tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    before = tell() if tell is not None else ""
+    if _EXPANDABLE not in before:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
 class CudaArena:
     """Device memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CUDA tensor."""
 
     def __init__(self, nbytes: int, device: torch.device):
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.bytes = plain(nbytes, device)
         self.name = f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
     def handle(self) -> CudaHandle:
@@ -130,8 +156,8 @@ class CudaArena:
             shared = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise UnsupportedOption(
-                f"the arena on {self.bytes.device} cannot be shared through CUDA IPC: {error}; if the trainer runs "
-                "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, unset that"
+                f"the arena on {self.bytes.device} cannot be shared through CUDA IPC: {error}; if the trainer's torch "
+                "has another allocator than its own, or expandable segments and no way to turn them off, unset that"
             ) from error
         _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
         return CudaHandle(
@@ -198,8 +224,8 @@ def _attach_cuda(handle: CudaHandle) -> torch.Tensor:
         )
     except RuntimeError as error:
         raise TransferFailed(
-            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if the trainer runs with "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, unset that"
+            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if the trainer's torch has "
+            "another allocator than its own, unset that"
         ) from error
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
 

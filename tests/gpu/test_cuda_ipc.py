@@ -47,6 +47,19 @@ def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
     assert max(abs(x - y) for x, y in zip(logprobs, own, strict=True)) < 0.1
 
 
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
+def test_a_trainer_with_expandable_segments_lends_other_memory(engine, trained, transport):
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        with Sender([engine.url], transport=transport) as sender:
+            sender.push(trained)
+            assert sender._carrier.device.type == "cuda"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
 def test_a_device_finds_the_digest_that_a_cpu_finds():
     raw = torch.randint(0, 256, (200_000_001,), dtype=torch.uint8)
     for nbytes in (0, 1, 511, 4096, 200_000_001):

@@ -290,7 +290,7 @@ class Engine:
             return stage
         nbytes = IN_FLIGHT * request.bucket_bytes
         if not self._own or self._own[0].numel() != nbytes:
-            self._own = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device)]
+            self._own = [staging.plain(nbytes, self._device)]
         return self._own[0]
 
     def opened(self, memory: torch.Tensor) -> NixlHandle:
