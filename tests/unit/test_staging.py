@@ -1,0 +1,48 @@
+"""Memory that can be lent although the process's allocator makes such as cannot."""
+
+import pytest
+import torch
+
+from weightsync import staging
+
+SETTINGS = "max_split_size_mb:512,expandable_segments:True"
+
+
+def settings():
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = settings()
+    yield
+    torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_expandable_segments_are_off_for_a_while_and_nothing_else_is_changed():
+    torch._C._accelerator_setAllocatorSettings(SETTINGS)
+    with staging.unexpandable():
+        assert settings() == "max_split_size_mb:512,expandable_segments:False"
+    assert settings() == SETTINGS
+
+
+def test_they_are_on_again_after_a_failure():
+    torch._C._accelerator_setAllocatorSettings(SETTINGS)
+    with pytest.raises(RuntimeError), staging.unexpandable():
+        torch.zeros(1 << 60, dtype=torch.uint8)
+    assert settings() == SETTINGS
+
+
+@pytest.mark.parametrize("others", ["", "max_split_size_mb:512", "expandable_segments:False"])
+def test_other_settings_stay(others):
+    torch._C._accelerator_setAllocatorSettings(others)
+    with staging.unexpandable():
+        assert settings() == others
+    assert settings() == others
+
+
+def test_plain_memory_is_zeros():
+    memory = staging.plain(1000, torch.device("cpu"))
+    assert memory.shape == (1000,)
+    assert memory.dtype == torch.uint8
+    assert not memory.any()
