@@ -5,7 +5,7 @@ Two trainer processes on this machine's CPU, each with its half of the model's b
 other: a memcpy of the model's bytes; a warm push of the shards, verified and not, and over NIXL; and the same by the
 usual way, in which every process calls ``full_tensor()`` on every parameter and the whole model is pushed. What the
 trainers wrote into the memory that the engine reads is counted, the engine's ranks say what they read of it, and what
-the engine holds afterwards is compared. Exit code 0 if all is right.
+the engine holds after each is compared. Exit code 0 if all is right.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rank:
     def measure(self, rounds: int) -> dict[str, Any]:
         """Seconds by way and round, and the bytes that this process wrote in a push of its shards."""
         samples: dict[str, list[float]] = {MEMCPY: []}
-        written = 0
+        written, served = 0, set[str]()
         for _ in range(rounds):
             samples[MEMCPY].append(self._memcpy())
             for what, verify, transport in WAYS:
@@ -92,9 +92,11 @@ class Rank:
                             self._written, start = 0, time.perf_counter()
                             sender.push(self._weights(gathered=gathered))
                             seconds = time.perf_counter() - start
+                        ranks = sender.status(digest=True)[self._url].ranks
+                        served.add(" ".join(rank.digest for rank in ranks))
                         written = written if gathered else self._written
                         samples.setdefault(_name(what, gathered=gathered), []).append(seconds)
-        return {"samples": samples, "written": written, "nbytes": self.nbytes}
+        return {"samples": samples, "written": written, "nbytes": self.nbytes, "served": sorted(served)}
 
 
 def _name(what: str, *, gathered: bool) -> str:
@@ -153,9 +155,8 @@ def main() -> int:
         command += [__file__, "--rounds", str(args.rounds), "--trainer", str(after), engine.url, str(results)]
         subprocess.run(command, check=True)
         with Sender([engine.url]) as sender:
-            pushed = sender.status(digest=True)[engine.url].ranks
             sender.push(after)
-            whole = sender.status(digest=True)[engine.url].ranks
+            ranks = sender.status(digest=True)[engine.url].ranks
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(RANKS)]
     record = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -163,8 +164,8 @@ def main() -> int:
         "engine": f"SGLang over {RANKS} ranks" if sglang else "reference engine",
         "nbytes": found[0]["nbytes"],
         "written": [one["written"] for one in found],
-        "loading": [rank.loading for rank in pushed],
-        "served": [rank.digest for rank in pushed] == [rank.digest for rank in whole],
+        "loading": [rank.loading for rank in ranks],
+        "served": found[0]["served"] == [" ".join(rank.digest for rank in ranks)],
         "samples": found[0]["samples"],
     }
     path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name="sharded-sglang" if sglang else "sharded")

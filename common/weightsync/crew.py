@@ -246,19 +246,19 @@ class Crew:
         self._mail.take(self._answers_to_come(), self._came, deadline, to)
         self._heard(self._came)
 
-    def check(self) -> None:
+    def check(self, deadline: Deadline) -> None:
         """See `base.Helpers`."""
-        keys, soon, to = self._answers_to_come(), Deadline(_HEARD_S), "to help"
-        self._mail.look(keys, self._came, soon, to)
+        keys, to = self._answers_to_come(), "to help"
+        self._mail.look(keys, self._came, deadline, to)
         self._heard(self._came)
-        self._mail.check(keys, self._came, soon, to)
+        self._mail.check(keys, self._came, deadline, to)
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
         """See `base.Helpers`."""
         until = Deadline(_ENDS_S)
         while not (faulty := [rank for rank in self._others if not self._mail.runs(rank)]) and until.left():
             time.sleep(_LOOK_S)
-        if not faulty:
+        if not faulty or self._mail.named(faulty) in str(error):
             return error
         message = f"{error}; {self._mail.named(faulty)} was to send its part"
         return type(error)(message, weights=error.weights, engines=error.engines)
@@ -323,7 +323,7 @@ class Crew:
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
-                    done, trouble = self._attempt(message, lambda: self._still_wanted(after))  # noqa: B023 - called here
+                    done, trouble = self._attempt(message, lambda: self._still_wanted(after, patient))  # noqa: B023 - called here
                     self._mail.put(last, wire.to_json(done), patient, "trainer rank 0")
                 number += 1
         except BaseException as error:
@@ -333,9 +333,9 @@ class Crew:
                 error.weights = "unknown"  # rank 0 would know
             raise
 
-    def _still_wanted(self, after: str) -> None:
+    def _still_wanted(self, after: str, deadline: Deadline) -> None:
         """Raise where rank 0 has said more since, or says no more."""
-        if self._mail.unread(after, Deadline(_HEARD_S)):
+        if self._mail.unread(after, deadline):
             raise TransferFailed("the push was called off")
         if self._mail.ended(0):
             raise TransferFailed(f"{self._mail.named([0])}: it was to end the push")
@@ -353,7 +353,10 @@ class Crew:
         if message.transport not in self._assistants:
             self._assistants[message.transport] = ASSISTANTS[message.transport](self.rank)
         stream = self._filling[0] if self._filling is not None else None
-        self._assistants[message.transport].assist(bytes(message.body), stream, check)
+        try:
+            self._assistants[message.transport].assist(bytes(message.body), stream, check)
+        except (RuntimeError, OSError) as error:
+            raise TransferFailed(f"it could not help {message.transport}: {error}") from error
 
     def _work(self, message: Fill | Hash) -> Work:
         if isinstance(message, Fill):

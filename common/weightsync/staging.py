@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ _SHM_PREFIX: Final = "weightsync-"
 #: Between making and locking its file an owner looks dead; that takes far less than this.
 _SWEEP_AFTER_S: Final = 10.0
 _EXPANDABLE: Final = "expandable_segments:True"
+#: Of two threads the second would restore what the first has set.
+_SETTING: Final = threading.Lock()
 
 
 def host_id() -> str:
@@ -132,15 +135,16 @@ def unexpandable() -> Iterator[None]:
     Its settings are one text, and those that are not in it are reset. Where torch has no way to tell them they stay.
     """
     tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    before = tell() if tell is not None else ""
-    if _EXPANDABLE not in before:
-        yield
-        return
-    torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+    with _SETTING:
+        before = tell() if tell is not None else ""
+        if _EXPANDABLE not in before:
+            yield
+            return
+        torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(before)
 
 
 class CudaArena:

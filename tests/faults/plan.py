@@ -116,7 +116,7 @@ def _buckets(rank: int) -> list[Fault]:
         faults += [
             Fault("bit flipped by the trainer", phase, left, do("trainer packs", "flip", number=0), options),
             Fault("bit flipped at a rank", phase, left, do("rank takes", "flip", rank=rank, bucket=1), options),
-            Fault("stream truncated", phase, left, do("trainer packs", "truncate", number=1), options),
+            Fault("stream truncated", phase, left, do("trainer announces", "truncate", number=1), options),
             Fault("bucket duplicated", phase, left, do("trainer tells", "duplicate", kind="Filled", number=0), options),
             Fault("buckets reordered", phase, left, do("trainer tells", "reorder", kind="Filled", number=0), options),
         ]

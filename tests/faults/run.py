@@ -168,6 +168,7 @@ def _mend(rig: Rig, fault: Fault, outcome: Outcome, before: str) -> None:
     outcome.mended = rig.which(30.0) == before
     if not outcome.mended:
         outcome.wrong = outcome.wrong or "a full push did not mend it"
-    noticed = any("restarted" in word for word in said["noticed"])
+    # A sender that was built since knows of no other instance.
+    noticed = said["built"] or any("restarted" in word for word in said["noticed"])
     if outcome.left == "dead" and not _kills_trainer(fault) and not noticed:
         outcome.wrong = outcome.wrong or "the restarted engine was not noticed"

@@ -39,7 +39,7 @@ def main():
     for line in sys.stdin:
         order = json.loads(line)
         begin = time.monotonic()
-        said = {"error": "", "message": "", "engines": {}, "noticed": []}
+        said = {"error": "", "message": "", "engines": {}, "noticed": [], "built": False}
         try:
             key = json.dumps([order["urls"], order["options"]])
             if key not in senders:
@@ -48,6 +48,7 @@ def main():
                         old.close()
                 senders.clear()
                 senders[key] = Sender(order["urls"], **order["options"])
+                said["built"] = True
             folder = order["model"]
             if folder not in loaded:
                 loaded[folder] = models.load_reference(folder)

@@ -1,5 +1,6 @@
 """A rank of a trainer that is killed, frozen, silent or in trouble: all are told, engines are left as they were."""
 
+import json
 import os
 import signal
 
@@ -176,6 +177,21 @@ def test_a_rank_whose_lane_cannot_be_made_is_named(ready, engines, untrained, ex
     assert fine(ready.build(engines, transport="nccl"))
     assert all(one["broadcast"] for one in ready.all("push"))
     assert served(engines) == [expected, expected]
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_is_gone_while_its_lane_is_made_is_named(start, engines, untrained, how):
+    trainer = start(2)
+    assert fine(trainer.all("shard fsdp"))
+    trainer.tell(f"frozen {int(how)}", 1)
+    assert fine(trainer.hear(1), 1)
+    victim = trainer.processes[1].pid
+    trainer.tell("build " + json.dumps({"urls": engines, "transport": "nccl", "timeout_s": 6.0}))
+    (said,) = trainer.hear(0)
+    error, seen = ("PushTimeout", "is stopped") if how == signal.SIGSTOP else ("TransferFailed", "has ended")
+    assert_failed(said, error, f"trainer rank 1 (process {victim}, which {seen})")
+    assert served(engines) == [untrained, untrained]
+    trainer.stop()
 
 
 def test_a_killed_rank_ends_the_push_and_a_new_trainer_goes_on(start, pair, engines, untrained, expected):

@@ -51,6 +51,11 @@ def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
     assert pair.all(f"add {engines[0]}") == [{"transport": "nccl"}] * 2
     assert len(set(served(engines))) == 1
     assert fine(pair.all("close"))
+    assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192, staging="none"))
+    pair.all("change")
+    assert all(one["broadcast"] for one in pair.all("push"))
+    assert len({*served(engines), expected, changed}) == 2
+    assert fine(pair.all("close"))
 
 
 @pytest.mark.parametrize("how", ["columns", "parts", "stages", "named", "megatron", "unsharded", "replicas"])

@@ -14,6 +14,7 @@ from weightsync.transports.registry import TRAINER_ENDS
 POINTS = [
     ("trainer packs", {"number": 0}, "flip"),
     ("trainer packs", {"number": 0}, "raise"),
+    ("trainer announces", {"number": 0}, "raise"),
     ("trainer tells", {"kind": "Filled", "number": 0}, "reorder"),
     ("rank meets", {}, "raise"),
     ("rank takes", {"bucket": 0}, "raise"),

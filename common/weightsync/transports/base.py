@@ -153,8 +153,8 @@ class Helpers(Protocol):
     def answered(self, to: str, deadline: Deadline) -> None:
         """Wait until all have done what they were asked ``to`` do. Raises, by rank, also what they have raised."""
 
-    def check(self) -> None:
-        """Raise, without waiting, what one of them has raised, or `TransferFailed` where one has ended."""
+    def check(self, deadline: Deadline) -> None:
+        """Raise what one of them has raised, or `TransferFailed` where one has ended; there is no waiting for them."""
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
         """The error, with what can be seen of those whose processes do not run."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weightsync.errors import TransferFailed
 from weightsync.transports.base import Deadline
-from weightsync.transports.control import LOOK_UP_S
+from weightsync.transports.control import LOOK_UP_S, local_address
 from weightsync.transports.groups import FAILED, JOINED, MADE, Group, Joining, all_there
 from weightsync.wire import InitNcclGroup, Message
 
@@ -25,6 +25,8 @@ from weightsync.wire import InitNcclGroup, Message
 IN_FLIGHT: Final = 2
 #: How often a broadcast is looked at.
 LOOK_S: Final = 0.001
+#: How long a thread that joins may take to notice that it is over.
+_END_S: Final = 1.0
 
 
 class Make(Message, frozen=True, tag="make"):
@@ -116,10 +118,17 @@ class Assistant:
         if isinstance(message, Make):
             self.close()
             asked = lane_of(message.asked, self._rank)
-            self._joining, self._lanes = Joining(asked, 0, asked.master_address), asked.senders
-            while not self._joining.done.wait(LOOK_UP_S):
-                check()
-            self._joining.wait(Deadline(asked.timeout_s), self._joining.over)
+            here, deadline = local_address(asked.master_address), Deadline(asked.timeout_s)
+            self._joining, self._lanes = Joining(asked, 0, here), asked.senders
+            try:
+                while not self._joining.done.wait(LOOK_UP_S):
+                    check()
+                    # The thread that joins cannot tell where a store's process is frozen.
+                    deadline.check(f"the group {asked.group_name} to be made")
+                self._joining.wait(deadline, self._joining.over)
+            except BaseException:
+                self.close()
+                raise
             return
         if stream is None or self._joining is None:
             raise TransferFailed(f"trainer rank {self._rank} has no lane, or nothing to send")
@@ -163,4 +172,6 @@ class Assistant:
         """Leave the lane; idempotent."""
         if self._joining is not None:
             self._joining.leave(list(works))
+            # A thread that is in torch while the interpreter ends would take the process down.
+            self._joining.done.wait(_END_S)
             self._joining = None

@@ -97,12 +97,19 @@ class Trainer:
         """See `base.TrainerEnd`."""
         if self._group is not None or self._asked is None:
             return
-        if self._helpers is not None:
-            self._helpers.ask(NAME, wire.to_json(lanes.Make(self._asked)), deadline)
-        look = self._helpers.check if self._helpers is not None else lambda: None
-        self._group = lanes.make(self._store, self._asked, self._here, self._names, deadline, look)
-        if self._helpers is not None:
-            self._helpers.answered("to join the group", deadline)
+        helpers = self._helpers
+        try:
+            if helpers is not None:
+                helpers.ask(NAME, wire.to_json(lanes.Make(self._asked)), deadline)
+            look = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
+            self._group = lanes.make(self._store, self._asked, self._here, self._names, deadline, look)
+            if helpers is not None:
+                helpers.answered("to join its group", deadline)
+        except BaseException as error:
+            self._leave()
+            if helpers is not None and isinstance(error, WeightSyncError):
+                raise helpers.blamed(error) from error
+            raise
 
     def meet(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -137,11 +144,10 @@ class Trainer:
         return self._pushing().finish()
 
     def call_off(self, error: BaseException) -> None:
-        """See `base.TrainerEnd`; a group with a broadcast half-way is of no use any more."""
+        """See `base.TrainerEnd`; what has left here may be half-way at a rank, to which the group is of no use then."""
         if self._push is not None:
             self._push.talk.call_off(error)
-            if self._push.pending():
-                self._leave()
+            self._leave()
             self._push = None
 
     def dismiss(self, engine: str) -> None:
@@ -231,17 +237,13 @@ class _Push:
         def look() -> set[Peer]:
             if time.monotonic() - self._looked > LOOK_UP_S:
                 self._looked = time.monotonic()
-                helpers.check()
+                helpers.check(self.talk.deadline)
             return missing()
 
         try:
             self.talk.wait(look, what, look_up_s)
         except WeightSyncError as error:
             raise helpers.blamed(error) from error
-
-    def pending(self) -> bool:
-        """Whether a broadcast may be half-way, in whichever lane."""
-        return self._lanes > 1 or any(work is not None for work in self.works[self._sent + 1 :])
 
 
 class Engine:

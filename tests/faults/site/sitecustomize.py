@@ -164,6 +164,14 @@ def engine_control(module):
 
 
 def trainer_control(module):
+    @around(module.Talk, "announce")
+    def announce(original, self, index, *args):
+        if getattr(self, "cut_short", False):
+            return
+        action = at("trainer announces", number=index)
+        original(self, index, *args)
+        self.cut_short = action == "truncate"
+
     @around(module.Talk, "_send")
     def send(original, self, peer, message):
         kind = type(message).__name__
@@ -201,14 +209,10 @@ def carrier(module):
     @around(module.Carrier, "_announce")
     def announce(original, self, number, digests):
         plan = self._plan
-        if getattr(self, "cut_short", "") == plan.push:
-            return
         action = at("trainer packs", number=number)
         if action == "flip":
             self._arenas[0].bytes[number % plan.slots * plan.bucket_bytes + 1000] ^= 1
         original(self, number, digests)
-        if action == "truncate":
-            self.cut_short = plan.push
 
 
 # --- in the trainer and in an engine's front end ----------------------------------------------------------------------
