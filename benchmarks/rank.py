@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import bare
 from weightsync import digest, wire
-from weightsync.carrier import Carrier
+from weightsync.carrier import Carrier, Sent
 from weightsync.layout import Layout, spec_of
 from weightsync.parts import Parts
 from weightsync.room import choose
@@ -197,14 +197,23 @@ class Lane:
 
     def push(self, algorithm: str = "") -> Pushed:
         """One push; verified where a digest is named."""
-        carrier, deadline, start = self._carrier, Deadline(LIMIT_S), time.perf_counter()
         self._pushes += 1
         plan = wire.UpdateRequest(
-            push=f"{self._name}-{self._pushes}", address="", secret="", timeout_s=deadline.left(),
+            push=f"{self._name}-{self._pushes}", address="", secret="", timeout_s=LIMIT_S,
             bucket_bytes=self.choice.bucket_bytes, slots=self.choice.slots,
             manifest=tuple(entry.spec for entry in self._layout.entries),
             verify="digest" if algorithm else "off", digest=algorithm,
         )  # fmt: skip
+        return self._carry(plan, lambda: self._carrier.send(self._stream(), None))
+
+    def resend(self) -> Pushed:
+        """The push before once more, from the arena as it is: nothing is packed."""
+        plan, self._last = self._carrier.again(), time.perf_counter()
+        assert plan is not None, "the arena holds all that was pushed"
+        return self._carry(plan, lambda: self._carrier.resend(None))
+
+    def _carry(self, plan: wire.UpdateRequest, send: Callable[[], Sent]) -> Pushed:
+        carrier, deadline, start = self._carrier, Deadline(LIMIT_S), time.perf_counter()
         try:
             carrier.provide(plan)
             with environment(self._variables):
@@ -214,7 +223,7 @@ class Lane:
                 rank.tell("push", self._name, wire.to_json(carrier.request(rank.url, self._transport)))
             carrier.meet({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
             met = time.perf_counter()
-            sent = carrier.send(self._stream(), None)
+            sent = send()
             end = time.perf_counter()
         except BaseException as error:
             carrier.call_off(error)

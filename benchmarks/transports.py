@@ -5,7 +5,8 @@
 One trainer, this process, and engine ranks in child processes; no engine, no model, the loopback interface alone.
 
 ``bandwidth``: one rank. GB/s (10^9 bytes a second) of a warm `Carrier.send`, from its start until the rank has said
-that it holds everything, verified and not; of the bare library with the same bytes; of a memcpy of them in one thread.
+that it holds everything, verified and not, and of one that sends what the arena holds already, as to a late engine; of
+the bare library with the same bytes; of a memcpy of them in one thread.
 The aim is that ours reaches 90 % of the faster bare way in the direction in which we move them.
 
 ``chunks``: one rank, bare NIXL. GB/s of READs by size of a descriptor and number of descriptors in a request; seconds
