@@ -35,7 +35,9 @@ class Glance:
         parts = list(module.modules())
         held: list[Any] = [each for part in parts for each in (part._modules, part._parameters, part._buffers)]
         #: Where something may be added or taken away; hooks, and attributes that hide methods, say what the state is.
-        self._sized = [*held, *(each for part in parts for each in _hooks(part))]
+        sized = [*held, *(each for part in parts for each in _hooks(part))]
+        #: Most of them are empty, of which less need be known: they are rarely in the cache.
+        self._empty, self._sized = [each for each in sized if not each], [each for each in sized if each]
         self._sizes = list(map(len, self._sized))
         links = [(each, key) for each in held for key in each]
         there = [(each, key) for each, key in links if each[key] is not None]
@@ -55,7 +57,9 @@ class Glance:
             all(map(operator.is_not, values, itertools.repeat(None)))
             and all(map(operator.is_, values, map(_called, self._values)))
             and all(map(operator.is_, map(dict.get, *self._absent), itertools.repeat(None)))
-            and all(map(operator.eq, map(len, self._sized), self._sizes))
+            and not any(self._empty)
+            and list(map(len, self._sized)) == self._sizes
+            # One by one: so many at once would bring the garbage collector.
             and all(map(operator.eq, self._look(values), self._seen))
         )
 
