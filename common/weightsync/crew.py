@@ -83,7 +83,7 @@ class Crew:
         self._orders: list[Orders] = []
         #: Whether all have mapped what this push's `fill` has filled.
         self.filled = False
-        #: What the others have answered to what they were asked last.
+        #: What the others have answered to what they were told last.
         self._came: dict[int, bytes] = {}
         #: What they hash, by name.
         self._demand: Set[str] = frozenset()
@@ -239,18 +239,16 @@ class Crew:
         """See `base.Helpers`."""
         for rank in self._others:
             self._say(rank, Assist(transport, msgspec.Raw(message)), deadline)
-        self._came = {}
 
     def answered(self, to: str, deadline: Deadline) -> None:
         """See `base.Helpers`."""
-        self._mail.take(self._answers_to_come(), self._came, deadline, to)
-        self._heard(self._came)
+        self._answers(to, deadline)
 
     def check(self, deadline: Deadline) -> None:
         """See `base.Helpers`."""
         keys, to = self._answers_to_come(), "to help"
         self._mail.look(keys, self._came, deadline, to)
-        self._heard(self._came)
+        self._heard()
         self._mail.check(keys, self._came, deadline, to)
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
@@ -267,21 +265,21 @@ class Crew:
         return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
 
     def _answers(self, to: str, deadline: Deadline) -> list[Work]:
-        came: dict[int, bytes] = {}
-        self._mail.take(self._answers_to_come(), came, deadline, to)
-        return [work for work in self._heard(came) if work is not None]
+        self._mail.take(self._answers_to_come(), self._came, deadline, to)
+        return self._heard()
 
-    def _heard(self, came: Mapping[int, bytes]) -> list[Work | None]:
-        found: list[Work | None] = []
-        for rank, body in sorted(came.items()):
+    def _heard(self) -> list[Work]:
+        found: list[Work] = []
+        for rank, body in sorted(self._came.items()):
             done = wire.from_json(body, Done)
             if done.trouble is not None:
                 raise raised(done.trouble, f"trainer rank {rank}: ")
-            found.append(done.work)
+            found += [done.work] if done.work is not None else []
         return found
 
     def _say(self, rank: int, message: ToRank, deadline: Deadline) -> None:
         self._count[rank] += 1
+        self._came.pop(rank, None)
         self._last[rank] = f"{self._nonces[rank]}/down/{self._count[rank]}"
         self._mail.put(self._last[rank], wire.to_json(message), deadline, f"a message to trainer rank {rank}")
 

@@ -1,5 +1,6 @@
 """What a network that was cut showed of process groups."""
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,9 @@ from weightsync.wire import InitNcclGroup
 HERE = "127.0.0.1"
 
 
-def test_a_group_with_a_broadcast_half_way_is_left_at_once():
+@contextlib.contextmanager
+def pair():
+    """A trainer's and an engine's."""
     server = dist.TCPStore(HERE, 0, None, True, wait_for_workers=False)
     stores = (server, dist.TCPStore(HERE, server.port, None, False, wait_for_workers=False))
     asked = InitNcclGroup(
@@ -20,10 +23,24 @@ def test_a_group_with_a_broadcast_half_way_is_left_at_once():
         timeout_s=20.0,
     )  # fmt: skip
     with ThreadPoolExecutor(2) as threads:
-        trainer, engine = threads.map(lambda rank: Group(stores[rank], asked, rank, HERE, 20.0), (0, 1))
-    work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # that the engine never takes
-    begin = time.monotonic()
-    trainer.drop([work])
-    assert time.monotonic() - begin < 2.0
-    assert not work.is_completed()
+        made = threads.map(lambda rank: Group(stores[rank], asked, rank, HERE, 20.0), (0, 1))
+    trainer, engine = made
+    yield trainer
     engine.drop()
+
+
+def test_a_group_with_a_broadcast_half_way_is_left_at_once():
+    with pair() as trainer:
+        work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # that the engine never takes
+        begin = time.monotonic()
+        trainer.drop([work])
+        assert time.monotonic() - begin < 2.0
+        assert not work.is_completed()
+
+
+def test_a_broadcast_does_not_end_before_the_deadline_of_who_waits_for_it():
+    with pair() as trainer:
+        work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 0.0)
+        time.sleep(0.5)  # and ends 4.5 s later
+        assert not work.is_completed()
+        trainer.drop([work])

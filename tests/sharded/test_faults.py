@@ -149,6 +149,21 @@ def test_a_rank_that_freezes_while_it_broadcasts_is_named(start, engines, untrai
     trainer.stop()
 
 
+def test_a_rank_that_freezes_is_named_also_where_torch_ends_the_broadcasts_first(start, engines, untrained):
+    trainer = start(2)
+    assert fine(trainer.all("shard fsdp"))
+    assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192, timeout_s=20.0))
+    trainer.tell("hasten 22", 0)
+    assert fine(trainer.hear(0), 1)
+    trainer.tell(f"stall {int(signal.SIGSTOP)}", 1)
+    trainer.tell("push", 0)
+    (said,) = trainer.hear(0)
+    who = f"trainer rank 1 (process {trainer.processes[1].pid}, which is stopped)"
+    assert_failed(said, "TransferFailed", "could not be broadcast to rank 0 of ", who)
+    assert served(engines) == [untrained, untrained]
+    trainer.stop()
+
+
 def test_a_rank_that_is_killed_while_it_broadcasts_is_named(start, pair, engines, untrained, expected):
     trainer = start(2)
     assert fine(trainer.all("shard fsdp"))

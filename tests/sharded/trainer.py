@@ -59,14 +59,14 @@ class Rank:
 
         assembly.write = counting
         #: What this rank broadcasts, and what happens before the second time.
-        self.broadcast, self.happens = [], None
+        self.broadcast, self.happens, self.sooner_s = [], None, 0.0
         broadcast = Group.broadcast
 
         def noting(group, tensor, timeout_s):
             self.broadcast.append(tensor.nbytes)
             if self.happens is not None and len(self.broadcast) == 2:
                 self.happens()
-            return broadcast(group, tensor, timeout_s)
+            return broadcast(group, tensor, timeout_s - self.sooner_s)
 
         Group.broadcast = noting
 
@@ -185,6 +185,10 @@ class Rank:
             return self._push(self.weights)
         finally:
             self.happens = None
+
+    def hasten(self, seconds):
+        """From now on torch ends a broadcast so much earlier."""
+        self.sooner_s = float(seconds)
 
     def _once_opened(self, happens):
         state, asked = self._state(), []

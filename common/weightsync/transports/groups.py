@@ -32,6 +32,8 @@ _REACH_S: Final = 2.0
 _STORE_S: Final = 0.002
 #: Between two looks at what is pending in a group that was dropped.
 _PENDING_S: Final = 0.1
+#: A broadcast ends by itself so long after the deadline of who waits for it, which knows better what to say.
+_BACKSTOP_S: Final = 5.0
 #: Who lets a group go has it; an interpreter that ends takes it and keeps it.
 _LETTING_GO: Final = threading.Lock()
 atexit.register(_LETTING_GO.acquire, timeout=2.0)
@@ -105,7 +107,7 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         if not self._cuda:
-            options.timeout = timedelta(seconds=max(timeout_s, 0.001))
+            options.timeout = timedelta(seconds=timeout_s + _BACKSTOP_S)
         return self._group.broadcast([tensor], options)
 
     def drop(self, works: Sequence[Any] = ()) -> None:

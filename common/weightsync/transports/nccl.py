@@ -5,9 +5,9 @@ A group that a peer has left is of no use to anybody; it is dropped, and the nex
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket as sockets
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -123,25 +123,37 @@ class Trainer:
         if plan.stream:
             self._push.talk.all_prepared("the ranks to be ready")
 
-    def _pushing(self) -> _Push:
+    @contextlib.contextmanager
+    def _pushing(self) -> Iterator[_Push]:
+        """The push under way; what goes wrong names the ranks of the trainer that were to send and do not run."""
         assert self._push is not None, "meet() comes first"
-        return self._push
+        try:
+            yield self._push
+        except WeightSyncError as error:
+            told = self._push.blamed(error)
+            if told is error:
+                raise
+            raise told from error
 
     def acquire(self, bucket: int) -> None:
         """See `base.TrainerEnd`."""
-        self._pushing().sent(bucket - self._pushing().plan.slots)
+        with self._pushing() as push:
+            push.sent(bucket - push.plan.slots)
 
     def keeps(self) -> Iterable[Parts]:
         """See `base.TrainerEnd`."""
-        return self._pushing().talk.keeps.values()
+        with self._pushing() as push:
+            return push.talk.keeps.values()
 
     def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
-        self._pushing().send(bucket, digests)
+        with self._pushing() as push:
+            push.send(bucket, digests)
 
     def finish(self) -> float:
         """See `base.TrainerEnd`."""
-        return self._pushing().finish()
+        with self._pushing() as push:
+            return push.finish()
 
     def call_off(self, error: BaseException) -> None:
         """See `base.TrainerEnd`; what has left here may be half-way at a rank, to which the group is of no use then."""
@@ -181,30 +193,29 @@ class _Push:
         #: By bucket; none for what is empty, or travels in another rank's lane.
         self.works: list[Any] = []
         self._sent = -1
-        self._helpers, self._looked = helpers, time.monotonic()
+        self._helpers = helpers
         #: How many ranks send.
         self._lanes = 1
 
     def send(self, bucket: int, digests: Digests) -> None:
-        size, nbytes = self.plan.bucket_bytes, self._layout.nbytes
-        if not bucket and self._helpers is not None and self._helpers.filled:
-            self._lanes = self._helpers.size
-            self._helpers.ask(
-                NAME, wire.to_json(lanes.Send(nbytes, size, self.talk.deadline.left())), self.talk.deadline
-            )
+        size, nbytes, deadline = self.plan.bucket_bytes, self._layout.nbytes, self.talk.deadline
+        if not bucket and (helpers := self._helpers) is not None and helpers.filled:
+            self._lanes = helpers.size
+            helpers.ask(NAME, wire.to_json(lanes.Send(nbytes, size, deadline.left())), deadline)
+            self.talk.watch = lambda: helpers.check(deadline)
         lane = bucket % self._lanes
         self.talk.announce(bucket, digests, lane)
         slot = (bucket % self.plan.slots) * size
         data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
         own = not lane and data.numel()
-        self.works.append(self._group.broadcast(data, self.talk.deadline.left()) if own else None)
+        self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
 
     def sent(self, bucket: int) -> None:
         """Wait until a bucket, and all before it, have left; those of the other ranks are not looked at."""
         while self._sent < bucket:
             work, number = self.works[self._sent + 1], self._sent + 1
             if work is not None:
-                self._wait(
+                self.talk.wait(
                     lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
                     f"bucket {number} to be broadcast", lanes.LOOK_S,
                 )  # fmt: skip
@@ -221,29 +232,15 @@ class _Push:
         last = len(self.works) - 1
         self.sent(last)
         if self.plan.stream:
-            self._wait(lambda: self.talk.without(last), f"bucket {last} to be taken")
-        self._wait(self.talk.unprepared, "the ranks to hold and verify everything")
+            self.talk.all_taken(last)
+        verify_s = self.talk.all_prepared("the ranks to hold and verify everything")
         if self._helpers is not None and self._lanes > 1:
             self._helpers.answered("to broadcast its part", self.talk.deadline)
-        return self.talk.all_prepared("the ranks to hold and verify everything")
+        return verify_s
 
-    def _wait(self, missing: Callable[[], set[Peer]], what: str, look_up_s: float = LOOK_UP_S) -> None:
-        """As `Talk.wait`, with an eye on the ranks that send, too."""
-        helpers = self._helpers
-        if helpers is None or self._lanes == 1:
-            self.talk.wait(missing, what, look_up_s)
-            return
-
-        def look() -> set[Peer]:
-            if time.monotonic() - self._looked > LOOK_UP_S:
-                self._looked = time.monotonic()
-                helpers.check(self.talk.deadline)
-            return missing()
-
-        try:
-            self.talk.wait(look, what, look_up_s)
-        except WeightSyncError as error:
-            raise helpers.blamed(error) from error
+    def blamed(self, error: WeightSyncError) -> WeightSyncError:
+        """See `base.Helpers`."""
+        return self._helpers.blamed(error) if self._helpers is not None and self._lanes > 1 else error
 
 
 class Engine:

@@ -107,6 +107,8 @@ class Talk:
         self._prepared: dict[Peer, float] = {}
         #: The ranks that are to be written to, and where.
         self.rooms: dict[Peer, Room] = {}
+        #: Called now and then while something is waited for: raises where that is in vain.
+        self.watch: Callable[[], None] = lambda: None
 
     def meet(self, offer: Callable[[tuple[str, ...]], Offer]) -> None:
         """Wait until every rank has said hello, then tell each where the bytes are; ``offer`` is given what it has."""
@@ -163,8 +165,11 @@ class Talk:
 
     def wait(self, missing: Callable[[], set[Peer]], what: str, look_up_s: float = LOOK_UP_S) -> None:
         """Handle messages until ``missing()``, asked at least every ``look_up_s``, is empty."""
-        looked = time.monotonic()
+        looked = watched = time.monotonic()
         while absent := missing():
+            if time.monotonic() - watched > LOOK_UP_S:
+                watched = time.monotonic()
+                self.watch()
             if time.monotonic() - looked > SILENCE_S:
                 looked = time.monotonic()
                 for peer in absent & self._identity.keys():
