@@ -15,6 +15,7 @@ from weightsync.assembly import Work
 from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
 from weightsync.parts import Demand, Digests, Found
+from weightsync.scattered import key
 from weightsync.transports.base import Deadline, Helpers, Introduction, Peer, Progress, TrainerEnd
 from weightsync.transports.pack_plan import PackPlan, pack_plan
 from weightsync.transports.packing import Packer, hash_stream
@@ -56,7 +57,7 @@ class Carrier:
         self._demand = Demand(())
         #: What `send` announced of a push whose stream the arena holds whole: the digests of each bucket.
         self._announced: list[Digests] = []
-        #: By the address of an arena, what was packed last, and how to do so again if it was planned.
+        #: By arena, what was packed last, and how to do so again if it was planned.
         self._packed: dict[int, tuple[tuple[object, ...], PackPlan | None, bool]] = {}
         self._served: tuple[staging.Arena, UpdateRequest, list[Digests]] | None = None
         self.closed = False
@@ -64,7 +65,7 @@ class Carrier:
     def free_bytes(self) -> int:
         """Memory that an arena could take, in bytes."""
         free = staging.free_bytes(self.device) if self.device.type == "cuda" else staging.free_shared_bytes()
-        return free + sum(arena.bytes.numel() for arena in self._arenas)
+        return free + sum(arena.bytes.numel() for arena in self._arenas if not isinstance(arena, InPlaceArena))
 
     def introduce(self, engines: Mapping[str, tuple[str, wire.OpenReply]], post: Post, deadline: Deadline) -> None:
         """Make every engine ready to be pushed to; ``engines`` says by URL over what. Those that are, hear nothing.
@@ -84,8 +85,8 @@ class Carrier:
         ``lent`` are all tensors, if they are to be read where they are.
         """
         before = self._plan
-        if before is None or (before.manifest, before.align_bytes) != (plan.manifest, plan.align_bytes):
-            self._layout = Layout(plan.manifest, plan.align_bytes)
+        if before is None or before.manifest != plan.manifest:
+            self._layout = Layout(plan.manifest)
         assert self._layout is not None, "it comes with the first plan"
         self._plan = plan
         if lent is not None:
@@ -153,20 +154,20 @@ class Carrier:
         assert self._plan is not None
         assert self._layout is not None
         plan = self._plan
-        copies = self.lent is None
-        if not copies and not plan.digest:  # there is nothing to do with them
+        if self.lent is not None and not plan.digest:  # there is nothing to do with them
+            staging.synchronize(self.device)
             self._announced = [{}] * self._layout.buckets(plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(self._announced, progress))
         arena, addresses = self._arenas[0].bytes, list[int]()
         how = self._layout, arena, plan.bucket_bytes, plan.slots, plan.digest, self._demand
         known = (mark, self._layout, *how[2:5], frozenset(self._demand.names))
-        before, pack, planned = self._packed.get(arena.data_ptr(), ((), None, False))
+        before, pack, planned = self._packed.get(key(arena), ((), None, False))
         seen = mark is not None and before == known
         if seen and pack is not None:
             packer: PackPlan | Packer = pack
             filled = pack.fill(self._acquire)
         else:
-            packer = Packer(*how, copies=copies)
+            packer = Packer(*how)
             filled = packer.fill(_noted(tensors, addresses), self._acquire)
         self._announced.clear()
         for packed in filled:
@@ -177,10 +178,10 @@ class Carrier:
         sent = Sent(packer.gather_s, packer.digest_s, self._finish())
         if seen and not planned:  # worth while, for it comes again
             all_there = len(addresses) == len(self._layout.entries)
-            pack = pack_plan(*how, addresses, copies=copies) if all_there else None
-            self._packed[arena.data_ptr()] = known, pack, True
+            pack = pack_plan(*how, addresses) if all_there else None
+            self._packed[key(arena)] = known, pack, True
         elif not seen:
-            self._packed[arena.data_ptr()] = known, None, False
+            self._packed[key(arena)] = known, None, False
         return sent
 
     def send_filled(self, fill: Fill, progress: Progress | None) -> Sent:
@@ -212,7 +213,7 @@ class Carrier:
         (arena, plan, announced), start = self._served, time.perf_counter()
         new = self._demand.without(set[str]().union(*announced))
         if plan.digest and new.names:  # they keep other parts than those it was sent to
-            found = hash_stream(self._layout, arena.bytes[: self._layout.nbytes], plan.digest, new)
+            found = hash_stream(self._layout, arena.bytes, plan.digest, new)
             by_bucket = new.by_bucket(self._layout, plan.bucket_bytes, found)
             announced = [{**known, **more} for known, more in zip(announced, by_bucket, strict=True)]
             self._served = arena, plan, announced

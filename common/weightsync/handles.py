@@ -14,15 +14,12 @@ class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
     nbytes: int
 
 
-class InPlaceHandle(msgspec.Struct, frozen=True, tag="in_place"):
-    """The trainer's own shared memory: ``files`` that the process ``pid`` has open, by descriptor and inode.
-
-    ``parts`` are (file, its first byte, bytes) in the order of the stream, in whole pages.
-    """
+class FileHandle(msgspec.Struct, frozen=True, tag="file"):
+    """Shared memory that the process ``pid`` has open, by descriptor and inode; there may be one for every tensor."""
 
     pid: int
-    files: tuple[tuple[int, int], ...]
-    parts: tuple[tuple[int, int, int], ...]
+    descriptor: int
+    inode: int
 
 
 class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
@@ -36,6 +33,14 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
     ref_counter_offset: int
     event_handle: bytes
     event_sync_required: bool
+
+
+class InPlaceHandle(msgspec.Struct, frozen=True, tag="in_place"):
+    """The trainer's own memory: ``storages``, and of them ``parts``: (storage, its first byte, bytes) in the order of
+    the stream."""
+
+    storages: tuple[FileHandle | CudaHandle, ...]
+    parts: tuple[tuple[int, int, int], ...]
 
 
 class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):

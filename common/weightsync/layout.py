@@ -14,6 +14,7 @@ import torch
 
 from weightsync.codec import to_json
 from weightsync.errors import ManifestMismatch
+from weightsync.scattered import Stream
 from weightsync.wire import TensorSpec
 
 #: Every tensor starts at a multiple of this many bytes in the stream; it suits any dtype and any vector load.
@@ -44,9 +45,9 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
-def align(nbytes: int, to: int = ALIGN_BYTES) -> int:
-    """Round up to a multiple of ``to``."""
-    return -(-nbytes // to) * to
+def align(nbytes: int) -> int:
+    """Round up to a multiple of `ALIGN_BYTES`."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class Entry(NamedTuple):
@@ -58,9 +59,13 @@ class Entry(NamedTuple):
     nbytes: int
     number: int
 
-    def view(self, stream: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of ``stream``, the whole stream as a 1-D uint8 tensor."""
-        return stream[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.spec.shape)
+    def raw(self, stream: Stream) -> torch.Tensor:
+        """The tensor's bytes in ``stream``, the whole of it."""
+        return stream[self.offset : self.offset + self.nbytes]
+
+    def view(self, stream: Stream) -> torch.Tensor:
+        """The tensor as a view of ``stream``."""
+        return self.raw(stream).view(self.dtype).view(self.spec.shape)
 
 
 class Piece(NamedTuple):
@@ -81,11 +86,11 @@ class Layout:
 
     The stream is cut into buckets of ``bucket_bytes`` wherever a boundary falls, so a tensor larger than a bucket is
     split, and a stage that holds the whole stream holds every tensor contiguously. Tensors start at multiples of
-    ``align_bytes``.
+    `ALIGN_BYTES`.
     """
 
-    def __init__(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES):
-        self.align_bytes, self.specs = align_bytes, tuple(manifest)
+    def __init__(self, manifest: Sequence[TensorSpec]):
+        self.specs = tuple(manifest)
         self.entries: list[Entry] = []
         offset = 0
         for spec in manifest:
@@ -94,7 +99,7 @@ class Layout:
                 raise ManifestMismatch(f"{spec.name}: dtype {spec.dtype}, shape {spec.shape} is not a tensor")
             nbytes = math.prod(spec.shape) * dtype.itemsize
             self.entries.append(Entry(spec, dtype, offset, nbytes, len(self.entries)))
-            offset += align(nbytes, align_bytes)
+            offset += align(nbytes)
         self.nbytes = offset
         self._ends = [entry.offset + entry.nbytes for entry in self.entries]
         #: Bytes of the tensors alone, without the padding between them.
@@ -103,7 +108,7 @@ class Layout:
     @functools.cached_property
     def name(self) -> str:
         """Equal for two layouts that are."""
-        return hashlib.blake2b(to_json(self.specs) + b"%d" % self.align_bytes, digest_size=16).hexdigest()
+        return hashlib.blake2b(to_json(self.specs), digest_size=16).hexdigest()
 
     def buckets(self, bucket_bytes: int) -> int:
         """Number of buckets; a stream without bytes is sent as one."""

@@ -16,6 +16,7 @@ from weightsync.layout import Entry, Layout
 from weightsync.memory import Owner, overlap
 from weightsync.parts import Parts, widened
 from weightsync.recording import Copy, Recording, record
+from weightsync.scattered import Stream, key
 from weightsync.sink import Opened
 from weightsync.standin import Unrecordable
 
@@ -122,7 +123,7 @@ class LoadPlan:
     # --- doing it again
 
     def _compile(self) -> tuple[list[Run], list[tuple[Copy, Entry]]]:
-        """Copies as runs of bytes, neighbours joined, sources counted from the stage's first byte; and all others."""
+        """Copies as runs of bytes, sources counted from the stage's first byte; and all others."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         runs: list[Run] = []
         strided: list[tuple[Copy, Entry]] = []
@@ -133,52 +134,55 @@ class LoadPlan:
                 runs.append(Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
             else:
                 strided.append((copy, entry))
+        return runs, strided
+
+    def _runs_from(self, stage: Stream) -> list[Run]:
+        """The runs as addresses, neighbours joined."""
         joined: list[Run] = []
-        for run in sorted(runs):
+        for at, target, nbytes in sorted(self._runs):
+            run = Run(stage[at : at + nbytes].data_ptr(), target, nbytes)
             last = joined[-1] if joined else Run(0, 0, 0)
             if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
                 joined[-1] = Run(last.source, last.target, last.nbytes + run.nbytes)
             else:
                 joined.append(run)
-        return joined, strided
+        return joined
 
-    def bind(self, stage: torch.Tensor) -> None:
-        """Get ready to `replay` out of ``stage``, a 1-D uint8 tensor of the layout's bytes; nothing the second time."""
-        if stage.data_ptr() in self._bound:
+    def bind(self, stage: Stream) -> None:
+        """Get ready to `replay` out of ``stage``, of the layout's bytes; nothing the second time."""
+        if key(stage) in self._bound:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._bound[stage.data_ptr()] = self._bind(stage)
+            self._bound[key(stage)] = self._bind(stage)
 
-    def _bind(self, stage: torch.Tensor) -> _Bound:
-        base = stage.data_ptr()
+    def _bind(self, stage: Stream) -> _Bound:
         constants = [(one.target, one.value.expand(one.target.shape)) for one in self._constants]
         strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
         pairs = [*constants, *strided]
         return _Bound(
-            Copies([Run(base + source, target, nbytes) for source, target, nbytes in self._runs]),
+            Copies(self._runs_from(stage)),
             [target for target, _ in pairs],
             [source for _, source in pairs],
         )
 
-    def keep(self, stages: Iterable[torch.Tensor]) -> None:
+    def keep(self, stages: Iterable[Stream]) -> None:
         """Forget what was made ready for other memory than these stages, and let go of it."""
-        addresses = {stage.data_ptr() for stage in stages}
-        self._bound = {address: bound for address, bound in self._bound.items() if address in addresses}
+        keys = set(map(key, stages))
+        self._bound = {which: bound for which, bound in self._bound.items() if which in keys}
 
-    def replay(self, stage: torch.Tensor) -> None:
+    def replay(self, stage: Stream) -> None:
         """Copy every slice to where the loader would. Costs the bytes, and next to nothing for each tensor."""
         self.bind(stage)
-        bound = self._bound[stage.data_ptr()]
+        bound = self._bound[key(stage)]
         bound.copies.make()
         if bound.targets:
             with torch.no_grad():
                 torch._foreach_copy_(bound.targets, bound.sources)
 
-    def differs(self, stage: torch.Tensor) -> str:
+    def differs(self, stage: Stream) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if all are."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
-        base = stage.data_ptr()
-        alike = all(_memcmp(base + run.source, run.target, run.nbytes) == 0 for run in self._runs)
+        alike = all(_memcmp(*run) == 0 for run in self._runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
             for copy in [copy for copy, _ in self._strided] if alike else self.copies:
                 source = _part(stage, copy, entries[copy.name])
@@ -228,9 +232,9 @@ def _places(found: Recording, owner: Owner) -> list[Any]:
     )
 
 
-def _part(stage: torch.Tensor, copy: Copy, entry: Entry) -> torch.Tensor:
+def _part(stage: Stream, copy: Copy, entry: Entry) -> torch.Tensor:
     """The slice of a copy as a view of the stage."""
-    raw = stage[entry.offset : entry.offset + entry.nbytes].view(copy.dtype)
+    raw = entry.raw(stage).view(copy.dtype)
     offset = raw.storage_offset() + copy.offset_bytes // copy.dtype.itemsize
     return raw.as_strided(copy.target.shape, copy.strides, offset)
 

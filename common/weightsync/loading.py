@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import torch
-
 from weightsync.errors import ManifestMismatch, ManifestUnknown, TransferFailed, WrongState
-from weightsync.layout import ALIGN_BYTES, Layout, check_manifest, listed
+from weightsync.layout import Layout, check_manifest, listed
 from weightsync.load_plan import LoadPlan
 from weightsync.parts import Parts
 from weightsync.recording import record
+from weightsync.scattered import Stream
 from weightsync.sink import Expected, Opened, Sink
 from weightsync.stage import Staged
 from weightsync.wire import TensorSpec
@@ -54,7 +53,7 @@ class Loading:
         share = f", reads {100 * parts.nbytes / parts.layout.payload_bytes:.0f} % of a push" if parts.name else ""
         return f"load plan, {len(self._plan.copies)} copies{share}" + (f"; {_OWN} for {listed(rest)}" if rest else "")
 
-    def accept(self, manifest: Sequence[TensorSpec], align_bytes: int = ALIGN_BYTES, known: str = "") -> Layout:
+    def accept(self, manifest: Sequence[TensorSpec], known: str = "") -> Layout:
         """The layout of a push that is complete. Raises `ManifestMismatch` by name for one that is not.
 
         What is complete says the checkpoint that the engine was started with. Where nothing tells what that is, every
@@ -65,14 +64,14 @@ class Loading:
             if self._layout is None or self._layout.name != known:
                 raise ManifestUnknown(f"rank {self._sink.rank} knows no manifest {known}; send it")
             return self._layout
-        if self._layout is not None and manifest == self._manifest and align_bytes == self._layout.align_bytes:
+        if self._layout is not None and manifest == self._manifest:
             return self._layout
         expected = self._known()
         if isinstance(expected, Expected):
             check_manifest(manifest, expected.specs, expected.optional)
         else:
             check_manifest(manifest, manifest)  # that nothing is sent twice
-        layout, self._layout, self.unread = Layout(manifest, align_bytes), None, ()
+        layout, self._layout, self.unread = Layout(manifest), None, ()
         self._record(layout)
         if isinstance(expected, Expected):
             self._check_optional(expected, manifest)
@@ -160,9 +159,9 @@ class Loading:
     def parts(self, layout: Layout) -> Parts:
         """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
         plan = self._plan
-        if plan is None or not self._trusted or plan.layout is not layout or not self._unmoved():
+        if plan is None or not self._trusted or plan.layout is not layout:
             return Parts(layout, {})  # it may be the engine's loader that brings it in
-        return plan.parts
+        return plan.parts if not plan.parts.name or self._unmoved() else Parts(layout, {})
 
     def load(self, staged: Staged) -> None:
         """Load a whole version. Raises whatever the engine raises."""
@@ -195,7 +194,7 @@ class Loading:
             self._trusted = True
         logger.info("rank %d loads through %s", self._sink.rank, self.way)
 
-    def keep(self, stages: Iterable[torch.Tensor]) -> None:
+    def keep(self, stages: Iterable[Stream]) -> None:
         """Let go of all memory but these stages."""
         if (plan := self._plan) is not None:
             plan.keep(stages)

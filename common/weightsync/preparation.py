@@ -11,7 +11,7 @@ from weightsync import digest, in_place, room, staging, wire
 from weightsync.carrier import Carrier
 from weightsync.crew import Crew
 from weightsync.fleet import Fleet
-from weightsync.layout import ALIGN_BYTES, Layout
+from weightsync.layout import Layout
 from weightsync.room import Choice, Staging, choose
 from weightsync.sources import Source
 from weightsync.sources.mapping import MappingSource
@@ -68,7 +68,7 @@ class Preparation:
             manifest = split.manifest
         mark = None if shared else source.mark()
         lent = None if shared else self._lent(source, carrier, mark)
-        layout = self._layout_of(manifest, shared, in_place.PAGE_BYTES if lent is not None else ALIGN_BYTES)
+        layout = self._layout_of(manifest, shared)
         choice = self._choose(carrier, layout) if lent is None else room.in_place(layout.nbytes)
         return Prepared(self._request(carrier, source, layout, choice), layout, choice, lent, mark, shared)
 
@@ -83,14 +83,13 @@ class Preparation:
         seen, lends = self._looked
         if mark is not None and mark is seen and (carrier.lent is not None or not lends):
             return carrier.lent.tensors if carrier.lent is not None and lends else None
-        lent = in_place.find(source.tensors(), carrier.lent)
+        lent = in_place.find(source.tensors(), carrier.device, carrier.lent)
         self._looked = mark, lent is not None
         return lent
 
-    def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool, align_bytes: int) -> Layout:
-        known = self._layout is not None and self._layout.specs == manifest
-        if self._layout is None or not known or (shared, align_bytes) != (self._shared, self._layout.align_bytes):
-            self._layout, self._shared = Layout(manifest, align_bytes), shared
+    def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool) -> Layout:
+        if self._layout is None or self._layout.specs != manifest or shared != self._shared:
+            self._layout, self._shared = Layout(manifest), shared
             self._chosen = None
         return self._layout
 
@@ -114,7 +113,7 @@ class Preparation:
             timeout_s=options.timeout_s, manifest=layout.specs,
             owner=self._fleet.owner, holder=self._fleet.holder, verify=options.verify,
             digest="" if options.verify == "off" else digest.algorithm_for(*devices),
-            keep=options.keep, stream=choice.staging == "none", slots=choice.slots, align_bytes=layout.align_bytes,
+            keep=options.keep, stream=choice.staging == "none", slots=choice.slots,
             known=layout.name,
             # An engine's own loader takes all there is.
             parts=choice.staging != "none" and options.verify != "deep",

@@ -18,6 +18,7 @@ import msgspec
 
 from weightsync import staging
 from weightsync.calls import COMMIT_CALL_S
+from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import (
     ApplyFailed,
     DigestMismatch,
@@ -108,7 +109,7 @@ class Receiver:
             rank=self._sink.rank,
             pid=os.getpid(),
             device=device.type,
-            device_uuid=staging.device_uuid(device),
+            device_uuid=device_uuid(device),
             free_bytes=staging.free_bytes(device),
             transports=available(),
             settings=groups.settings(),
@@ -152,7 +153,7 @@ class Receiver:
         end.check(request)
         self._supersede(request.push)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.align_bytes, request.known)
+        layout = self._loading.accept(request.manifest, request.known)
         # A version that is kept may have to go in again when no plan is for it.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))

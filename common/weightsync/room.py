@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import torch
 
-from weightsync import staging
+from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import UnsupportedOption
 from weightsync.layout import ALIGN_BYTES, align
 from weightsync.wire import RankInfo
@@ -52,7 +52,7 @@ def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remo
     if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
         gpu = torch.device("cuda", torch.cuda.current_device())
         gpu = source if source is not None and source.type == "cuda" else gpu
-        shared = {rank.device_uuid for rank in ranks} == {staging.device_uuid(gpu)}
+        shared = {rank.device_uuid for rank in ranks} == {device_uuid(gpu)}
         if remote or (shared and source == gpu):
             return gpu
     return torch.device("cpu")
@@ -61,7 +61,7 @@ def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remo
 def in_place(stream_bytes: int) -> Choice:
     """For a model that the ranks read where it is."""
     part = _part(stream_bytes)
-    return Choice(part, max(1, -(-stream_bytes // part)), "full", "the model's parameters are shared memory already")
+    return Choice(part, max(1, -(-stream_bytes // part)), "full", "the ranks read the parameters where they are")
 
 
 def _part(stream_bytes: int) -> int:

@@ -14,6 +14,7 @@ from weightsync.bulk import Hashes
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.layout import Entry, Layout
 from weightsync.parts import Parts, place
+from weightsync.scattered import Stream, key
 from weightsync.transports.base import Bucket, Incoming
 from weightsync.wire import UpdateRequest
 
@@ -27,7 +28,7 @@ class Staged:
 
     push: str
     parts: Parts
-    data: torch.Tensor
+    data: Stream
     arena: str = ""
     version: str = ""
 
@@ -55,7 +56,7 @@ class _Ready:
     The stage is addressed, not held: it may be a sender's, who wants it back.
     """
 
-    def __init__(self, stage: torch.Tensor, parts: Parts, request: UpdateRequest):
+    def __init__(self, stage: Stream, parts: Parts, request: UpdateRequest):
         self._parts, self._how = parts, (request.bucket_bytes, request.digest, stage.device)
         plain = stage.device.type == "cpu" and request.digest == "xxh3_64"
         self.buckets: list[Hashes | None] = []
@@ -63,11 +64,11 @@ class _Ready:
             ended = [piece.entry for piece in parts.layout.pieces(bucket, request.bucket_bytes) if piece.last]
             kept = [(entry, parts.box(entry.number)) for entry in ended if entry.nbytes]
             kept = [(entry, box) for entry, box in kept if box is None or 0 not in box.shape]
-            places = [place(entry, box, stage.data_ptr() + entry.offset) for entry, box in kept]
+            places = [place(entry, box, entry.raw(stage).data_ptr()) for entry, box in kept]
             pieces = [one for one in places if one is not None]
             self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
 
-    def fits(self, stage: torch.Tensor, parts: Parts, request: UpdateRequest) -> bool:
+    def fits(self, stage: Stream, parts: Parts, request: UpdateRequest) -> bool:
         """Whether this was made for such a push, at this address."""
         same = parts is self._parts or (parts.layout is self._parts.layout and parts.name == self._parts.name)
         return same and self._how == (request.bucket_bytes, request.digest, stage.device)
@@ -80,7 +81,7 @@ class Stages:
     rank: int
     device: torch.device
     _own: list[torch.Tensor] = field(default_factory=list)
-    #: By the address of the stage.
+    #: By stage.
     _checked: dict[int, _Ready] = field(default_factory=dict)
 
     def fill(
@@ -90,32 +91,31 @@ class Stages:
 
         ``kept`` is a stage that must stay as it is. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
         """
-        layout, whole = parts.layout, incoming.whole
-        if whole is None:
-            stage, arena = self._provide(layout.nbytes, kept), ""
-        else:
-            stage, arena = whole, incoming.arena
+        layout = parts.layout
+        own = self._provide(layout.nbytes, kept) if incoming.whole is None else None
+        stage = incoming.whole if own is None else own
+        assert stage is not None, "one of the two"
         check = _Check(self.rank, request, parts)
         try:
             ready = self._ready(stage, parts, request) if check.algorithm else None
-            for bucket in incoming.buckets(stage if whole is None else None):
+            for bucket in incoming.buckets(own):
                 if ready is not None and not check.are(bucket, ready.buckets[bucket.number]):
                     pieces = layout.pieces(bucket.number, request.bucket_bytes)
                     ended = (piece.entry for piece in pieces if piece.last)
-                    check.compare(bucket, ((one, stage[one.offset : one.offset + one.nbytes]) for one in ended))
+                    check.compare(bucket, ((one, one.raw(stage)) for one in ended))
         except BaseException:
             # A transport that was interrupted may still write there: the next push gets other memory.
-            self._own = [memory for memory in self._own if memory.data_ptr() != stage.data_ptr()]
+            self._own = [memory for memory in self._own if memory.data_ptr() != key(stage)]
             raise
-        return Staged(request.push, parts, stage, arena), check.seconds
+        return Staged(request.push, parts, stage, incoming.arena if own is None else ""), check.seconds
 
-    def _ready(self, stage: torch.Tensor, parts: Parts, request: UpdateRequest) -> _Ready:
+    def _ready(self, stage: Stream, parts: Parts, request: UpdateRequest) -> _Ready:
         """How to hash this stage; what was made ready for the push before, where that still holds."""
-        found = self._checked.get(stage.data_ptr())
+        found = self._checked.get(key(stage))
         if found is None or not found.fits(stage, parts, request):
             if len(self._checked) >= _CHECKED:
                 self._checked.clear()
-            found = self._checked[stage.data_ptr()] = _Ready(stage, parts, request)
+            found = self._checked[key(stage)] = _Ready(stage, parts, request)
         return found
 
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,7 +140,7 @@ class Stages:
                 yield entry.spec.name, memory.view(entry.dtype).view(entry.spec.shape)
 
     def _provide(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
-        busy = [memory for memory in self._own if kept is not None and memory.data_ptr() == kept.data.data_ptr()]
+        busy = [memory for memory in self._own if kept is not None and memory.data_ptr() == key(kept.data)]
         for memory in self._own:
             if memory.numel() >= nbytes and all(memory is not other for other in busy):
                 return memory[:nbytes]

@@ -13,27 +13,23 @@ import mmap
 import os
 import secrets
 import stat
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import psutil
 import torch
 
-from weightsync import in_place
-from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
+from weightsync import cuda_ipc
+from weightsync.errors import TransferFailed
+from weightsync.handles import CudaHandle, ShmHandle
+from weightsync.in_place import InPlaceArena
 
 SHM_DIRECTORY: Final = Path("/dev/shm")
 _SHM_PREFIX: Final = "weightsync-"
 #: Between making and locking its file an owner looks dead; that takes far less than this.
 _SWEEP_AFTER_S: Final = 10.0
-_EXPANDABLE: Final = "expandable_segments:True"
-#: Of two threads the second would restore what the first has set.
-_SETTING: Final = threading.Lock()
 
 
 def host_id() -> str:
@@ -45,11 +41,6 @@ def host_id() -> str:
 def process_space() -> str:
     """Equal for two processes that know each other by the same process numbers."""
     return os.readlink("/proc/self/ns/pid")
-
-
-def device_uuid(device: torch.device) -> str:
-    """Name of an accelerator that survives remapping of visible devices; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -124,27 +115,8 @@ def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
 
 def plain(nbytes: int, device: torch.device) -> torch.Tensor:
     """New memory of zeros, 1-D uint8, which other processes can be lent and a transport can register, on a GPU too."""
-    with unexpandable():
+    with cuda_ipc.unexpandable():
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-
-@contextlib.contextmanager
-def unexpandable() -> Iterator[None]:
-    """Meanwhile torch's allocator makes plain segments: expandable ones can neither be shared nor registered.
-
-    Its settings are one text, and those that are not in it are reset. Where torch has no way to tell them they stay.
-    """
-    tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    with _SETTING:
-        before = tell() if tell is not None else ""
-        if _EXPANDABLE not in before:
-            yield
-            return
-        torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
-        try:
-            yield
-        finally:
-            torch._C._accelerator_setAllocatorSettings(before)
 
 
 class CudaArena:
@@ -155,39 +127,20 @@ class CudaArena:
         self.name = f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
     def handle(self) -> CudaHandle:
-        """What one rank needs to map the arena; torch counts the users, so each rank needs a handle of its own."""
-        try:
-            shared = self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise UnsupportedOption(
-                f"the arena on {self.bytes.device} cannot be shared through CUDA IPC: {error}; if the trainer's torch "
-                "has another allocator than its own, or expandable segments and no way to turn them off, unset that"
-            ) from error
-        _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
-        return CudaHandle(
-            device_uuid=device_uuid(self.bytes.device),
-            handle=handle,
-            storage_nbytes=nbytes,
-            storage_offset_bytes=offset,
-            ref_counter_handle=counter,
-            ref_counter_offset=counter_offset,
-            event_handle=event,
-            event_sync_required=event_sync,
-        )
+        """What one rank needs to map the arena."""
+        return cuda_ipc.share(self.bytes.untyped_storage())
 
     def close(self) -> None:
         """Give the memory back to torch."""
         del self.bytes
 
 
-Arena = ShmArena | CudaArena | in_place.InPlaceArena
+Arena = ShmArena | CudaArena | InPlaceArena
 
 
-def attach(handle: ShmHandle | InPlaceHandle | CudaHandle) -> torch.Tensor:
+def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:
     """Map a sender's arena into this process as a 1-D uint8 tensor. Raises `TransferFailed`."""
-    if isinstance(handle, InPlaceHandle):
-        return in_place.attach(handle)
-    return _attach_shm(handle) if isinstance(handle, ShmHandle) else _attach_cuda(handle)
+    return _attach_shm(handle) if isinstance(handle, ShmHandle) else cuda_ipc.attach(handle)
 
 
 def _attach_shm(handle: ShmHandle) -> torch.Tensor:
@@ -207,31 +160,6 @@ def _attach_shm(handle: ShmHandle) -> torch.Tensor:
         return _map(descriptor, handle.nbytes)
     finally:
         os.close(descriptor)
-
-
-def _attach_cuda(handle: CudaHandle) -> torch.Tensor:
-    visible = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-    if handle.device_uuid not in visible:
-        raise TransferFailed(f"the sender's GPU {handle.device_uuid} is not visible here (visible: {list(visible)})")
-    index = visible[handle.device_uuid]
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    try:
-        storage = torch.UntypedStorage._new_shared_cuda(
-            index,
-            handle.handle,
-            handle.storage_nbytes,
-            handle.storage_offset_bytes,
-            handle.ref_counter_handle,
-            handle.ref_counter_offset,
-            handle.event_handle,
-            handle.event_sync_required,
-        )
-    except RuntimeError as error:
-        raise TransferFailed(
-            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if the trainer's torch has "
-            "another allocator than its own, unset that"
-        ) from error
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:

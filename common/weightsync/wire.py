@@ -109,11 +109,10 @@ class UpdateRequest(Message, frozen=True):
 
     The same for every transport. ``secret`` proves to the sender, over ZMQ, that a rank was asked by it; ``server_key``
     is the sender's CURVE key, where the address is one of TCP. The checkpoint crosses as one stream of bytes (see
-    `layout.Layout`), tensors at multiples of ``align_bytes``, in buckets, bucket k in slot k modulo ``slots`` of the
-    sender's arena. ``owner``
-    takes the engine's lease, ``holder`` names it to others. ``instance`` is the engine that the sender opened. Tensors
-    are checked by the digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version
-    before to be kept, ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
+    `layout.Layout`) in buckets, bucket k in slot k modulo ``slots`` of the sender's arena. ``owner`` takes the engine's
+    lease, ``holder`` names it to others. ``instance`` is the engine that the sender opened. Tensors are checked by the
+    digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version before to be kept,
+    ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
     ``known`` is `layout.Layout.name`; where ``manifest`` is empty, it is the one of this name in the push before.
     ``parts`` allows ranks to fetch and verify what they keep of the tensors, and nothing else.
     """
@@ -133,7 +132,6 @@ class UpdateRequest(Message, frozen=True):
     stream: bool = False
     server_key: Text = ""
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
-    align_bytes: Annotated[int, msgspec.Meta(ge=512, le=1 << 24, multiple_of=512)] = 512
     known: Text = ""
     parts: bool = False
 

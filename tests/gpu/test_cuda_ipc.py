@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: run on a machine with CUDA and a CUDA build of torch"
 )
 PROMPT = list(b"on a device")
+IN_PLACE = "read the parameters where they are"
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,34 @@ def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
     assert max(abs(x - y) for x, y in zip(logprobs, own, strict=True)) < 0.1
 
 
+@pytest.mark.parametrize("verify", ["digest", "off", "deep"])
+def test_parameters_are_read_where_they_are(engine, trained, verify):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with Sender([engine.url], verify=verify) as sender:
+        for _ in range(4):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.add_(0.01)
+            assert IN_PLACE in sender.push(trained).staging_reason
+            assert served_digest(engine) == digest_of(trained.state_dict().items())
+            assert torch.cuda.memory_allocated() < before + trained.num_parameters()  # half of what an arena takes
+        parameter = next(trained.parameters())
+        parameter.data = parameter.data * 2
+        assert IN_PLACE in sender.push(trained).staging_reason
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
+        parameter.data = parameter.data.T.contiguous().T
+        assert IN_PLACE not in sender.push(trained).staging_reason
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
 def test_a_trainer_with_expandable_segments_lends_other_memory(engine, trained, transport):
     before = torch._C._accelerator_getAllocatorSettings()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         with Sender([engine.url], transport=transport) as sender:
-            sender.push(trained)
+            assert IN_PLACE not in sender.push(trained).staging_reason
             assert sender._carrier.device.type == "cuda"
     finally:
         torch._C._accelerator_setAllocatorSettings(before)

@@ -7,6 +7,7 @@ import torch
 
 from weightsync.layout import Layout, spec_of
 from weightsync.load_plan import LoadPlan
+from weightsync.scattered import Scattered
 from weightsync.sink import Opened
 
 CPU = torch.device("cpu")
@@ -37,6 +38,14 @@ def staged(checkpoint):
     for entry in layout.entries:
         entry.view(stage).copy_(checkpoint[entry.spec.name])
     return layout, stage
+
+
+def scattered(layout, stage):
+    """The same bytes, every tensor in memory of its own."""
+    entries = [entry for entry in layout.entries if entry.nbytes]
+    return Scattered(
+        [entry.offset for entry in entries], [entry.raw(stage).clone() for entry in entries], layout.nbytes
+    )
 
 
 def plan_for(model, load, checkpoint):

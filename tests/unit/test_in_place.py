@@ -1,4 +1,4 @@
-"""Parameters in shared memory are read where they are."""
+"""Parameters that ranks can reach are read where they are."""
 
 import os
 import subprocess
@@ -11,12 +11,14 @@ import torch
 from tools import models
 from weightsync import Sender, in_place, wire
 from weightsync.errors import TransferFailed
-from weightsync.handles import InPlaceHandle
-from weightsync.layout import Layout, digest_of, spec_of
+from weightsync.handles import CudaHandle, FileHandle, InPlaceHandle
+from weightsync.layout import ALIGN_BYTES, Layout, digest_of, spec_of
+from weightsync.scattered import Scattered
 from weightsync.sources import open_source
 from weightsync.testing import ReferenceEngine
 
-IN_PLACE = "shared memory already"
+CPU = torch.device("cpu")
+IN_PLACE = "read the parameters where they are"
 
 
 @pytest.fixture
@@ -59,17 +61,31 @@ def test_a_parameter_that_moved_is_found_where_it_is(engine, trained):
         assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
+def test_parameters_that_share_one_memory_are_read_where_they_are(engine, trained):
+    parameters = list(trained.parameters())
+    memory = torch.zeros(1 + sum(each.numel() for each in parameters), dtype=torch.bfloat16).share_memory_()
+    at = 1
+    for parameter in parameters:
+        parameter.data = memory[at : at + parameter.numel()].view(parameter.shape).copy_(parameter.data)
+        at += parameter.numel()
+    for verify in ("digest", "off", "deep"):
+        with Sender([engine.url], verify=verify) as sender:
+            for _ in range(2):
+                memory.add_(0.01)
+                assert IN_PLACE in sender.push(trained).staging_reason
+                assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
 def private(model):
     next(model.parameters()).data = next(model.parameters()).data.clone()
 
 
-def inside_a_page(model):
+def in_columns(model):
     parameter = next(model.parameters())
-    memory = torch.zeros(parameter.numel() + 8, dtype=parameter.dtype).share_memory_()
-    parameter.data = memory[8:].view(parameter.shape).copy_(parameter.data)
+    parameter.data = parameter.data.T.contiguous().share_memory_().T
 
 
-@pytest.mark.parametrize("spoil", [private, inside_a_page])
+@pytest.mark.parametrize("spoil", [private, in_columns])
 def test_a_model_that_cannot_be_read_where_it_is_is_packed(engine, trained, spoil):
     with Sender([engine.url]) as sender:
         sender.push(trained)
@@ -118,46 +134,84 @@ def test_an_engine_that_comes_later_waits_for_the_next_push(engine, trained, mod
         assert served_digest(late) == digest_of(trained.state_dict().items())
 
 
-def test_one_memory_that_holds_all_tensors_is_mapped_in_one_piece():
-    memory = torch.arange(6 * in_place.PAGE_BYTES // 4, dtype=torch.int32).share_memory_()
-    tensors = list(torch.split(memory, in_place.PAGE_BYTES // 2))
-    layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)], in_place.PAGE_BYTES)
-    assert in_place.find(tensors) is not None
-    arena = in_place.InPlaceArena(layout, tensors)
-    assert len(arena.handle().parts) == 1
-    assert torch.equal(in_place.attach(arena.handle()), memory.view(torch.uint8))
+def arena_of(*tensors):
+    assert in_place.find(tensors, CPU) is not None
+    return in_place.InPlaceArena(Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)]), tensors)
+
+
+def test_one_memory_that_holds_all_tensors_is_offered_once():
+    memory = torch.arange(6000, dtype=torch.int32).share_memory_()
+    tensors = [memory[:1], memory[1:1], memory[1000:3000].view(20, 100), memory[3001:]]
+    arena = arena_of(*tensors)
+    assert len(arena.handle().storages) == 1
+    found = in_place.attach(arena.handle())
+    for name, stream in (("here", arena.bytes), ("there", found)):
+        for entry, tensor in zip(Layout([spec_of("t", t) for t in tensors]).entries, tensors, strict=True):
+            assert torch.equal(entry.view(stream), tensor), name
+    assert found.numel() == Layout([spec_of("t", t) for t in tensors]).nbytes
+
+
+def test_what_is_on_another_device_or_has_no_bytes_is_not_read_where_it_is():
+    shared = torch.zeros(4).share_memory_()
+    assert in_place.find([shared], CPU) == [shared]
+    assert in_place.find([shared], torch.device("meta")) is None
+    assert in_place.find([shared, torch.zeros(4)], CPU) is None
+    assert in_place.find([torch.zeros(0)], CPU) is None
+
+
+def test_a_slice_lies_in_one_part():
+    parts = torch.full((1000,), 1, dtype=torch.uint8), torch.full((10,), 2, dtype=torch.uint8)
+    stream = Scattered([0, 1024], parts, 1024 + ALIGN_BYTES)
+    assert stream[3:1000].tolist() == [1] * 997
+    assert stream[1024:1034].tolist() == [2] * 10
+    assert stream[1536:1536].tolist() == []
+    for start, stop in ((999, 1001), (0, 1030), (1000, 1024), (1030, 1040), (1536, 1537)):
+        with pytest.raises(TransferFailed, match=f"bytes {start} to {stop} of the stream are not in one part"):
+            stream[start:stop]
+
+
+def in_another_process(handle, code):
+    begin = (
+        "import resource, sys\nfrom weightsync import in_place, wire\nfrom weightsync.handles import InPlaceHandle\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "found = in_place.attach(wire.from_json(sys.stdin.read(), InPlaceHandle))\n"
+    )
+    command = [sys.executable, "-c", begin + code]
+    return subprocess.run(command, check=False, input=wire.to_json(handle), stderr=subprocess.PIPE)
 
 
 def test_a_rank_cannot_change_the_parameters():
     memory = torch.zeros(4096, dtype=torch.uint8).share_memory_()
-    arena = in_place.InPlaceArena(Layout([spec_of("t", memory)], in_place.PAGE_BYTES), [memory])
-    code = (
-        "import sys\nfrom weightsync import in_place, wire\nfrom weightsync.handles import InPlaceHandle\n"
-        "found = in_place.attach(wire.from_json(sys.argv[1], InPlaceHandle))\nfound[0] = 1"
-    )
-
-    done = subprocess.run([sys.executable, "-c", code, wire.to_json(arena.handle()).decode()], check=False)
-    assert done.returncode < 0
+    assert in_another_process(arena_of(memory).handle(), "found[0:1][0] = 1").returncode < 0
     assert not memory.any()
 
 
-def offered(**more):
+def test_a_rank_that_may_open_few_files_maps_many():
+    tensors = [torch.full((5,), number, dtype=torch.uint8).share_memory_() for number in range(200)]
+    sums = "assert [int(found[at : at + 5].sum()) for at in range(0, 512 * 200, 512)] == [5 * n for n in range(200)]"
+    done = in_another_process(arena_of(*tensors).handle(), sums)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def offered(pid=None, parts=((0, 0, 8192),)):
     memory = torch.zeros(8192, dtype=torch.uint8).share_memory_()
-    handle = in_place.InPlaceArena(Layout([spec_of("t", memory)], in_place.PAGE_BYTES), [memory]).handle()
-    fields = {name: getattr(handle, name) for name in handle.__struct_fields__} | more
-    return memory, InPlaceHandle(**fields)
+    (file,) = arena_of(memory).handle().storages
+    file = FileHandle(pid or file.pid, file.descriptor, file.inode)
+    return memory, InPlaceHandle(storages=(file,), parts=parts)
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"pid": 2**22 + 5}, "cannot be opened.*bucket_bytes"),
-        ({"parts": ((0, 0, 12288),)}, "refused to map 12288 bytes at 0"),
-        ({"parts": ((0, 8192, 4096),)}, "refused to map"),
+        ({"parts": ((0, 0, 8193),)}, "refused to map bytes 0 to 8193 of .*, which has 8192"),
+        ({"parts": ((0, 8192, 1),)}, "refused to map bytes 8192 to 8193"),
+        ({"parts": ((0, 0, 8192), (0, 2**62, 2**62))}, "refused to map"),
         ({"parts": ((0, -4096, 4096),)}, "refused to map"),
-        ({"parts": ((0, 0, 100),)}, "refused to map"),
-        ({"parts": ((7, 0, 4096),)}, "refused to map"),
+        ({"parts": ((0, 0, 0),)}, "refused to map"),
+        ({"parts": ((1, 0, 4096),)}, "refused to map"),
         ({"parts": ((-1, 0, 4096),)}, "refused to map"),
+        ({"parts": ()}, "refused to map"),
     ],
 )
 def test_what_is_not_there_is_not_mapped(more, said):
@@ -166,12 +220,18 @@ def test_what_is_not_there_is_not_mapped(more, said):
         in_place.attach(handle)
 
 
+def test_a_gpu_that_is_not_there_is_named():
+    memory = CudaHandle("GPU-7", b"", 10, 0, b"", 0, b"", False)
+    with pytest.raises(TransferFailed, match="the sender's GPU GPU-7 is not visible here"):
+        in_place.attach(InPlaceHandle(storages=(memory,), parts=((0, 0, 10),)))
+
+
 def test_other_files_are_not_mapped(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
     with path.open("rb") as file:
         inode = os.fstat(file.fileno()).st_ino
         for number, known in ((file.fileno(), inode), (file.fileno(), inode + 1), (0, os.fstat(0).st_ino)):
-            handle = InPlaceHandle(pid=os.getpid(), files=((number, known),), parts=((0, 0, 4096),))
+            handle = InPlaceHandle(storages=(FileHandle(os.getpid(), number, known),), parts=((0, 0, 4096),))
             with pytest.raises(TransferFailed, match=r"refused to map|cannot be opened"):
                 in_place.attach(handle)

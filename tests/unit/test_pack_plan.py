@@ -53,7 +53,7 @@ def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm
     slots = size // bucket_bytes
     arenas = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    plan = pack_plan(layout, arenas[1], bucket_bytes, slots, algorithm, demand, addresses, copies=True)
+    plan = pack_plan(layout, arenas[1], bucket_bytes, slots, algorithm, demand, addresses)
     for _ in range(2):
         acquired = []
         expected = Packer(layout, arenas[0], bucket_bytes, slots, algorithm, demand).fill(tensors, acquired.append)
@@ -71,8 +71,8 @@ def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm
 def test_what_is_hashed_in_several_pieces_cannot_be_planned():
     layout = Layout([spec_of("a", torch.zeros(8, 8))])
     arena, columns = torch.zeros(1024, dtype=torch.uint8), Demand([Parts(layout, {0: Box((0, 0), (8, 4))})])
-    assert pack_plan(layout, arena, 1024, 1, "xxh3_64", columns, [arena.data_ptr()], copies=True) is None
-    assert pack_plan(layout, arena, 1024, 1, "mix64", Demand([Parts(layout, {})]), [0], copies=True) is None
+    assert pack_plan(layout, arena, 1024, 1, "xxh3_64", columns, [arena.data_ptr()]) is None
+    assert pack_plan(layout, arena, 1024, 1, "mix64", Demand([Parts(layout, {})]), [0]) is None
 
 
 class Many(nn.Module):
@@ -89,7 +89,7 @@ def test_packing_again_takes_no_step_of_python_for_each_tensor():
         arena = torch.zeros(layout.nbytes, dtype=torch.uint8)
         addresses = [tensor.data_ptr() for tensor in source.tensors()]
         demand = Demand([Parts(layout, {})])
-        plan = pack_plan(layout, arena, layout.nbytes, 1, "xxh3_64", demand, addresses, copies=True)
+        plan = pack_plan(layout, arena, layout.nbytes, 1, "xxh3_64", demand, addresses)
         hashes = bulk.Hashes([bulk.Piece(address, 256) for address in addresses])
         found.append(
             [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightsync import staging
+from weightsync import cuda_ipc, staging
 
 SETTINGS = "max_split_size_mb:512,expandable_segments:True"
 
@@ -21,14 +21,14 @@ def restored():
 
 def test_expandable_segments_are_off_for_a_while_and_nothing_else_is_changed():
     torch._C._accelerator_setAllocatorSettings(SETTINGS)
-    with staging.unexpandable():
+    with cuda_ipc.unexpandable():
         assert settings() == "max_split_size_mb:512,expandable_segments:False"
     assert settings() == SETTINGS
 
 
 def test_they_are_on_again_after_a_failure():
     torch._C._accelerator_setAllocatorSettings(SETTINGS)
-    with pytest.raises(RuntimeError), staging.unexpandable():
+    with pytest.raises(RuntimeError), cuda_ipc.unexpandable():
         torch.zeros(1 << 60, dtype=torch.uint8)
     assert settings() == SETTINGS
 
@@ -36,7 +36,7 @@ def test_they_are_on_again_after_a_failure():
 @pytest.mark.parametrize("others", ["", "max_split_size_mb:512", "expandable_segments:False"])
 def test_other_settings_stay(others):
     torch._C._accelerator_setAllocatorSettings(others)
-    with staging.unexpandable():
+    with cuda_ipc.unexpandable():
         assert settings() == others
     assert settings() == others
 

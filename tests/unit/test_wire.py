@@ -23,7 +23,7 @@ GOLDEN_JSON = [
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-        b'"keep":false,"stream":false,"server_key":"","slots":2,"align_bytes":512,"known":"","parts":false}',
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false}',
     ),
     (wire.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
@@ -99,9 +99,12 @@ GOLDEN_MSGPACK = [
         "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
     ),
     (
-        frames.Offer(push="p", arena="a", handle=handles.InPlaceHandle(7, ((3, 9),), ((0, 0, 4096),))),
-        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c6163"
-        "65a370696407a566696c657391920309a5706172747391930000cd1000a5616c69766590",
+        frames.Offer(
+            push="p", arena="a", handle=handles.InPlaceHandle((handles.FileHandle(7, 3, 9),), ((0, 0, 4096),))
+        ),
+        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6583a474797065a8696e5f706c6163"
+        "65a873746f72616765739184a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509a570"
+        "6172747391930000cd1000a5616c69766590",
     ),
     (
         frames.Prepared(push="p"),

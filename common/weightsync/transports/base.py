@@ -18,6 +18,7 @@ from weightsync import wire
 from weightsync.errors import PushTimeout, WeightSyncError
 from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
+from weightsync.scattered import Stream
 from weightsync.staging import Arena
 from weightsync.wire import UpdateRequest
 
@@ -129,8 +130,10 @@ class Incoming(Protocol):
 
     arena: str
     """Names the sender's memory."""
-    whole: torch.Tensor | None
-    """All buckets one after the other, where the sender's memory is mapped and holds the stream: it is the stage."""
+
+    @property
+    def whole(self) -> Stream | None:
+        """The stream, where the sender's memory is mapped and holds all of it: it is the stage then."""
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """Every bucket in order, each brought to its place in ``stage``, 1-D, where there is one.

@@ -10,12 +10,13 @@ from threading import Event
 
 import torch
 
-from weightsync import staging, wire
+from weightsync import in_place, staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.frames import Offer
 from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
 from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
+from weightsync.scattered import Scattered, Stream
 from weightsync.staging import Arena
 from weightsync.transports.base import Bucket, Deadline, Helpers, Introduction, Peer
 from weightsync.transports.engine_control import Call, EngineControl
@@ -104,7 +105,7 @@ class Engine:
         self._control = EngineControl(remote=False)
         self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
         #: Mapped arenas of the sender by name: one, or two where it keeps the version before.
-        self._arenas: dict[str, torch.Tensor] = {}
+        self._arenas: dict[str, Stream] = {}
 
     def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
         """No route leads here."""
@@ -122,10 +123,12 @@ class Engine:
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"the arena could not be mapped: {type(error).__name__}: {error}") from error
 
-    def _map(self, offer: Offer, nbytes: int) -> torch.Tensor:
+    def _map(self, offer: Offer, nbytes: int) -> Stream:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap what is old before mapping what is new
-        if isinstance(offer.handle, (ShmHandle, InPlaceHandle, CudaHandle)):
+        if isinstance(offer.handle, InPlaceHandle):
+            self._arenas[offer.arena] = in_place.attach(offer.handle)
+        elif isinstance(offer.handle, (ShmHandle, CudaHandle)):
             self._arenas[offer.arena] = staging.attach(offer.handle)
         arena = self._arenas.get(offer.arena)
         if arena is None:
@@ -151,9 +154,11 @@ class Engine:
 class Incoming:
     """See `base.Incoming`."""
 
-    def __init__(self, call: Call, request: UpdateRequest, layout: Layout, memory: torch.Tensor, arena: str):
+    def __init__(self, call: Call, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
         self._call, self._request, self._layout, self._memory, self.arena = call, request, layout, memory, arena
-        self.whole: torch.Tensor | None = memory[: layout.nbytes] if layout.nbytes <= memory.numel() else None
+        self.whole: Stream | None = None
+        if layout.nbytes <= memory.numel():
+            self.whole = memory if isinstance(memory, Scattered) else memory[: layout.nbytes]
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
@@ -161,7 +166,8 @@ class Incoming:
         for index in range(self._layout.buckets(size)):
             filled = self._call.filled(index)
             slot = (index % self._request.slots) * size
-            data = self._memory[slot : slot + min(size, self._layout.nbytes - index * size)]
+            nbytes = 0 if isinstance(self._memory, Scattered) else min(size, self._layout.nbytes - index * size)
+            data = self._memory[slot : slot + nbytes]
             if stage is not None:
                 place = stage[index * size : index * size + data.numel()]
                 staging.copy(place, data)

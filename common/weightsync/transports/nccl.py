@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from weightsync import wire
+from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.frames import Filled, Offer
 from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
-from weightsync.staging import Arena, device_uuid
+from weightsync.staging import Arena
 from weightsync.transports import groups, lanes
 from weightsync.transports.base import Bucket, Deadline, Helpers, Introduction, Peer
 from weightsync.transports.control import LOOK_UP_S, host_of, interface_of, local_address

@@ -94,18 +94,19 @@ class Trainer:
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> None:
         """See `base.TrainerEnd`."""
-        for arena in arenas:
-            if arena.name not in self._registered:
-                self._registered[arena.name] = self._agent.register(arena.bytes)
+        memory = {arena.name: arena.bytes for arena in arenas if isinstance(arena.bytes, torch.Tensor)}
+        assert len(memory) == len(arenas), "only ranks on this host read parameters where they are"
+        for name in memory.keys() - self._registered.keys():
+            self._registered[name] = self._agent.register(memory[name])
         self._plan, self._last = plan, layout.buckets(plan.bucket_bytes) - 1
         self._read = {}
-        self._writer.begin(plan, layout, arenas[0].bytes)
+        alive, first = tuple(memory), arenas[0].name
+        self._writer.begin(plan, layout, memory[first])
         self._talk = Talk(self._control, plan.push, layout, peers, deadline)
-        alive, arena = tuple(arena.name for arena in arenas), arenas[0]
-        handle = self._agent.handle(arena.bytes)
+        handle = self._agent.handle(memory[first])
 
         def offer(mapped: tuple[str, ...]) -> Offer:
-            return Offer(push=plan.push, arena=arena.name, handle=None if arena.name in mapped else handle, alive=alive)
+            return Offer(push=plan.push, arena=first, handle=None if first in mapped else handle, alive=alive)
 
         self._talk.meet(offer)
         self._ended = {peer: parts.idle(plan.bucket_bytes) for peer, parts in self._talk.keeps.items()}

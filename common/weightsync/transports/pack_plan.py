@@ -15,6 +15,7 @@ from weightsync.boxes import Box
 from weightsync.bulk import Copies, Hashes, Run
 from weightsync.layout import Layout, Piece
 from weightsync.parts import Demand, Digests, place
+from weightsync.scattered import Stream
 from weightsync.transports.packing import Packed
 
 
@@ -50,15 +51,15 @@ class PackPlan:
     """
 
     def __init__(
-        self, layout: Layout, addresses: Sequence[int], arena: torch.Tensor, bucket_bytes: int, slots: int,
-        boxes: Sequence[Sequence[tuple[Box | None, bulk.Piece]]], demand: Demand, *, copies: bool,
+        self, layout: Layout, addresses: Sequence[int], arena: Stream, bucket_bytes: int, slots: int,
+        boxes: Sequence[Sequence[tuple[Box | None, bulk.Piece]]], demand: Demand,
     ):  # fmt: skip
-        self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, copies
+        self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
         self.gather_s = self.digest_s = 0.0
         self._addresses, self._boxes = addresses, boxes
         self._buckets = []
         for bucket in range(layout.buckets(bucket_bytes)):
-            base = arena.data_ptr() + bucket % slots * bucket_bytes
+            base = arena.data_ptr() + bucket % slots * bucket_bytes if isinstance(arena, torch.Tensor) else 0
             pieces = [piece for piece in layout.pieces(bucket, bucket_bytes) if piece.nbytes]
             keys = [(p.entry.number, box) for p in pieces if p.last for box, _ in boxes[p.entry.number]]
             self._buckets.append(_Bucket(list(self._steps(pieces, base)), _picks(demand, keys)))
@@ -120,8 +121,8 @@ class PackPlan:
 
 
 def pack_plan(
-    layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str, demand: Demand,
-    addresses: Sequence[int], *, copies: bool,
+    layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Demand,
+    addresses: Sequence[int],
 ) -> PackPlan | None:  # fmt: skip
     """A plan, where all that is to be hashed lies in one piece each."""
     if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
@@ -133,7 +134,7 @@ def pack_plan(
         if any(at is None for _, at in found):
             return None
         boxes.append([(box, at) for box, at in found if at is not None])
-    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand, copies=copies)
+    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
 
 
 def _is_whole(piece: Piece) -> bool:

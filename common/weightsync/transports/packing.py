@@ -14,6 +14,7 @@ from weightsync.digest import Hasher
 from weightsync.errors import SourceError
 from weightsync.layout import Entry, Layout
 from weightsync.parts import Demand, Digests, Found
+from weightsync.scattered import Scattered, Stream
 
 
 class Packed(NamedTuple):
@@ -32,16 +33,15 @@ class Packer:
     """Packs one stream into ``arena``, a 1-D uint8 tensor of ``slots`` buckets that are filled in turn.
 
     What is hashed, for ``demand``, is the trainer's own tensor where that is possible, so that a fault in packing shows
-    too. Without ``copies`` the arena is the tensors' own memory.
+    too. A scattered arena is the tensors' own memory: nothing is copied then.
     Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
     """
 
     def __init__(
-        self, layout: Layout, arena: torch.Tensor, bucket_bytes: int, slots: int, algorithm: str, demand: Demand, *,
-        copies: bool = True,
+        self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Demand
     ):  # fmt: skip
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
-        self._copies = copies
+        self._copies = not isinstance(arena, Scattered)
         self._algorithm, self._demand = algorithm, demand
         self.gather_s = self.digest_s = 0.0
 
@@ -139,7 +139,7 @@ class Packer:
 
 
 @torch.no_grad()
-def hash_stream(layout: Layout, stream: torch.Tensor, algorithm: str, demand: Demand) -> Found:
+def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Demand) -> Found:
     """Hash what ``demand`` asks for, of a stream that was packed before."""
     return {
         (entry.number, box): digest.hashed(algorithm, tensor if box is None else narrowed(tensor, *box)).value()

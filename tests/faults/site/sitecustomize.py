@@ -104,7 +104,7 @@ def load_plan(module):
     @around(module.LoadPlan, "replay")
     def replay(original, self, stage):
         # Tensors count as loaded in proportion to the runs of bytes that were copied, the last when all is.
-        tensors, run, runs, done = len(self.layout.entries), bulk._run, len(self._runs) + 1, 0
+        tensors, run, runs, done = len(self.layout.entries), bulk._run, len(self._runs_from(stage)) + 1, 0
         numbers = iter(range(tensors))
 
         def counted(calls):

@@ -1,0 +1,47 @@
+"""A stream whose tensors lie apart, in memory that somebody else has laid out."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from weightsync.errors import TransferFailed
+
+_serial: Final = itertools.count(1)
+
+
+class Scattered:
+    """Parts of memory, sliced like the 1-D uint8 tensor of ``nbytes`` that they stand for; a slice lies within one.
+
+    ``parts`` are 1-D uint8 tensors on one device, at least one, of which each stands for what begins at its start.
+    """
+
+    def __init__(self, starts: Sequence[int], parts: Sequence[torch.Tensor], nbytes: int):
+        self._starts, self._parts, self._nbytes = starts, parts, nbytes
+        self.serial, self.device = next(_serial), parts[0].device
+
+    def numel(self) -> int:
+        """The stream's bytes."""
+        return self._nbytes
+
+    def __getitem__(self, where: slice[int, int, Any]) -> torch.Tensor:
+        """Raises `TransferFailed` for what is in no part, or in several."""
+        at = bisect.bisect_right(self._starts, where.start) - 1
+        start = self._starts[at]
+        found = self._parts[at][where.start - start : where.stop - start]
+        if found.numel() != where.stop - where.start:
+            raise TransferFailed(f"bytes {where.start} to {where.stop} of the stream are not in one part of memory")
+        return found
+
+
+Stream = torch.Tensor | Scattered
+"""A whole stream: a 1-D uint8 tensor, or what is sliced as if it were."""
+
+
+def key(stream: Stream) -> int:
+    """Equal as long as a stream is where it was."""
+    return -stream.serial if isinstance(stream, Scattered) else stream.data_ptr()
