@@ -46,6 +46,20 @@ def test_replayed_weights_are_those_that_the_engine_loads_itself(served):
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
+def test_shared_parameters_are_read_where_they_are(served):
+    shared = models.load_reference(served.a).share_memory()
+    states = [models.load_reference(folder).state_dict() for folder in (served.a, served.b)]
+    for verify in ("digest", "off"):
+        found = []
+        with served.sender(verify=verify) as sender:
+            for state in (*states, *states):
+                shared.load_state_dict(state)
+                assert "read the parameters where they are" in sender.push(shared).staging_reason
+                found.append(served.digests())
+        assert found[0] == found[2] != found[1] == found[3]
+        assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
 def test_tensors_that_come_in_another_order_are_loaded_as_well(served):
     weights = load_file(served.b / "model.safetensors")
     with served.sender() as sender:
