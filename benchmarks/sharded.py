@@ -1,10 +1,11 @@
 """Measure pushes of a model that FSDP2 has sharded over two processes, beside gathering it: `make bench-sharded`.
 
-Two trainer processes on this machine's CPU, each with its half of the model's bytes, and a reference engine. Rounds are
-repeated in which everything is measured once, one after the other: a memcpy of the model's bytes; a warm push of the
-shards, verified and not; and the same by the usual way, in which every process calls ``full_tensor()`` on every
-parameter and the whole model is pushed. What the trainers wrote into the memory that the engine reads is counted, and
-what the engine holds afterwards is compared. Exit code 0 if both are right.
+Two trainer processes on this machine's CPU, each with its half of the model's bytes, and a reference engine, or with
+``--engine sglang`` SGLang over two ranks. Rounds are repeated in which everything is measured once, one after the
+other: a memcpy of the model's bytes; a warm push of the shards, verified and not, and over NIXL; and the same by the
+usual way, in which every process calls ``full_tensor()`` on every parameter and the whole model is pushed. What the
+trainers wrote into the memory that the engine reads is counted, the engine's ranks say what they read of it, and what
+the engine holds after each is compared. Exit code 0 if all is right.
 """
 
 from __future__ import annotations
@@ -25,20 +26,18 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import bare, report
 from benchmarks.trainer import ROOT, model_folders
-from tools import models
+from tools import models, servers
 from weightsync import Sender, assembly
-from weightsync.layout import digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.wire import Verify
 
 KIND: models.Kind = "qwen3_0_6b"
 MIN_ROUNDS = 7
 RANKS = 2
-WAYS: tuple[tuple[str, bool, Verify], ...] = (
-    ('shards, verify="off"', False, "off"),
-    ("shards, verified", False, "digest"),
-    ('gathered, verify="off"', True, "off"),
-    ("gathered, verified", True, "digest"),
+WAYS: tuple[tuple[str, Verify, str], ...] = (
+    ('verify="off"', "off", "ipc_zmq"),
+    ("verified", "digest", "ipc_zmq"),
+    ("verified, nixl", "digest", "nixl"),
 )
 MEMCPY = report.MEMCPY
 
@@ -82,19 +81,26 @@ class Rank:
     def measure(self, rounds: int) -> dict[str, Any]:
         """Seconds by way and round, and the bytes that this process wrote in a push of its shards."""
         samples: dict[str, list[float]] = {MEMCPY: []}
-        written = 0
+        written, served = 0, set[str]()
         for _ in range(rounds):
             samples[MEMCPY].append(self._memcpy())
-            for name, gathered, verify in WAYS:
-                with Sender([self._url], verify=verify) as sender:
-                    for _ in range(3):  # the last of them counts
-                        dist.barrier()
-                        self._written, start = 0, time.perf_counter()
-                        sender.push(self._weights(gathered=gathered))
-                        seconds = time.perf_counter() - start
-                    written = written if gathered else self._written
-                    samples.setdefault(name, []).append(seconds)
-        return {"samples": samples, "written": written, "nbytes": self.nbytes}
+            for what, verify, transport in WAYS:
+                for gathered in (False, True):
+                    with Sender([self._url], verify=verify, transport=transport) as sender:
+                        for _ in range(3):  # the last of them counts
+                            dist.barrier()
+                            self._written, start = 0, time.perf_counter()
+                            sender.push(self._weights(gathered=gathered))
+                            seconds = time.perf_counter() - start
+                        ranks = sender.status(digest=True)[self._url].ranks
+                        served.add(" ".join(rank.digest for rank in ranks))
+                        written = written if gathered else self._written
+                        samples.setdefault(_name(what, gathered=gathered), []).append(seconds)
+        return {"samples": samples, "written": written, "nbytes": self.nbytes, "served": sorted(served)}
+
+
+def _name(what: str, *, gathered: bool) -> str:
+    return f"{'gathered' if gathered else 'shards'}, {what}"
 
 
 def trainer(folder: Path, url: str, rounds: int, results: Path) -> None:
@@ -111,7 +117,7 @@ def table(record: report.Record) -> str:
     samples, memcpy = record["samples"], record["samples"][MEMCPY]
     width = max(map(len, samples))
     lines = [
-        f"{record['nbytes'] / 1e9:.2f} GB over {RANKS} processes, reference engine, {len(memcpy)} rounds\n"
+        f"{record['nbytes'] / 1e9:.2f} GB over {RANKS} processes, {record['engine']}, {len(memcpy)} rounds\n"
         f"{report.machine(record)}",
         f"{'':{width}}  {'median':>8}  {'min - max':>15}  {'memcpys':>8}",
     ]
@@ -119,10 +125,12 @@ def table(record: report.Record) -> str:
         spread = f"{min(seconds):.3f} - {max(seconds):.3f}"
         ratio = statistics.median(a / b for a, b in zip(seconds, memcpy, strict=True))
         lines.append(f"{name:{width}}  {statistics.median(seconds):8.3f}  {spread:>15}  {ratio:8.2f}")
-    for shards, gathered in (WAYS[0][0], WAYS[2][0]), (WAYS[1][0], WAYS[3][0]):
+    for what, *_ in WAYS:
+        shards, gathered = (_name(what, gathered=gathered) for gathered in (False, True))
         found = statistics.median(a / b for a, b in zip(samples[gathered], samples[shards], strict=True))
         lines.append(f"{gathered} takes {found:.2f} times as long as {shards}")
     lines.append(f"bytes written by each process: {record['written']}; the model has {record['nbytes']}")
+    lines += [f"rank {number}: {way}" for number, way in enumerate(record["loading"])]
     lines.append(f"served: {'yes' if record['served'] else 'NO'}")
     return "\n".join(lines)
 
@@ -130,6 +138,7 @@ def table(record: report.Record) -> str:
 def main() -> int:
     """Run the benchmark; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     parser.add_argument("--trainer", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -140,23 +149,26 @@ def main() -> int:
     before, after = model_folders(KIND)
     results = ROOT / ".work" / "bench" / "sharded"
     results.mkdir(parents=True, exist_ok=True)
-    with ReferenceEngine(before) as engine:
+    sglang = args.engine == "sglang"
+    with servers.start("sglang", before, tp=RANKS) if sglang else ReferenceEngine(before) as engine:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command += [__file__, "--rounds", str(args.rounds), "--trainer", str(after), engine.url, str(results)]
         subprocess.run(command, check=True)
         with Sender([engine.url]) as sender:
-            (rank,) = sender.status(digest=True)[engine.url].ranks
+            sender.push(after)
+            ranks = sender.status(digest=True)[engine.url].ranks
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    expected = digest_of(models.load_reference(after).state_dict().items())
     record = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hardware": report.hardware(),
+        "engine": f"SGLang over {RANKS} ranks" if sglang else "reference engine",
         "nbytes": found[0]["nbytes"],
         "written": [one["written"] for one in found],
-        "served": rank.digest == expected,
+        "loading": [rank.loading for rank in ranks],
+        "served": found[0]["served"] == [" ".join(rank.digest for rank in ranks)],
         "samples": found[0]["samples"],
     }
-    path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name="sharded")
+    path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name="sharded-sglang" if sglang else "sharded")
     print(f"{table(record)}\nraw samples: {path.relative_to(ROOT)}")
     return 0 if record["served"] and sum(record["written"]) == record["nbytes"] else 1
 

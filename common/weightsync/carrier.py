@@ -79,7 +79,7 @@ class Carrier:
             if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
                 self._ends[name].introduced(post(asked), deadline)
 
-    def provide(self, plan: UpdateRequest, lent: Sequence[torch.Tensor] | None = None) -> None:
+    def provide(self, plan: UpdateRequest, lent: list[torch.Tensor] | None = None) -> None:
         """Have the arenas that a push needs: those of the push before, where it has its size.
 
         ``lent`` are all tensors, if they are to be read where they are.
@@ -93,6 +93,8 @@ class Carrier:
             if self.lent is None or not self.lent.holds(self._layout, lent):
                 self._free()
                 self._arenas.append(InPlaceArena(self._layout, lent))
+            elif self.lent is not None:
+                self.lent.tensors = lent
             return
         if self._served is not None and plan.push == self._served[1].push:
             return  # the arena is filled already
@@ -246,6 +248,8 @@ class Carrier:
         for end in self._meeting:
             end.call_off(error)
         self._meeting = []
+        if self.lent is not None:
+            self._free()  # a rank may be loading still, from what the trainer will change
 
     def served(self) -> None:
         """What was sent last is served: where engines keep the version before, the next push must leave it intact."""

@@ -13,6 +13,8 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.handles import CudaHandle
 
 _EXPANDABLE: Final = "expandable_segments:True"
+#: In one of the files in which torch counts the users of shared memory.
+_COUNTERS: Final = 10_000
 #: Of two threads the second would restore what the first has set.
 _SETTING: Final = threading.Lock()
 
@@ -58,7 +60,8 @@ def share(storage: torch.UntypedStorage) -> CudaHandle:
     except RuntimeError as error:
         raise UnsupportedOption(
             f"memory on {storage.device} cannot be shared through CUDA IPC: {error}; if the trainer's torch has "
-            "another allocator than its own, or expandable segments and no way to turn them off, unset that"
+            "another allocator than its own, or expandable segments and no way to turn them off, unset that; for "
+            "parameters that are shared where they are, pass bucket_bytes to have them copied"
         ) from error
     _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
     return CudaHandle(
@@ -79,6 +82,8 @@ def attach(handle: CudaHandle) -> torch.Tensor:
     if handle.device_uuid not in visible:
         raise TransferFailed(f"the sender's GPU {handle.device_uuid} is not visible here (visible: {list(visible)})")
     index = visible[handle.device_uuid]
+    if min(handle.storage_nbytes, handle.storage_offset_bytes) < 0 or not 0 <= handle.ref_counter_offset < _COUNTERS:
+        raise TransferFailed("refused to map memory of the sender's GPU: that is no handle of torch's")
     torch.cuda.init()  # type: ignore[no-untyped-call]
     try:
         storage = torch.UntypedStorage._new_shared_cuda(

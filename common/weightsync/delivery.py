@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -61,7 +61,7 @@ class Delivery:
 
     def push(
         self, plan: wire.UpdateRequest, label: str, send: Send, nbytes: int,
-        lent: Sequence[torch.Tensor] | None = None,
+        lent: list[torch.Tensor] | None = None,
     ) -> tuple[Sent, Commits]:  # fmt: skip
         """Prepare, ``send`` and commit; ``lent`` are tensors to be read where they are. Raises `WeightSyncError`."""
         carrier = self._carrier
@@ -91,7 +91,7 @@ class Delivery:
             self._carrier.rolled_back()
         return commits
 
-    def _prepare(self, carrier: Carrier, plan: wire.UpdateRequest, lent: Sequence[torch.Tensor] | None) -> None:
+    def _prepare(self, carrier: Carrier, plan: wire.UpdateRequest, lent: list[torch.Tensor] | None) -> None:
         fleet, deadline = self._fleet, self._deadline
         carrier.provide(plan, lent)
         introduce(carrier, fleet, deadline)

@@ -37,10 +37,11 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
 
 class InPlaceHandle(msgspec.Struct, frozen=True, tag="in_place"):
     """The trainer's own memory: ``storages``, and of them ``parts``: (storage, its first byte, bytes) in the order of
-    the stream."""
+    the stream. ``revoked`` has one byte, which is not zero once the trainer may write there again."""
 
     storages: tuple[FileHandle | CudaHandle, ...]
     parts: tuple[tuple[int, int, int], ...]
+    revoked: FileHandle
 
 
 class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):

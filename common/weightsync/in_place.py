@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from weightsync import cuda_ipc
-from weightsync.errors import TransferFailed
+from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.handles import CudaHandle, FileHandle, InPlaceHandle
 from weightsync.layout import Layout, align
 from weightsync.scattered import Scattered
@@ -46,17 +46,28 @@ def find(
         return None
     found: list[torch.Tensor] = []
     before = [] if known is None else known.addresses
+    tried = False
     for number, tensor in enumerate(tensors):
-        same = number < len(before) and tensor.data_ptr() == before[number] and tensor.is_contiguous()
-        if not same and tensor.numel() and not _readable(tensor, device):
-            return None
         found.append(tensor)
+        plain = tensor.is_contiguous() and not tensor.is_neg()
+        if tensor.numel() and not (plain and number < len(before) and tensor.data_ptr() == before[number]):
+            # torch says of all memory of a GPU that it is shared, and keeps a record of each time that it is.
+            try_it = device.type == "cpu" or not tried
+            if not plain or tensor.device != device or not _is_shared(tensor, try_it=try_it):
+                return None
+            tried = True
     return found if any(tensor.numel() for tensor in found) else None
 
 
-def _readable(tensor: torch.Tensor, device: torch.device) -> bool:
-    plain = tensor.device == device and tensor.is_contiguous() and not tensor.is_neg()
-    return plain and tensor.is_shared()  # type: ignore[no-untyped-call]
+def _is_shared(tensor: torch.Tensor, *, try_it: bool) -> bool:
+    if not tensor.is_shared():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        if try_it:
+            _share(tensor.untyped_storage())
+    except (OSError, UnsupportedOption):
+        return False
+    return True
 
 
 class InPlaceArena:
@@ -65,7 +76,7 @@ class InPlaceArena:
     ``bytes`` is their own memory. ``addresses`` are where ``tensors`` were when this was made.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]):
+    def __init__(self, layout: Layout, tensors: list[torch.Tensor]):
         numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
         places: list[tuple[int, int, int]] = []
@@ -81,8 +92,10 @@ class InPlaceArena:
         self._layout = layout
         self.addresses = [tensor.data_ptr() for tensor in tensors]
         #: As long as they live nothing else can be at their addresses.
-        self.tensors = list(tensors)
-        self.bytes = _stream([tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()])
+        self.tensors = tensors
+        self._revoked = torch.UntypedStorage._new_using_fd_cpu(1)  # of zeros
+        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        self.bytes = _stream(parts, torch.empty(0, dtype=torch.uint8).set_(self._revoked))
 
     def holds(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether this was made of tensors that lie there, and laid out like that."""
@@ -91,23 +104,26 @@ class InPlaceArena:
 
     def handle(self) -> InPlaceHandle:
         """What one rank needs to map the arena."""
-        return InPlaceHandle(storages=tuple(map(_share, self._storages)), parts=self._places)
+        storages = tuple(map(_share, self._storages))
+        return InPlaceHandle(storages=storages, parts=self._places, revoked=_share_file(self._revoked))
 
     def close(self) -> None:
-        """Let go; the memory is the trainer's."""
-        self.tensors.clear()
-        self._storages.clear()
+        """Let go; the memory is the trainer's, and a rank that still reads it learns that it may change."""
+        self._revoked[0] = 1
+        self.tensors, self._storages = [], []
         del self.bytes
 
 
-def _stream(parts: Sequence[torch.Tensor]) -> Scattered:
+def _stream(parts: Sequence[torch.Tensor], revoked: torch.Tensor) -> Scattered:
     ends = list(itertools.accumulate(align(part.numel()) for part in parts))
-    return Scattered([0, *ends[:-1]], parts, ends[-1])
+    return Scattered([0, *ends[:-1]], parts, ends[-1], revoked)
 
 
 def _share(storage: torch.UntypedStorage) -> FileHandle | CudaHandle:
-    if storage.device.type == "cuda":
-        return cuda_ipc.share(storage)
+    return cuda_ipc.share(storage) if storage.device.type == "cuda" else _share_file(storage)
+
+
+def _share_file(storage: torch.UntypedStorage) -> FileHandle:
     descriptor = int(storage._share_fd_cpu_()[0])
     return FileHandle(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
 
@@ -127,7 +143,7 @@ def attach(handle: InPlaceHandle) -> Scattered:
     for number, start, nbytes in handle.parts:
         first, memory = mapped[number]
         parts.append(memory[start - first : start - first + nbytes])
-    return _stream(parts)
+    return _stream(parts, _attach(handle.revoked, 0, 1)[1])
 
 
 def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int, torch.Tensor]:
@@ -139,7 +155,7 @@ def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int
         return 0, memory
     path = f"/proc/{storage.pid:d}/fd/{storage.descriptor:d}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise TransferFailed(
             f"the trainer's parameters at {path} cannot be opened: {error.strerror}; pass bucket_bytes to have them "
@@ -166,5 +182,6 @@ def _map(descriptor: int, begin: int, nbytes: int) -> torch.Tensor:
     if found is None or found == _FAILED:
         raise TransferFailed(f"{nbytes} bytes of shared parameters cannot be mapped: {os.strerror(ctypes.get_errno())}")
     memory: Any = (ctypes.c_uint8 * nbytes).from_address(found)
-    weakref.finalize(memory, _libc.munmap, found, nbytes)
+    # At exit a thread may still be reading.
+    weakref.finalize(memory, _libc.munmap, found, nbytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)

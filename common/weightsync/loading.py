@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from weightsync import staging
 from weightsync.errors import ManifestMismatch, ManifestUnknown, TransferFailed, WrongState
 from weightsync.layout import Layout, check_manifest, listed
 from weightsync.load_plan import LoadPlan
@@ -164,7 +165,13 @@ class Loading:
         return plan.parts if not plan.parts.name or self._unmoved() else Parts(layout, {})
 
     def load(self, staged: Staged) -> None:
-        """Load a whole version. Raises whatever the engine raises."""
+        """Load a whole version. Raises whatever the engine raises, and as `Staged.check`."""
+        self._load(staged)
+        # The sender takes its memory back on the reply: nothing may still be reading it.
+        staging.synchronize(self._sink.device)
+        staged.check()
+
+    def _load(self, staged: Staged) -> None:
         plan = self._plan
         if staged.parts.name and not self._replays(staged):
             raise WrongState(f"rank {self._sink.rank} holds parts that no load plan is for")

@@ -50,8 +50,8 @@ class Preparation:
         #: Whether several processes fill the arena.
         self._shared = False
         self._chosen: Choice | None = None
-        #: The source that was looked at last, and whether its tensors can be lent.
-        self._looked: tuple[object | None, bool] = (None, False)
+        #: The source that was looked at last, where arenas were then, and its tensors if they can be lent.
+        self._looked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
 
     def choose_again(self) -> None:
         """Other ranks take part, or there is another arena: how the bytes travel may change."""
@@ -80,11 +80,10 @@ class Preparation:
             return None
         if not isinstance(source, (MappingSource, ModuleSource)):
             return None  # it makes its tensors as it is read, and beginning to only look may cost a gather
-        seen, lends = self._looked
-        if mark is not None and mark is seen and (carrier.lent is not None or not lends):
-            return carrier.lent.tensors if carrier.lent is not None and lends else None
-        lent = in_place.find(source.tensors(), carrier.device, carrier.lent)
-        self._looked = mark, lent is not None
+        seen, device, lent = self._looked
+        if mark is None or mark is not seen or carrier.device != device:
+            lent = in_place.find(source.tensors(), carrier.device, carrier.lent)
+            self._looked = mark, carrier.device, lent
         return lent
 
     def _layout_of(self, manifest: tuple[wire.TensorSpec, ...], shared: bool) -> Layout:

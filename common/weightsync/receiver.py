@@ -235,6 +235,8 @@ class Receiver:
                 f"rank {self._sink.rank} has not prepared push {request.push}"
                 + (f" ({self._detail})" if self._detail else "")
             )
+        if job.staged is not None:
+            job.staged.check()
         # It must not expire on one rank while another already loads it.
         job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
         return job.staged
@@ -295,8 +297,7 @@ class Receiver:
             else:
                 assert what.incoming is not None
                 self._sink.load(self._stages.stream(what.incoming, what.request, what.parts.layout))
-            # The sender takes its memory back on the reply: nothing may still be reading it.
-            staging.synchronize(self._sink.device)
+                staging.synchronize(self._sink.device)
             if deep and isinstance(what, Staged) and self._sink.fresh_digest(what.tensors()) != self._sink.digest():
                 raise DigestMismatch("the engine's parameters do not hold what a fresh engine would load")
         except Exception as error:

@@ -18,10 +18,11 @@ class Scattered:
     """Parts of memory, sliced like the 1-D uint8 tensor of ``nbytes`` that they stand for; a slice lies within one.
 
     ``parts`` are 1-D uint8 tensors on one device, at least one, of which each stands for what begins at its start.
+    ``revoked`` is one element, not zero once their owner may write there again.
     """
 
-    def __init__(self, starts: Sequence[int], parts: Sequence[torch.Tensor], nbytes: int):
-        self._starts, self._parts, self._nbytes = starts, parts, nbytes
+    def __init__(self, starts: Sequence[int], parts: Sequence[torch.Tensor], nbytes: int, revoked: torch.Tensor):
+        self._starts, self._parts, self._nbytes, self._revoked = starts, parts, nbytes, revoked
         self.serial, self.device = next(_serial), parts[0].device
 
     def numel(self) -> int:
@@ -30,12 +31,19 @@ class Scattered:
 
     def __getitem__(self, where: slice[int, int, Any]) -> torch.Tensor:
         """Raises `TransferFailed` for what is in no part, or in several."""
+        if where.start == where.stop:
+            return self._parts[0].new_empty(0)  # at no place, which would be none for every dtype
         at = bisect.bisect_right(self._starts, where.start) - 1
         start = self._starts[at]
         found = self._parts[at][where.start - start : where.stop - start]
         if found.numel() != where.stop - where.start:
             raise TransferFailed(f"bytes {where.start} to {where.stop} of the stream are not in one part of memory")
         return found
+
+    def check(self) -> None:
+        """Raise `TransferFailed` unless all that was read here so far was what the owner had offered."""
+        if self._revoked.item():
+            raise TransferFailed("the trainer gave the push up and may have changed its parameters since")
 
 
 Stream = torch.Tensor | Scattered

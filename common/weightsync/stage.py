@@ -14,7 +14,7 @@ from weightsync.bulk import Hashes
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.layout import Entry, Layout
 from weightsync.parts import Parts, place
-from weightsync.scattered import Stream, key
+from weightsync.scattered import Scattered, Stream, key
 from weightsync.transports.base import Bucket, Incoming
 from weightsync.wire import UpdateRequest
 
@@ -36,6 +36,11 @@ class Staged:
     def layout(self) -> Layout:
         """Where every tensor lies."""
         return self.parts.layout
+
+    def check(self) -> None:
+        """Raise `TransferFailed` if this lies in memory that its owner may have written to since it was verified."""
+        if isinstance(self.data, Scattered):
+            self.data.check()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that is kept as a whole by name, as a view of the stage."""

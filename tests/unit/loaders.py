@@ -43,9 +43,8 @@ def staged(checkpoint):
 def scattered(layout, stage):
     """The same bytes, every tensor in memory of its own."""
     entries = [entry for entry in layout.entries if entry.nbytes]
-    return Scattered(
-        [entry.offset for entry in entries], [entry.raw(stage).clone() for entry in entries], layout.nbytes
-    )
+    parts = [entry.raw(stage).clone() for entry in entries]
+    return Scattered([entry.offset for entry in entries], parts, layout.nbytes, torch.zeros(1))
 
 
 def plan_for(model, load, checkpoint):

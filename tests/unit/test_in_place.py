@@ -1,16 +1,20 @@
 """Parameters that ranks can reach are read where they are."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tools import models
+from tests.faults.rig import SITE
+from tools import models, servers
 from weightsync import Sender, in_place, wire
-from weightsync.errors import TransferFailed
+from weightsync.errors import PushTimeout, TransferFailed
 from weightsync.handles import CudaHandle, FileHandle, InPlaceHandle
 from weightsync.layout import ALIGN_BYTES, Layout, digest_of, spec_of
 from weightsync.scattered import Scattered
@@ -159,12 +163,77 @@ def test_what_is_on_another_device_or_has_no_bytes_is_not_read_where_it_is():
     assert in_place.find([torch.zeros(0)], CPU) is None
 
 
+def test_a_file_that_is_mapped_is_not_read_where_it_is(tmp_path):
+    (tmp_path / "weights").write_bytes(bytes(64))
+    mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=16)
+    assert mapped.is_shared()
+    assert in_place.find([mapped], CPU) is None
+
+
+def test_a_negative_view_of_what_is_known_is_not_read_where_it_is():
+    shared = torch.zeros(4).share_memory_()
+    arena = arena_of(shared)
+    assert in_place.find([shared], CPU, arena) == [shared]
+    assert in_place.find([torch._neg_view(shared)], CPU, arena) is None
+
+
+def test_who_maps_parameters_is_told_that_they_may_change():
+    shared = torch.zeros(4).share_memory_()
+    arena = arena_of(shared)
+    found = in_place.attach(arena.handle())
+    found.check()
+    arena.close()
+    with pytest.raises(TransferFailed, match="gave the push up and may have changed its parameters"):
+        found.check()
+
+
+def test_what_was_found_by_a_push_that_ended_there_is_not_taken_for_what_is_mapped(engine, trained):
+    with Sender([engine.url]) as sender:
+        for _ in range(2):
+            sender.push(trained)
+        parameter = next(trained.parameters())
+        parameter.data = (parameter.data * 2).share_memory_()
+        assert sender._preparation.of(sender._source_of(trained), sender._carrier).lent is not None
+        sender.push(trained)
+    assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
+@pytest.mark.parametrize("verify", ["digest", "off"])
+def test_an_engine_that_still_loads_when_the_push_is_given_up_serves_no_mixture(
+    trained, model_folder, tmp_path, verify
+):
+    order = tmp_path / "order"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(servers.ROOT)]), "FAULT_FILE": str(order)}
+    with ReferenceEngine(model_folder("llama", 0), env=env) as engine:
+        with Sender([engine.url], verify=verify) as sender:
+            for _ in range(2):
+                assert IN_PLACE in sender.push(trained).staging_reason
+        order.write_text(json.dumps({"point": "rank loads", "where": {"tensor": 9}, "action": "stop"}))
+        with Sender([engine.url], verify=verify, timeout_s=3.0) as sender:
+            with pytest.raises(PushTimeout) as raised:
+                sender.push(trained, version="given up")
+            assert raised.value.engines == {engine.url: "unknown"}
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.neg_()
+            os.kill(engine.process.pid, signal.SIGCONT)
+            give_up = time.monotonic() + 20
+            while (reply := sender.status()[engine.url]).state.endswith("applying") and time.monotonic() < give_up:
+                time.sleep(0.05)
+            assert (reply.state, reply.version == "given up") == ("dirty", False)
+            assert "may have changed its parameters" in reply.detail
+        with Sender([engine.url], verify=verify) as sender:
+            sender.push(trained)
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
+
+
 def test_a_slice_lies_in_one_part():
     parts = torch.full((1000,), 1, dtype=torch.uint8), torch.full((10,), 2, dtype=torch.uint8)
-    stream = Scattered([0, 1024], parts, 1024 + ALIGN_BYTES)
+    stream = Scattered([0, 1024], parts, 1024 + ALIGN_BYTES, torch.zeros(1))
     assert stream[3:1000].tolist() == [1] * 997
     assert stream[1024:1034].tolist() == [2] * 10
     assert stream[1536:1536].tolist() == []
+    assert stream[3:3].view(torch.float64).tolist() == []
     for start, stop in ((999, 1001), (0, 1030), (1000, 1024), (1030, 1040), (1536, 1537)):
         with pytest.raises(TransferFailed, match=f"bytes {start} to {stop} of the stream are not in one part"):
             stream[start:stop]
@@ -182,22 +251,25 @@ def in_another_process(handle, code):
 
 def test_a_rank_cannot_change_the_parameters():
     memory = torch.zeros(4096, dtype=torch.uint8).share_memory_()
-    assert in_another_process(arena_of(memory).handle(), "found[0:1][0] = 1").returncode < 0
+    arena = arena_of(memory)
+    assert in_another_process(arena.handle(), "found[0:1][0] = 1").returncode < 0
     assert not memory.any()
 
 
 def test_a_rank_that_may_open_few_files_maps_many():
     tensors = [torch.full((5,), number, dtype=torch.uint8).share_memory_() for number in range(200)]
     sums = "assert [int(found[at : at + 5].sum()) for at in range(0, 512 * 200, 512)] == [5 * n for n in range(200)]"
-    done = in_another_process(arena_of(*tensors).handle(), sums)
+    arena = arena_of(*tensors)
+    done = in_another_process(arena.handle(), sums)
     assert done.returncode == 0, done.stderr.decode()
 
 
 def offered(pid=None, parts=((0, 0, 8192),)):
     memory = torch.zeros(8192, dtype=torch.uint8).share_memory_()
-    (file,) = arena_of(memory).handle().storages
+    arena = arena_of(memory)
+    (file,) = arena.handle().storages
     file = FileHandle(pid or file.pid, file.descriptor, file.inode)
-    return memory, InPlaceHandle(storages=(file,), parts=parts)
+    return (memory, arena), InPlaceHandle((file,), parts, arena.handle().revoked)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +295,7 @@ def test_what_is_not_there_is_not_mapped(more, said):
 def test_a_gpu_that_is_not_there_is_named():
     memory = CudaHandle("GPU-7", b"", 10, 0, b"", 0, b"", False)
     with pytest.raises(TransferFailed, match="the sender's GPU GPU-7 is not visible here"):
-        in_place.attach(InPlaceHandle(storages=(memory,), parts=((0, 0, 10),)))
+        in_place.attach(InPlaceHandle((memory,), ((0, 0, 10),), FileHandle(0, 0, 0)))
 
 
 def test_other_files_are_not_mapped(tmp_path):
@@ -232,6 +304,15 @@ def test_other_files_are_not_mapped(tmp_path):
     with path.open("rb") as file:
         inode = os.fstat(file.fileno()).st_ino
         for number, known in ((file.fileno(), inode), (file.fileno(), inode + 1), (0, os.fstat(0).st_ino)):
-            handle = InPlaceHandle(storages=(FileHandle(os.getpid(), number, known),), parts=((0, 0, 4096),))
+            handle = InPlaceHandle((FileHandle(os.getpid(), number, known),), ((0, 0, 4096),), FileHandle(0, 0, 0))
             with pytest.raises(TransferFailed, match=r"refused to map|cannot be opened"):
                 in_place.attach(handle)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    number = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    file = FileHandle(os.getpid(), number, os.fstat(number).st_ino)
+    with pytest.raises(TransferFailed, match="refused to map"):
+        in_place.attach(InPlaceHandle((file,), ((0, 0, 1),), file))
+    os.close(number)

@@ -8,6 +8,7 @@ import pytest
 from weightsync import frames, handles, wire
 from weightsync.wire import TensorSpec
 
+FILE = handles.FileHandle(7, 3, 9)
 GOLDEN_JSON = [
     (wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
     (
@@ -99,12 +100,11 @@ GOLDEN_MSGPACK = [
         "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
     ),
     (
-        frames.Offer(
-            push="p", arena="a", handle=handles.InPlaceHandle((handles.FileHandle(7, 3, 9),), ((0, 0, 4096),))
-        ),
-        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6583a474797065a8696e5f706c6163"
+        frames.Offer("p", "a", handles.InPlaceHandle((FILE,), ((0, 0, 4096),), FILE)),
+        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c6163"
         "65a873746f72616765739184a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509a570"
-        "6172747391930000cd1000a5616c69766590",
+        "6172747391930000cd1000a77265766f6b656484a474797065a466696c65a370696407aa64657363726970746f7203a5"
+        "696e6f646509a5616c69766590",
     ),
     (
         frames.Prepared(push="p"),
