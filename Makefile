@@ -32,7 +32,7 @@ bench: env  ## pushes into the engines beside their own ways to load
 bench-transports: env  ## transports beside the bare libraries below them, and how cost grows: make bench-transports ARGS=scale
 	.venv/bin/python benchmarks/transports.py $(ARGS)
 
-bench-sharded: env  ## a model that FSDP2 has sharded, beside gathering it first
+bench-sharded: env  ## a model that FSDP2 has sharded, beside gathering it first; ARGS="--engine sglang": into two ranks
 	.venv/bin/python benchmarks/sharded.py $(ARGS)
 
 bench-sizes: env  ## what a push costs by the size of a model and by the number of its tensors

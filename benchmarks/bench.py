@@ -42,7 +42,8 @@ KINDS = ("qwen3_0_6b", "qwen3", "llama")
 #: For SGLang memory beside 1.2 GB of weights; for vLLM the way to its own reload, a route for developers: the server
 #: listens on the loopback alone.
 ARGS: dict[servers.Engine, list[str]] = {
-    "sglang": ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096"],
+    # Without the last, SGLang's idle loop takes one core all the time: of everything here, its own ways included.
+    "sglang": ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--sleep-on-idle"],
     "vllm": ["--worker-extension-cls", "peer_vllm.BenchExtension"],
 }
 ENVIRONMENT = {"sglang": {}, "vllm": {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT / "benchmarks")}}
