@@ -209,7 +209,7 @@ def test_an_engine_that_still_loads_when_the_push_is_given_up_serves_no_mixture(
             for _ in range(2):
                 assert IN_PLACE in sender.push(trained).staging_reason
         order.write_text(json.dumps({"point": "rank loads", "where": {"tensor": 9}, "action": "stop"}))
-        with Sender([engine.url], verify=verify, timeout_s=3.0) as sender:
+        with Sender([engine.url], verify=verify, timeout_s=8.0) as sender:
             with pytest.raises(PushTimeout) as raised:
                 sender.push(trained, version="given up")
             assert raised.value.engines == {engine.url: "unknown"}
