@@ -90,11 +90,12 @@ class Carrier:
         assert self._layout is not None, "it comes with the first plan"
         self._plan = plan
         if lent is not None:
-            if self.lent is None or not self.lent.holds(self._layout, lent):
+            arena = self.lent
+            if arena is not None and arena.holds(self._layout, lent):
+                arena.tensors = lent
+            else:
                 self._free()
                 self._arenas.append(InPlaceArena(self._layout, lent))
-            elif self.lent is not None:
-                self.lent.tensors = lent
             return
         if self._served is not None and plan.push == self._served[1].push:
             return  # the arena is filled already
@@ -157,7 +158,6 @@ class Carrier:
         assert self._layout is not None
         plan = self._plan
         if self.lent is not None and not plan.digest:  # there is nothing to do with them
-            staging.synchronize(self.device)
             self._announced = [{}] * self._layout.buckets(plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(self._announced, progress))
         arena, addresses = self._arenas[0].bytes, list[int]()

@@ -274,7 +274,8 @@ class Crew:
             done = wire.from_json(body, Done)
             if done.trouble is not None:
                 raise raised(done.trouble, f"trainer rank {rank}: ")
-            found += [done.work] if done.work is not None else []
+            if done.work is not None:
+                found.append(done.work)
         return found
 
     def _say(self, rank: int, message: ToRank, deadline: Deadline) -> None:

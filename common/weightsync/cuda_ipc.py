@@ -1,4 +1,4 @@
-"""Device memory of one process, mapped by others: what torch does for tensors that it sends, without its pickles."""
+"""Device memory of one process, mapped by others: as torch does it for tensors that it sends."""
 
 from __future__ import annotations
 

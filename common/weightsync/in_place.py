@@ -49,13 +49,16 @@ def find(
     tried = False
     for number, tensor in enumerate(tensors):
         found.append(tensor)
-        plain = tensor.is_contiguous() and not tensor.is_neg()
-        if tensor.numel() and not (plain and number < len(before) and tensor.data_ptr() == before[number]):
-            # torch says of all memory of a GPU that it is shared, and keeps a record of each time that it is.
-            try_it = device.type == "cpu" or not tried
-            if not plain or tensor.device != device or not _is_shared(tensor, try_it=try_it):
-                return None
-            tried = True
+        if not tensor.numel():
+            continue
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        if number < len(before) and tensor.data_ptr() == before[number]:
+            continue
+        # torch says of all memory of a GPU that it is shared, and keeps a record of each time that it is.
+        if tensor.device != device or not _is_shared(tensor, try_it=device.type == "cpu" or not tried):
+            return None
+        tried = True
     return found if any(tensor.numel() for tensor in found) else None
 
 

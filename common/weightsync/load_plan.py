@@ -134,12 +134,12 @@ class LoadPlan:
                 runs.append(Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
             else:
                 strided.append((copy, entry))
-        return runs, strided
+        return sorted(runs), strided
 
     def _runs_from(self, stage: Stream) -> list[Run]:
         """The runs as addresses, neighbours joined."""
         joined: list[Run] = []
-        for at, target, nbytes in sorted(self._runs):
+        for at, target, nbytes in self._runs:
             run = Run(stage[at : at + nbytes].data_ptr(), target, nbytes)
             last = joined[-1] if joined else Run(0, 0, 0)
             if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:

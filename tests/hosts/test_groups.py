@@ -23,8 +23,7 @@ def pair():
         timeout_s=20.0,
     )  # fmt: skip
     with ThreadPoolExecutor(2) as threads:
-        made = threads.map(lambda rank: Group(stores[rank], asked, rank, HERE, 20.0), (0, 1))
-    trainer, engine = made
+        trainer, engine = threads.map(lambda rank: Group(stores[rank], asked, rank, HERE, 20.0), (0, 1))
     yield trainer
     engine.drop()
 
@@ -34,7 +33,7 @@ def test_a_group_with_a_broadcast_half_way_is_left_at_once():
         work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # that the engine never takes
         begin = time.monotonic()
         trainer.drop([work])
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 2.0
         assert not work.is_completed()
 
 

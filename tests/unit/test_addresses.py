@@ -76,7 +76,7 @@ def test_a_sender_is_gone_where_nobody_listens_and_not_where_nobody_answers(deaf
     assert not security.owner_lives(there)
     start = time.monotonic()
     assert security.owner_lives(f"tcp://127.0.0.1:{deaf}")
-    assert time.monotonic() - start < 5  # it is asked in the engine's own loop
+    assert time.monotonic() - start < 1  # it is asked in the engine's own loop
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_a_store_that_does_not_answer_is_given_up_after_two_seconds(end, deaf):
     start = time.monotonic()
     with pytest.raises(TransferFailed, match=f"cannot reach the trainer's store at 127.0.0.1 port {deaf}"):
         end.join(asked(master_port=deaf, timeout_s=60.0), 0)
-    assert 1.9 < time.monotonic() - start < 20
+    assert 1.9 < time.monotonic() - start < 4
 
 
 def test_a_store_that_takes_calls_and_says_nothing_keeps_no_thread_once_it_hangs_up(end):

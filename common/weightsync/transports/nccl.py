@@ -99,18 +99,17 @@ class Trainer:
         if self._group is not None or self._asked is None:
             return
         helpers = self._helpers
-        try:
-            if helpers is not None:
-                helpers.ask(NAME, wire.to_json(lanes.Make(self._asked)), deadline)
-            look = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
-            self._group = lanes.make(self._store, self._asked, self._here, self._names, deadline, look)
-            if helpers is not None:
-                helpers.answered("to join its group", deadline)
-        except BaseException as error:
-            self._leave()
-            if helpers is not None and isinstance(error, WeightSyncError):
-                raise helpers.blamed(error) from error
-            raise
+        with _naming(lambda: helpers):
+            try:
+                if helpers is not None:
+                    helpers.ask(NAME, wire.to_json(lanes.Make(self._asked)), deadline)
+                look = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
+                self._group = lanes.make(self._store, self._asked, self._here, self._names, deadline, look)
+                if helpers is not None:
+                    helpers.answered("to join its group", deadline)
+            except BaseException:
+                self._leave()
+                raise
 
     def meet(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -126,15 +125,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def _pushing(self) -> Iterator[_Push]:
-        """The push under way; what goes wrong names the ranks of the trainer that were to send and do not run."""
-        assert self._push is not None, "meet() comes first"
-        try:
-            yield self._push
-        except WeightSyncError as error:
-            told = self._push.blamed(error)
-            if told is error:
-                raise
-            raise told from error
+        """The push under way; what goes wrong with it is told as by `_naming`."""
+        push = self._push
+        assert push is not None, "meet() comes first"
+        with _naming(lambda: push.senders):
+            yield push
 
     def acquire(self, bucket: int) -> None:
         """See `base.TrainerEnd`."""
@@ -235,13 +230,26 @@ class _Push:
         if self.plan.stream:
             self.talk.all_taken(last)
         verify_s = self.talk.all_prepared("the ranks to hold and verify everything")
-        if self._helpers is not None and self._lanes > 1:
-            self._helpers.answered("to broadcast its part", self.talk.deadline)
+        if (senders := self.senders) is not None:
+            senders.answered("to broadcast its part", self.talk.deadline)
         return verify_s
 
-    def blamed(self, error: WeightSyncError) -> WeightSyncError:
-        """See `base.Helpers`."""
-        return self._helpers.blamed(error) if self._helpers is not None and self._lanes > 1 else error
+    @property
+    def senders(self) -> Helpers | None:
+        """The others, where they send too."""
+        return self._helpers if self._lanes > 1 else None
+
+
+@contextlib.contextmanager
+def _naming(helping: Callable[[], Helpers | None]) -> Iterator[None]:
+    """What goes wrong inside names the ranks of the trainer that are ``helping`` by then and do not run."""
+    try:
+        yield
+    except WeightSyncError as error:
+        told = helpers.blamed(error) if (helpers := helping()) is not None else error
+        if told is error:
+            raise
+        raise told from error
 
 
 class Engine:

@@ -58,8 +58,9 @@ class PackPlan:
         self.gather_s = self.digest_s = 0.0
         self._addresses, self._boxes = addresses, boxes
         self._buckets = []
+        start = arena.data_ptr() if isinstance(arena, torch.Tensor) else 0
         for bucket in range(layout.buckets(bucket_bytes)):
-            base = arena.data_ptr() + bucket % slots * bucket_bytes if isinstance(arena, torch.Tensor) else 0
+            base = start + bucket % slots * bucket_bytes
             pieces = [piece for piece in layout.pieces(bucket, bucket_bytes) if piece.nbytes]
             keys = [(p.entry.number, box) for p in pieces if p.last for box, _ in boxes[p.entry.number]]
             self._buckets.append(_Bucket(list(self._steps(pieces, base)), _picks(demand, keys)))
