@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections.abc import Iterator
 from threading import Event
 from typing import Final
 
@@ -144,6 +145,17 @@ class Call:
         if isinstance(message, Failed):
             raise named(message, "the sender")
         return None if isinstance(message, Still) else message
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """What breaks within mostly breaks because the sender gave up: raise what it says of that, if it does soon."""
+        try:
+            yield
+        except TransferFailed:
+            until = Deadline(SILENCE_S)
+            while not self._over.is_set() and (left := until.left()):
+                self.heard(min(left, LOOK_UP_S))
+            raise
 
     def filled(self, index: int) -> Filled:
         """Wait for a bucket to be announced."""

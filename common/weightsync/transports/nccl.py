@@ -367,14 +367,18 @@ class Incoming:
                     announced.append(self._call.expect(message, heard))
                     heard += 1
             filled, work, place = self.pending[0]
-            try:
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
-                raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
+            with self._call.explained():
+                self._ended(number, work)
             self.pending.popleft()
             self._call.taken(number)
             yield Bucket(number, place, filled.digests)
+
+    def _ended(self, number: int, work: Any) -> None:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
 
     def _post(self, filled: Filled, place: torch.Tensor) -> _Posted:
         if filled.lane >= len(self._joined):

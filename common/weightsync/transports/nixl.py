@@ -259,7 +259,8 @@ class Engine:
         if isinstance(offer.handle, NixlHandle):
             if offer.handle.agent != self._trainer:
                 raise TransferFailed(f"the arena is of the agent {offer.handle.agent}, registered is {self._trainer}")
-            self._agent.know(offer.handle.agent, offer.handle.metadata, "the trainer's agent")
+            with call.explained():
+                self._agent.know(offer.handle.agent, offer.handle.metadata, "the trainer's agent")
             self._arenas[offer.arena] = offer.handle
         remote = self._arenas.get(offer.arena)
         if remote is None:

@@ -78,7 +78,8 @@ class Reading(_Push):
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
-        reads = self._end.reads(self.arena, self._request, self._parts, stage)
+        with self._call.explained():
+            reads = self._end.reads(self.arena, self._request, self._parts, stage)
         # Without a stage the other buffer is still being looked at.
         ahead = IN_FLIGHT if stage is not None else 1
         posted = 0
@@ -86,7 +87,7 @@ class Reading(_Push):
             while posted <= number or not self._here(reads, number):
                 self._call.check(f"bucket {number} to be read from {reads.remote.agent}")
                 while posted < min(len(self._announced), number + ahead):
-                    with translated(self._what(posted, reads)):
+                    with self._call.explained(), translated(self._what(posted, reads)):
                         reads.post(posted, frames.pack(Taken(push=self._request.push, index=posted)))
                     posted += 1
                 self._listen(0.0 if posted > number else LOOK_UP_S)
@@ -95,7 +96,7 @@ class Reading(_Push):
             yield self._bucket(number, reads.memory, count if stage is not None else IN_FLIGHT)
 
     def _here(self, reads: Transfers, number: int) -> bool:
-        with translated(self._what(number, reads)):
+        with self._call.explained(), translated(self._what(number, reads)):
             return reads.done(number)
 
     def _what(self, bucket: int, reads: Transfers) -> str:
