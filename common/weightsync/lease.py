@@ -37,7 +37,7 @@ class Lease:
         try:
             return not self._lives(self._address)
         except TransferFailed:
-            return True  # its directory is gone
+            return True  # what is there now is not its own
 
     def take(self, owner: str, holder: str, address: str) -> None:
         """Begin a push of ``owner``, at ``address``; ``holder`` is what others are told. Raises `LeaseHeld`."""

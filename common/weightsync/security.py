@@ -172,11 +172,12 @@ def owner_lives(address: str) -> bool:
         except (OSError, ValueError):
             return True
         return True
+    if not _ipc_path(address).parent.exists():
+        return False  # it took its directory with it
     return listens(Path(check_ipc_address(address).removeprefix("ipc://")))
 
 
-def check_ipc_address(address: str) -> str:
-    """The address, if it is a socket in a private directory of this user. Raises `TransferFailed`."""
+def _ipc_path(address: str) -> Path:
     text = address.removeprefix("ipc://")
     path = Path(text)
     plain = text.isprintable() and text == str(path) and ".." not in path.parts
@@ -184,6 +185,12 @@ def check_ipc_address(address: str) -> str:
     ours = path.name == SOCKET_NAME and path.parent.name.startswith(_PREFIX)
     if not (address.startswith("ipc:///") and fits and ours):
         raise TransferFailed(f"refused to dial {address!r}: not a sender's ipc address")
+    return path
+
+
+def check_ipc_address(address: str) -> str:
+    """The address, if it is a socket in a private directory of this user. Raises `TransferFailed`."""
+    path = _ipc_path(address)
     if fault := _not_private(path.parent):
         raise TransferFailed(f"refused to dial {address!r}: {fault}")
     if path.is_symlink():

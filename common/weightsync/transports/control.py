@@ -40,11 +40,11 @@ def beat(socket: Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def close(context: zmq.Context[Socket], open_sockets: list[Socket]) -> None:
-    """Close sockets, then their context."""
+def close(context: zmq.Context[Socket], open_sockets: list[Socket], last_word_ms: int = 0) -> None:
+    """Close sockets, then their context; what they were told last has so long to get on its way."""
     # One by one: where the garbage collector calls, the context has forgotten them and would wait for them for ever.
     for socket in open_sockets:
-        socket.close(linger=0)
+        socket.close(linger=last_word_ms)
     context.term()
 
 

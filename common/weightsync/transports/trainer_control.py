@@ -9,6 +9,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import zmq
@@ -32,6 +33,9 @@ from weightsync.transports.control import (
     named,
 )
 from weightsync.wire import UpdateRequest
+
+#: Why a push was called off, which ranks hear last of a sender that gives up.
+_LAST_WORD_MS: Final = 500
 
 
 class TrainerControl:
@@ -87,7 +91,7 @@ class TrainerControl:
 def _close_trainer(context: zmq.Context[Socket], socket: Socket, directory: str, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child, of a data loader say, that forgets what is its parent's
-    close(context, [socket])
+    close(context, [socket], _LAST_WORD_MS)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
 
