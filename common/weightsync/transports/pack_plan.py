@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +21,39 @@ from weightsync.transports.packing import Packed
 
 
 class _Group(NamedTuple):
-    """Small tensors that lie in one bucket."""
+    """Tensors that are hashed after they were copied, or not at all; ``number`` among the steps of a bucket."""
 
+    number: int
     copies: Copies
     hashes: Hashes
 
 
 class _Part(NamedTuple):
-    """What a bucket holds of a larger tensor. All of it is hashed while it is copied, if that is ``wanted``; ``rest``
-    are parts of it, that follow once the ``last`` of it was copied."""
+    """What a bucket holds of a larger tensor. All of it is hashed while it is copied; ``rest`` are parts of it, that
+    follow once the ``last`` of it was copied."""
 
+    number: int
     run: Run
-    wanted: bool
+    hasher: Any
+    first: bool
     last: bool
     rest: Hashes
 
 
-class _Bucket(NamedTuple):
-    """Steps, and which of the digests that they yield are announced to whom."""
+class _Done(NamedTuple):
+    """What was hashed in a step, and the seconds that copying and hashing took."""
 
-    steps: list[_Group | _Part]
+    number: int
+    digests: list[int]
+    gather_s: float
+    digest_s: float
+
+
+class _Bucket(NamedTuple):
+    """Steps, and which of the digests that they yield are announced to whom. Each of ``parts`` has its own thread."""
+
+    groups: list[_Group]
+    parts: list[_Part]
     picks: dict[str, Callable[[Sequence[int]], tuple[int, ...]]]
 
 
@@ -57,29 +71,43 @@ class PackPlan:
         self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
         self.gather_s = self.digest_s = 0.0
         self._addresses, self._boxes = addresses, boxes
+        self._hashers: dict[int, Any] = {}
         self._buckets = []
         start = arena.data_ptr() if isinstance(arena, torch.Tensor) else 0
         for bucket in range(layout.buckets(bucket_bytes)):
             base = start + bucket % slots * bucket_bytes
             pieces = [piece for piece in layout.pieces(bucket, bucket_bytes) if piece.nbytes]
             keys = [(p.entry.number, box) for p in pieces if p.last for box, _ in boxes[p.entry.number]]
-            self._buckets.append(_Bucket(list(self._steps(pieces, base)), _picks(demand, keys)))
-        del self._addresses, self._boxes
+            steps = list(self._steps(pieces, base))
+            groups = [step for step in steps if isinstance(step, _Group)]
+            parts = [step for step in steps if isinstance(step, _Part)]
+            self._buckets.append(_Bucket(groups, parts, _picks(demand, keys)))
+        del self._addresses, self._boxes, self._hashers
 
     def _steps(self, pieces: Sequence[Piece], base: int) -> Iterator[_Group | _Part]:
-        """Groups of what is small and here as a whole, each a few pieces; all else piece by piece."""
-        for group in bulk.grouped(pieces, lambda piece: piece.nbytes):
-            alone = len(group) == 1 and (group[0].nbytes >= bulk.LARGE_BYTES or not _is_whole(group[0]))
-            if alone or not all(map(_is_whole, group)):
-                yield from (self._part(piece, base) for piece in group)
-            else:
-                runs = [self._run(piece, base) for piece in group] if self._copies else []
-                yield _Group(Copies(runs), Hashes([at for p in group for _, at in self._boxes[p.entry.number]]))
+        """What is hashed while it is copied by itself; all else in groups, as large as what is hashed of them can be.
 
-    def _part(self, piece: Piece, base: int) -> _Part:
-        boxes = self._boxes[piece.entry.number]
+        What was copied is hashed while it is in the cache, so that nothing is read twice; without that there is but
+        one group.
+        """
+        hashed = any(self._boxes[piece.entry.number] for piece in pieces)
+        nbytes = (lambda piece: piece.nbytes) if hashed else (lambda _: 0)
+        number = itertools.count()
+        for group in bulk.grouped(pieces, nbytes):
+            if not hashed or all(map(_is_small, group)):
+                runs = [self._run(piece, base) for piece in group] if self._copies else []
+                yield _Group(
+                    next(number), Copies(runs), Hashes([at for p in group for _, at in self._boxes[p.entry.number]])
+                )
+            else:
+                yield from (self._part(next(number), piece, base) for piece in group)
+
+    def _part(self, number: int, piece: Piece, base: int) -> _Part:
+        boxes, which = self._boxes[piece.entry.number], piece.entry.number
+        wanted = any(box is None for box, _ in boxes)
+        hasher = self._hashers.setdefault(which, xxhash.xxh3_64()) if wanted else None
         rest = [at for box, at in boxes if box is not None] if piece.last else []
-        return _Part(self._run(piece, base), any(box is None for box, _ in boxes), piece.last, Hashes(rest))
+        return _Part(number, self._run(piece, base), hasher, piece.start == 0, piece.last, Hashes(rest))
 
     def _run(self, piece: Piece, base: int) -> Run:
         return Run(self._addresses[piece.entry.number] + piece.start, base + piece.at, piece.nbytes)
@@ -87,38 +115,47 @@ class PackPlan:
     def fill(self, acquire: Callable[[int], None]) -> Iterator[Packed]:
         """See `packing.Packer.fill`."""
         self.gather_s = self.digest_s = 0.0
-        size, hasher = self._bucket_bytes, xxhash.xxh3_64()
-        for number, (steps, picks) in enumerate(self._buckets):
+        for number, bucket in enumerate(self._buckets):
             acquire(number)
-            found: list[int] = []
-            for step in steps:
-                if isinstance(step, _Group):
-                    start = time.perf_counter()
-                    step.copies.make()
-                    copied = time.perf_counter()
-                    found += step.hashes.make()
-                    self.gather_s += copied - start
-                    self.digest_s += time.perf_counter() - copied
-                else:
-                    self._take(step, hasher)
-                    if step.last and step.wanted:
-                        found.append(hasher.intdigest())
-                        hasher.reset()
-                    if step.last:
-                        found += step.rest.make()
-            digests: Digests = {name: pick(found) for name, pick in picks.items()}
-            yield Packed(number, digests, min((number + 1) * size, self._layout.nbytes))
+            start = time.perf_counter()
+            done = sorted([*map(_grouped, bucket.groups), *bulk.each(self._take, bucket.parts)])
+            self._spent(time.perf_counter() - start, done)
+            found = [digest for one in done for digest in one.digests]
+            digests: Digests = {name: pick(found) for name, pick in bucket.picks.items()}
+            yield Packed(number, digests, min((number + 1) * self._bucket_bytes, self._layout.nbytes))
 
-    def _take(self, part: _Part, hasher: Any) -> None:
-        for run in bulk.chunks(part.run):
+    def _spent(self, seconds: float, done: Sequence[_Done]) -> None:
+        """Threads that work side by side share the time that passes."""
+        gather_s, digest_s = sum(one.gather_s for one in done), sum(one.digest_s for one in done)
+        share = seconds / max(gather_s + digest_s, seconds, 1e-9)
+        self.gather_s += share * gather_s
+        self.digest_s += share * digest_s
+
+    def _take(self, part: _Part) -> _Done:
+        gather_s = digest_s = 0.0
+        if part.first and part.hasher is not None:
+            part.hasher.reset()  # what a push that was called off has left there
+        # What is hashed is still in the cache then.
+        for run in bulk.chunks(part.run, bulk.SHARE_BYTES if part.hasher is None else bulk.LARGE_BYTES):
             start = time.perf_counter()
             if self._copies:
                 bulk.copy(run)
             copied = time.perf_counter()
-            if part.wanted:
-                hasher.update(bulk.view(bulk.Piece(run.source, run.nbytes)))
-            self.gather_s += copied - start
-            self.digest_s += time.perf_counter() - copied
+            if part.hasher is not None:
+                part.hasher.update(bulk.view(bulk.Piece(run.source, run.nbytes)))
+            gather_s += copied - start
+            digest_s += time.perf_counter() - copied
+        start = time.perf_counter()
+        found = [part.hasher.intdigest()] if part.last and part.hasher is not None else []
+        found += part.rest.make()
+        return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start)
+
+
+def _grouped(group: _Group) -> _Done:
+    start = time.perf_counter()
+    group.copies.make()
+    copied = time.perf_counter()
+    return _Done(group.number, group.hashes.make(), copied - start, time.perf_counter() - copied)
 
 
 def pack_plan(
@@ -138,8 +175,9 @@ def pack_plan(
     return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
 
 
-def _is_whole(piece: Piece) -> bool:
-    return piece.nbytes == piece.entry.nbytes
+def _is_small(piece: Piece) -> bool:
+    """Whether it is a whole tensor, of few bytes."""
+    return piece.nbytes == piece.entry.nbytes and piece.nbytes < bulk.LARGE_BYTES
 
 
 def _picks(

@@ -1,0 +1,92 @@
+"""Loops that several threads share: all is done once, whoever does it, and what fails is told when all have ended."""
+
+import os
+import threading
+import time
+from threading import Barrier
+
+import pytest
+import torch
+import xxhash
+
+from weightsync import bulk
+from weightsync.bulk import Copies, Hashes, Piece, Run
+
+LARGE = bulk.LARGE_BYTES
+
+
+@pytest.fixture(params=[1, 2, 7])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_every_byte_is_copied_and_none_beside(threads, monkeypatch):
+    monkeypatch.setattr(bulk, "SHARE_BYTES", 3 * LARGE)  # so that one run is shared, too
+    sizes = [5, 8 * LARGE + 3, 0, LARGE, LARGE - 1, 1, 2 * LARGE + 7] * 3
+    source = torch.randint(0, 256, (sum(sizes) + 2 * len(sizes),), dtype=torch.uint8)
+    for _ in range(5):
+        target, expected, runs, at = torch.zeros_like(source), torch.zeros_like(source), [], 0
+        for size in sizes:
+            runs.append(Run(source.data_ptr() + at, target.data_ptr() + at, size))
+            expected[at : at + size] = source[at : at + size]
+            at += size + 2
+        Copies(runs).make()
+        assert torch.equal(target, expected)
+
+
+def test_hashes_come_in_order(threads):
+    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (9, 2 * LARGE, 0, LARGE + 1, 7, LARGE)]
+    hashes = Hashes([Piece(part.data_ptr(), part.numel()) for part in parts])
+    for _ in range(3):
+        parts[3].add_(1)
+        assert hashes.make() == [xxhash.xxh3_64_intdigest(part.numpy().tobytes()) for part in parts]
+
+
+def test_as_many_take_part_as_torch_has_threads_and_items_there_are(threads):
+    for count in (0, 1, 3, 40):
+        meeting = Barrier(max(1, min(threads, count)))
+        first = iter(range(meeting.parties))
+
+        def act(item, meeting=meeting, first=first):
+            if next(first, None) is not None:
+                meeting.wait(20)  # nobody ends an item before all have begun one
+            return 2 * item, threading.get_ident()
+
+        found = bulk.each(act, range(count))
+        assert [value for value, _ in found] == [2 * item for item in range(count)]
+        assert len({thread for _, thread in found}) == min(threads, count)
+
+
+def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
+    working = set()
+
+    def act(item):
+        working.add(item)
+        if item == 3:
+            working.remove(item)
+            raise OSError("no such page")
+        time.sleep(0.01)
+        working.remove(item)
+
+    with pytest.raises(OSError, match="no such page"):
+        bulk.each(act, range(20))
+    assert working == set()
+
+
+def test_a_forked_process_has_threads_of_its_own(threads):
+    def meet():
+        both = Barrier(min(threads, 2))
+        bulk.each(lambda _: both.wait(20), range(both.parties))
+
+    meet()  # so that there are some to lose
+    child = os.fork()
+    if not child:
+        try:
+            meet()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
