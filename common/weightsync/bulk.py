@@ -79,7 +79,7 @@ class Hashes:
 
     def make(self) -> list[int]:
         """What they are now, in order."""
-        large, found = iter(each(_hashed, self._large)), list[int]()
+        large, found = iter(each(_hashed, self._large) if self._large else ()), list[int]()
         for group in self._groups:
             if group is None:
                 found.append(next(large))
@@ -149,7 +149,9 @@ def _run(calls: Iterable[object]) -> None:
 
 def _share(calls: Iterator[object], count: int) -> None:
     """Have every call made, by several threads that take the next of an iterator of C's own in turn."""
-    threads = min(torch.get_num_threads(), _MOST_THREADS, count)
+    threads = min(torch.get_num_threads(), _MOST_THREADS, count) if count > 1 else 1
+    if threads == 1:
+        return _run(calls)
     helpers = [_helpers().submit(_run, calls) for _ in range(threads - 1)]
     try:
         _run(calls)

@@ -29,15 +29,15 @@ class _Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a bucket holds of a larger tensor. All of it is hashed while it is copied; ``rest`` are parts of it, that
-    follow once the ``last`` of it was copied."""
+    """What a bucket holds of a larger tensor. All of the tensor is hashed while it is copied, if there is a ``hasher``;
+    ``rest`` are parts of it, that follow once the ``last`` of it was copied."""
 
     number: int
     run: Run
     hasher: Any
     first: bool
     last: bool
-    rest: Hashes
+    rest: Hashes | None
 
 
 class _Done(NamedTuple):
@@ -50,10 +50,11 @@ class _Done(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """Steps, and which of the digests that they yield are announced to whom. Each of ``parts`` has its own thread."""
+    """Steps, and which of the digests that they yield are announced to whom. Threads share the ``large`` ones."""
 
     groups: list[_Group]
-    parts: list[_Part]
+    large: list[_Part]
+    small: list[_Part]
     picks: dict[str, Callable[[Sequence[int]], tuple[int, ...]]]
 
 
@@ -81,7 +82,9 @@ class PackPlan:
             steps = list(self._steps(pieces, base))
             groups = [step for step in steps if isinstance(step, _Group)]
             parts = [step for step in steps if isinstance(step, _Part)]
-            self._buckets.append(_Bucket(groups, parts, _picks(demand, keys)))
+            large = [part for part in parts if part.run.nbytes >= bulk.LARGE_BYTES]
+            small = [part for part in parts if part.run.nbytes < bulk.LARGE_BYTES]
+            self._buckets.append(_Bucket(groups, large, small, _picks(demand, keys)))
         del self._addresses, self._boxes, self._hashers
 
     def _steps(self, pieces: Sequence[Piece], base: int) -> Iterator[_Group | _Part]:
@@ -107,7 +110,9 @@ class PackPlan:
         wanted = any(box is None for box, _ in boxes)
         hasher = self._hashers.setdefault(which, xxhash.xxh3_64()) if wanted else None
         rest = [at for box, at in boxes if box is not None] if piece.last else []
-        return _Part(number, self._run(piece, base), hasher, piece.start == 0, piece.last, Hashes(rest))
+        return _Part(
+            number, self._run(piece, base), hasher, piece.start == 0, piece.last, Hashes(rest) if rest else None
+        )
 
     def _run(self, piece: Piece, base: int) -> Run:
         return Run(self._addresses[piece.entry.number] + piece.start, base + piece.at, piece.nbytes)
@@ -118,7 +123,8 @@ class PackPlan:
         for number, bucket in enumerate(self._buckets):
             acquire(number)
             start = time.perf_counter()
-            done = sorted([*map(_grouped, bucket.groups), *bulk.each(self._take, bucket.parts)])
+            small = [*map(_grouped, bucket.groups), *map(self._take, bucket.small)]
+            done = sorted([*small, *bulk.each(self._take, bucket.large)])
             self._spent(time.perf_counter() - start, done)
             found = [digest for one in done for digest in one.digests]
             digests: Digests = {name: pick(found) for name, pick in bucket.picks.items()}
@@ -147,7 +153,7 @@ class PackPlan:
             digest_s += time.perf_counter() - copied
         start = time.perf_counter()
         found = [part.hasher.intdigest()] if part.last and part.hasher is not None else []
-        found += part.rest.make()
+        found += part.rest.make() if part.rest is not None else []
         return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start)
 
 
