@@ -150,10 +150,10 @@ def _run(calls: Iterable[object]) -> None:
 def _share(calls: Iterator[object], count: int) -> None:
     """Have every call made, by several threads that take the next of an iterator of C's own in turn."""
     threads = min(torch.get_num_threads(), _MOST_THREADS, count) if count > 1 else 1
-    if threads == 1:
-        return _run(calls)
-    helpers = [_helpers().submit(_run, calls) for _ in range(threads - 1)]
+    helpers: list[futures.Future[None]] = []
     try:
+        if threads > 1:
+            helpers += _begin(calls, threads - 1)
         _run(calls)
     finally:
         # Whoever has not begun finds nothing left to do; the memory is in use until the others have ended.
@@ -161,6 +161,17 @@ def _share(calls: Iterator[object], count: int) -> None:
         futures.wait(begun)
     for helper in begun:
         helper.result()
+
+
+def _begin(calls: Iterator[object], count: int) -> list[futures.Future[None]]:
+    pool = _helpers()
+    try:
+        return [pool.submit(_run, calls) for _ in range(count)]
+    except RuntimeError:
+        # No more threads are to be had. Whoever has begun is waited for, and all else done by the thread that asks.
+        pool.shutdown(cancel_futures=True)
+        _helpers.cache_clear()
+        return []
 
 
 @functools.cache

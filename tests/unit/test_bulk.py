@@ -76,6 +76,23 @@ def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
     assert working == set()
 
 
+@pytest.mark.parametrize("few", [0, 1, 2])
+def test_all_is_done_where_no_more_threads_are_to_be_had(threads, few, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def refused(self):
+        if len(started) == few:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    bulk._helpers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert bulk.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
+    assert bulk.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
+
+
 def test_a_forked_process_has_threads_of_its_own(threads):
     def meet():
         both = Barrier(min(threads, 2))
