@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event, Timer
@@ -16,6 +17,7 @@ from weightsync.frames import Offer
 from weightsync.layout import Layout, spec_of
 from weightsync.parts import Parts
 from weightsync.transports.base import Deadline, Peer
+from weightsync.transports.control import SILENCE_S
 from weightsync.transports.engine_control import EngineControl
 from weightsync.transports.trainer_control import Talk, TrainerControl
 
@@ -80,6 +82,17 @@ def test_the_last_word_of_a_sender_that_closes_at_once_reaches_a_rank_that_lags(
                 call.filled(bucket)
             with pytest.raises(TransferFailed, match="disk gone"):
                 call.next("the last word")
+
+
+@ways
+def test_a_rank_that_listens_only_once_its_sender_is_gone_hears_the_last_word(remote):
+    with met(remote) as (trainer, talk, call):
+        talk.announce(0, {})
+        talk.call_off(OSError("disk gone"))
+        trainer.close()
+        time.sleep(2 * SILENCE_S)
+        with pytest.raises(TransferFailed, match="disk gone"):
+            call.check("bucket 0 to arrive")
 
 
 @ways

@@ -122,7 +122,8 @@ class Call:
         if time.monotonic() - self._looked > SILENCE_S:
             self._looked = time.monotonic()
             if not security.owner_lives(self._request.address):
-                raise TransferFailed(f"the sender is gone; it was to announce {what}")
+                with self.explained():  # its last word may not have been read yet
+                    raise TransferFailed(f"the sender is gone; it was to announce {what}")
 
     def next(self, what: str) -> frames.FromSender:
         """The next message about this push."""
