@@ -1,4 +1,4 @@
-"""Loops over host memory that run in C: for each of many tensors they cost its bytes, and no step of Python's own.
+"""Loops over host memory that run in C: of many small tensors each costs its bytes, and no step of Python's own.
 
 What is large is worked on by as many threads as torch's own loops use, for one alone does not reach the speed of the
 memory. Memory is named by its address, and not held: whoever has something done knows that it is there.
@@ -7,11 +7,13 @@ memory. Memory is named by its address, and not held: whoever has something done
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import functools
 import itertools
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, Final, NamedTuple, TypeVar
@@ -22,8 +24,8 @@ import xxhash
 #: Runs from this size on are worked on with other threads running; for smaller ones switching costs more than working.
 #: It is also how much of them is worked on in one go, and what is still in the cache then.
 LARGE_BYTES: Final = 1 << 20
-#: What a thread copies before it looks for more: the C library goes past the caches where a copy would not fit there.
-SHARE_BYTES: Final = 32 << 20
+#: What a thread copies before it looks for more: so little that there is some for every thread.
+SHARE_BYTES: Final = 8 << 20
 #: More do not move more: they wait for the same memory.
 _MOST_THREADS: Final = 16
 
@@ -59,13 +61,20 @@ class Copies:
         small = [run for run in runs if run.nbytes < LARGE_BYTES]
         large = [part for run in runs if run.nbytes >= LARGE_BYTES for part in chunks(run, SHARE_BYTES)]
         self._large = [(part.target, part.source, part.nbytes) for part in large]
-        self._targets = [view(Piece(run.target, run.nbytes)) for run in small]
-        self._sources = [view(Piece(run.source, run.nbytes)) for run in small]
+        #: Where to and from; other threads get their turn after every `LARGE_BYTES`.
+        self._small = [
+            (
+                [view(Piece(run.target, run.nbytes)) for run in group],
+                [view(Piece(run.source, run.nbytes)) for run in group],
+            )
+            for group in grouped(small, lambda run: run.nbytes)
+        ]
 
     def make(self) -> None:
         """Make every copy."""
-        _share(itertools.starmap(_memmove, self._large), len(self._large))
-        _run(map(_setitem, self._targets, itertools.repeat(slice(None)), self._sources))
+        _share(_memmove, self._large)
+        for targets, sources in self._small:
+            _run(map(_setitem, targets, itertools.repeat(slice(None)), sources))
 
 
 class Hashes:
@@ -91,14 +100,15 @@ class Hashes:
 def each(act: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
     """What ``act`` makes of every item, in order; every thread takes the next that none has taken yet.
 
-    Worth while where ``act`` takes long and lets other threads run. Raises what it raises.
+    Worth while where ``act`` takes long and lets other threads run. Raises what it raises, once all have ended. What
+    ``act`` itself has done by this is done by its thread alone.
     """
     found: dict[int, _R] = {}
 
     def one(index: int, item: _T) -> None:
         found[index] = act(item)
 
-    _share(itertools.starmap(one, enumerate(items)), len(items))
+    _share(one, list(enumerate(items)))
     return [found[index] for index in range(len(items))]
 
 
@@ -138,7 +148,7 @@ def _is_large(group: Sequence[memoryview]) -> bool:
 
 def _hashed(large: memoryview) -> int:
     hasher = xxhash.xxh3_64()
-    hasher.update(large)  # without the lock that the function which does it at once would hold
+    hasher.update(large)  # in older versions the function that does it at once keeps all other threads waiting
     return hasher.intdigest()
 
 
@@ -147,31 +157,78 @@ def _run(calls: Iterable[object]) -> None:
     collections.deque(calls, maxlen=0)
 
 
-def _share(calls: Iterator[object], count: int) -> None:
-    """Have every call made, by several threads that take the next of an iterator of C's own in turn."""
-    threads = min(torch.get_num_threads(), _MOST_THREADS, count) if count > 1 else 1
-    helpers: list[futures.Future[None]] = []
+class _Shared:
+    """Calls that several threads make, each the next that none has made yet."""
+
+    def __init__(self, act: Callable[..., object], items: Sequence[tuple[Any, ...]]):
+        # Iterators of C's own, of which only one thread at a time takes the next.
+        self._items = iter(items)
+        self._calls = itertools.starmap(act, self._items)
+        self._changed, self._working, self._over = threading.Condition(), 0, False
+        self.failed: BaseException | None = None
+
+    def work(self) -> None:
+        """Make calls until none is left."""
+        _thread.sharing = True
+        try:
+            _run(self._calls)
+        except BaseException:
+            collections.deque(self._items, maxlen=0)  # the others need not go on
+            raise
+        finally:
+            _thread.sharing = False
+
+    def help(self) -> None:
+        """As `work`, by another thread; nothing once the one that asked has ended."""
+        with self._changed:
+            if self._over:
+                return
+            self._working += 1
+        try:
+            self.work()
+        except BaseException as error:
+            self.failed = error
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Have no other thread begin, and wait for those that have: the memory is in use until then."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._working)
+                break
+            except BaseException as error:  # Ctrl-C
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
+#: Whether a thread makes shared calls already.
+_thread = threading.local()
+
+
+def _share(act: Callable[..., object], items: Sequence[tuple[Any, ...]]) -> None:
+    """Call ``act`` with every item, by several threads."""
+    threads = 1
+    if len(items) > 1 and not getattr(_thread, "sharing", False):
+        threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MOST_THREADS, len(items))
+    if threads == 1:
+        return _run(itertools.starmap(act, items))
+    shared = _Shared(act, items)
     try:
-        if threads > 1:
-            helpers += _begin(calls, threads - 1)
-        _run(calls)
+        with contextlib.suppress(RuntimeError):  # no more threads are to be had: those there are do all of it
+            for _ in range(threads - 1):
+                _helpers().submit(shared.help)
+        shared.work()
     finally:
-        # Whoever has not begun finds nothing left to do; the memory is in use until the others have ended.
-        begun = [helper for helper in helpers if not helper.cancel()]
-        futures.wait(begun)
-    for helper in begun:
-        helper.result()
-
-
-def _begin(calls: Iterator[object], count: int) -> list[futures.Future[None]]:
-    pool = _helpers()
-    try:
-        return [pool.submit(_run, calls) for _ in range(count)]
-    except RuntimeError:
-        # No more threads are to be had. Whoever has begun is waited for, and all else done by the thread that asks.
-        pool.shutdown(cancel_futures=True)
-        _helpers.cache_clear()
-        return []
+        shared.end()
+    if shared.failed is not None:
+        raise shared.failed
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Loops that several threads share: all is done once, whoever does it, and what fails is told when all have ended."""
 
 import os
+import signal
 import threading
 import time
 from threading import Barrier
@@ -16,7 +17,8 @@ LARGE = bulk.LARGE_BYTES
 
 
 @pytest.fixture(params=[1, 2, 7])
-def threads(request):
+def threads(request, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -60,6 +62,11 @@ def test_as_many_take_part_as_torch_has_threads_and_items_there_are(threads):
         assert len({thread for _, thread in found}) == min(threads, count)
 
 
+def test_a_thread_that_has_one_core_works_alone(threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert set(bulk.each(lambda _: threading.get_ident(), range(20))) == {threading.get_ident()}
+
+
 def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
     working = set()
 
@@ -76,6 +83,44 @@ def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
     assert working == set()
 
 
+def test_who_is_interrupted_waits_for_those_that_work(threads):
+    """As by Ctrl-C: while it works, and then again while it waits."""
+    main, begun, working, ended = threading.get_ident(), [], threading.Event(), []
+
+    def act(item):
+        if threading.get_ident() == main:
+            assert threads == 1 or working.wait(20)
+            raise KeyboardInterrupt
+        begun.append(item)
+        working.set()
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.raise_signal(signal.SIGINT)
+        ended.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        bulk.each(act, range(30))
+    assert sorted(begun) == sorted(ended)
+    assert bulk.each(lambda item: item, range(3)) == [0, 1, 2]
+
+
+def test_shared_work_does_not_share_its_own(threads):
+    lock, at_work, most = threading.Lock(), 0, 0
+
+    def inner(item):
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.01)
+        with lock:
+            at_work -= 1
+        return item
+
+    assert bulk.each(lambda item: sum(bulk.each(inner, range(item))), range(9)) == [sum(range(n)) for n in range(9)]
+    assert most <= threads
+
+
 @pytest.mark.parametrize("few", [0, 1, 2])
 def test_all_is_done_where_no_more_threads_are_to_be_had(threads, few, monkeypatch):
     started, start = [], threading.Thread.start
@@ -86,10 +131,17 @@ def test_all_is_done_where_no_more_threads_are_to_be_had(threads, few, monkeypat
         started.append(self)
         start(self)
 
+    def broken(item):
+        if item == 7:
+            raise OSError("no such page")
+        time.sleep(0.001)
+
     bulk._helpers.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         assert bulk.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
+        with pytest.raises(OSError, match="no such page"):
+            bulk.each(broken, range(50))
     assert bulk.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
 
 

@@ -22,6 +22,9 @@ from weightsync.frames import Failed
 LOOK_UP_S: Final = 0.1
 #: Who says nothing for so long may have died: its socket tells.
 SILENCE_S: Final = 1.0
+#: How long a sender that closes sees to it that its last word, why it gives up maybe, is sent, and a rank that loses it
+#: listens for that.
+LAST_WORD_S: Final = 0.5
 #: TCP tells of a peer that is gone only when asked.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 10000
 
@@ -40,11 +43,11 @@ def beat(socket: Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def close(context: zmq.Context[Socket], open_sockets: list[Socket], last_word_ms: int = 0) -> None:
+def close(context: zmq.Context[Socket], open_sockets: list[Socket], last_word_s: float = 0.0) -> None:
     """Close sockets, then their context; what they were told last has so long to get on its way."""
     # One by one: where the garbage collector calls, the context has forgotten them and would wait for them for ever.
     for socket in open_sockets:
-        socket.close(linger=last_word_ms)
+        socket.close(linger=int(1000 * last_word_s))
     context.term()
 
 

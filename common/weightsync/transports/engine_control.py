@@ -17,7 +17,7 @@ from weightsync.errors import TransferFailed
 from weightsync.frames import Explain, Failed, Filled, Hello, Offer, Prepared, Still, Taken
 from weightsync.parts import Parts
 from weightsync.transports.base import Deadline
-from weightsync.transports.control import LOOK_UP_S, SILENCE_S, Socket, beat, close, limit, named
+from weightsync.transports.control import LAST_WORD_S, LOOK_UP_S, SILENCE_S, Socket, beat, close, limit, named
 from weightsync.wire import UpdateRequest
 
 #: Ranks wait this much longer than the sender, which knows who is missing and should be the one to say so.
@@ -153,9 +153,10 @@ class Call:
         try:
             yield
         except TransferFailed:
-            until = Deadline(SILENCE_S)
-            while not self._over.is_set() and (left := until.left()):
-                self.heard(min(left, LOOK_UP_S))
+            until = Deadline(min(LAST_WORD_S, self.deadline.left()))
+            with contextlib.suppress(zmq.ZMQError):  # of what broke first is told
+                while not self._over.is_set() and (left := until.left()):
+                    self.heard(min(left, LOOK_UP_S))
             raise
 
     def filled(self, index: int) -> Filled:

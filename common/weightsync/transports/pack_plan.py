@@ -29,8 +29,11 @@ class _Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a bucket holds of a larger tensor. All of the tensor is hashed while it is copied, if there is a ``hasher``;
-    ``rest`` are parts of it, that follow once the ``last`` of it was copied."""
+    """What a bucket holds of a tensor that is large, or goes on in another bucket.
+
+    All of the tensor is hashed while it is copied, if there is a ``hasher``; ``rest`` are parts of it, that follow once
+    the ``last`` of it was copied.
+    """
 
     number: int
     run: Run
@@ -97,13 +100,16 @@ class PackPlan:
         nbytes = (lambda piece: piece.nbytes) if hashed else (lambda _: 0)
         number = itertools.count()
         for group in bulk.grouped(pieces, nbytes):
-            if not hashed or all(map(_is_small, group)):
-                runs = [self._run(piece, base) for piece in group] if self._copies else []
-                yield _Group(
-                    next(number), Copies(runs), Hashes([at for p in group for _, at in self._boxes[p.entry.number]])
-                )
-            else:
-                yield from (self._part(next(number), piece, base) for piece in group)
+            for together, some in itertools.groupby(group, _is_small if hashed else lambda _: True):
+                if together:
+                    yield self._group(next(number), list(some), base)
+                else:
+                    yield from (self._part(next(number), piece, base) for piece in some)
+
+    def _group(self, number: int, pieces: Sequence[Piece], base: int) -> _Group:
+        runs = [self._run(piece, base) for piece in pieces] if self._copies else []
+        hashed = [at for piece in pieces for _, at in self._boxes[piece.entry.number]]
+        return _Group(number, Copies(runs), Hashes(hashed))
 
     def _part(self, number: int, piece: Piece, base: int) -> _Part:
         boxes, which = self._boxes[piece.entry.number], piece.entry.number

@@ -9,7 +9,6 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
 
 import msgspec
 import zmq
@@ -22,6 +21,7 @@ from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
 from weightsync.transports.base import Deadline, Peer
 from weightsync.transports.control import (
+    LAST_WORD_S,
     LOOK_UP_S,
     SILENCE_S,
     Socket,
@@ -33,9 +33,6 @@ from weightsync.transports.control import (
     named,
 )
 from weightsync.wire import UpdateRequest
-
-#: Why a push was called off, which ranks hear last of a sender that gives up.
-_LAST_WORD_MS: Final = 500
 
 
 class TrainerControl:
@@ -91,7 +88,7 @@ class TrainerControl:
 def _close_trainer(context: zmq.Context[Socket], socket: Socket, directory: str, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child, of a data loader say, that forgets what is its parent's
-    close(context, [socket], _LAST_WORD_MS)
+    close(context, [socket], LAST_WORD_S)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
 
