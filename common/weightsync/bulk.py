@@ -231,6 +231,14 @@ def _share(act: Callable[..., object], items: Sequence[tuple[Any, ...]]) -> None
         raise shared.failed
 
 
+def release() -> None:
+    """Let the threads go that wait for work to share; whoever shares some again has others."""
+    if _helpers.cache_info().currsize:
+        pool = _helpers()
+        _helpers.cache_clear()
+        pool.shutdown(wait=False)
+
+
 @functools.cache
 def _helpers() -> futures.ThreadPoolExecutor:
     return futures.ThreadPoolExecutor(_MOST_THREADS, "weightsync-bulk")

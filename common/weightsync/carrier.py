@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from weightsync import staging, wire
+from weightsync import bulk, staging, wire
 from weightsync.assembly import Work
 from weightsync.in_place import InPlaceArena
 from weightsync.layout import Layout
@@ -274,6 +274,7 @@ class Carrier:
         self._free()
         while self._ends:
             self._ends.popitem()[1].close()
+        bulk.release()
 
 
 def _noted(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from weightsync import digest, staging
+from weightsync import bulk, digest, staging
 from weightsync.bulk import Hashes
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.layout import Entry, Layout
@@ -163,6 +163,7 @@ class Stages:
         """Give back memory of this rank's own."""
         self._own.clear()
         self._checked.clear()
+        bulk.release()
 
 
 class _Check:

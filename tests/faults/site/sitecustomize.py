@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 FILE = os.environ.get("FAULT_FILE", "")
@@ -40,7 +41,9 @@ def at(point, **facts):
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(
+            threading.get_ident(), signal.SIGSTOP
+        )  # here: sent to the process this thread went on a while
     elif action == "raise":
         raise Injected(f"injected at {point}")
     elif action in ("clock forward", "clock back"):
