@@ -41,9 +41,8 @@ def at(point, **facts):
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
-        signal.pthread_kill(
-            threading.get_ident(), signal.SIGSTOP
-        )  # here: sent to the process this thread went on a while
+        # To this thread: of a signal to the process it might hear only after it has gone on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif action == "raise":
         raise Injected(f"injected at {point}")
     elif action in ("clock forward", "clock back"):
