@@ -243,13 +243,18 @@ class Carrier:
         for end in self._meeting:
             end.acquire(bucket)
 
+    def revoke(self) -> None:
+        """The trainer may write to its parameters again: ranks that still read them where they are find out."""
+        if self.lent is not None:
+            self.lent.revoke()
+
     def call_off(self, error: BaseException) -> None:
         """Tell the ranks that no more will come."""
         for end in self._meeting:
             end.call_off(error)
         self._meeting = []
         if self.lent is not None:
-            self._free()  # a rank may be loading still, from what the trainer will change
+            self._free()
 
     def served(self) -> None:
         """What was sent last is served: where engines keep the version before, the next push must leave it intact."""

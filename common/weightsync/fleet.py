@@ -56,6 +56,7 @@ class Engine:
     ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
     ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
     ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
+    ``committed``: which instance of it was the last to commit what this sender pushed.
     """
 
     client: EngineClient
@@ -68,6 +69,7 @@ class Engine:
     noticed: list[str] = field(default_factory=list)
     interfaces: str = ""
     manifest: str = ""
+    committed: str = ""
 
     @property
     def peers(self) -> set[Peer]:
@@ -158,15 +160,43 @@ class Fleet:
         finally:
             self._clients, self.engines = whole
 
-    def reopen(self, deadline: Deadline) -> list[str]:
-        """Greet every engine again; returns those that were restarted."""
-        before = {url: engine.hello.instance for url, engine in self.engines.items()}
-        noticed = {url: engine.noticed for url, engine in self.engines.items()}
-        self._open(deadline)
-        restarted = [url for url, engine in self.engines.items() if engine.hello.instance != before[url]]
-        for url, engine in self.engines.items():
-            engine.noticed = noticed[url] + ["restarted since this sender last met it"] * (url in restarted)
-        return restarted
+    def reopen(self, deadline: Deadline) -> None:
+        """Greet every engine again. Raises as `Sender` when built."""
+        if failed := self.greet(deadline):
+            raise joined(failed, dict.fromkeys(self.engines, "unchanged"))
+
+    def greet(self, deadline: Deadline) -> dict[str, WeightSyncError]:
+        """Greet every engine again; by URL what keeps those that do not answer, or cannot be used any more."""
+        failed: dict[str, WeightSyncError] = {}
+        for client, hello in zip(self._clients, self.try_all(lambda client: client.open(deadline)), strict=True):
+            before = self.engines[client.url]
+            try:
+                if isinstance(hello, WeightSyncError):
+                    raise hello
+                self._admit(client, hello)
+            except WeightSyncError as error:
+                failed[client.url] = error
+                continue
+            engine = self.engines[client.url]
+            engine.noticed, engine.committed = before.noticed, before.committed
+            if hello.instance != before.hello.instance:
+                engine.noticed.append("restarted since this sender last met it")
+        return failed
+
+    def behind(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
+        """The engines that do not serve ``version`` as this sender pushed it, and what keeps others from answering."""
+        # Who answers is not to wait for who is frozen until the time is up.
+        failed = self.greet(Deadline(deadline.left() / 2))
+        replies = self.try_all(lambda client: client.status(Deadline(deadline.left() / 2)))
+        found: list[str] = []
+        for (url, engine), reply in zip(self.engines.items(), replies, strict=True):
+            if isinstance(reply, WeightSyncError):
+                failed.setdefault(url, reply)
+            elif url not in failed:
+                serves = reply.version == version and not reply.state.startswith(("dirty", "unsynced"))
+                if not serves or engine.committed != reply.instance:
+                    found.append(url)
+        return found, failed
 
     def join(self, asked: Mapping[str, Introduction], deadline: Deadline) -> dict[str, wire.JoinReply]:
         """Tell engines, by URL, what a transport has to say before a push."""
@@ -231,7 +261,8 @@ class Fleet:
                 self.engines[client.url].stopped |= reply.weights == "dirty"
             else:
                 replies[client.url] = reply
-                self.engines[client.url].version, self.engines[client.url].stopped = version, False
+                engine = self.engines[client.url]
+                engine.version, engine.stopped, engine.committed = version, False, engine.hello.instance
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
         return replies

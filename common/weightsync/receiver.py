@@ -138,6 +138,7 @@ class Receiver:
     def join(self, asked: Introduction) -> RankJoined:
         """Get a transport ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
         self._supersede(asked.address)
+        self._disown(asked.owner)
         return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
 
     def _supersede(self, what: str) -> None:
@@ -152,6 +153,7 @@ class Receiver:
         end = self._end(transport)
         end.check(request)
         self._supersede(request.push)
+        self._disown(request.owner)
         self._machine.check("prepare")
         layout = self._loading.accept(request.manifest, request.known)
         # A version that is kept may have to go in again when no plan is for it.
@@ -206,6 +208,15 @@ class Receiver:
             self._previous = None
         if self._current is not None and self._current.arena and arena in (None, self._current.arena):
             self._current = None
+
+    def _disown(self, owner: str) -> None:
+        """The lease is ``owner``'s: what lies in another sender's memory may be written to, for that one knows of this
+        engine no more."""
+        kept = self._current, self._previous, *self._before[1:]
+        if any(one is not None and one.arena and one.owner != owner for one in kept):
+            self._current = self._previous = None
+            self._before = ("", None, None)
+            self._loading.keep(())
 
     def _expire(self, job: _Job) -> None:
         self._call_off(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")

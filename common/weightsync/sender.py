@@ -13,8 +13,8 @@ from weightsync import room, security, staging, wire
 from weightsync.carrier import Carrier, Sent
 from weightsync.crew import crew
 from weightsync.delivery import Delivery, introduce, release
-from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights
-from weightsync.fleet import Fleet
+from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights, WeightSyncError
+from weightsync.fleet import Fleet, joined
 from weightsync.layout import ALIGN_BYTES
 from weightsync.preparation import Options, Preparation
 from weightsync.reception import Reception
@@ -125,6 +125,7 @@ class Sender:
     ) -> _T:  # fmt: skip
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
         with self._turn:
+            self._recover()
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
             deadline = Deadline(self._timeout_s)
@@ -176,7 +177,6 @@ class Sender:
             staging.synchronize(source.device)
             return carrier.send(source.tensors() if push.lent is None else push.lent, progress, push.mark)
 
-        self._machine.move("push")
         delivery = self._delivery(carrier, deadline)
         sent, commits = delivery.push(push.request, label, send, push.layout.nbytes, push.lent)
         self._served = label
@@ -242,22 +242,34 @@ class Sender:
         with self._turn:
             known = url.rstrip("/")
             if known in self._fleet.engines:
-                self.catch_up()
+                self._bring_up(known)
             else:
                 self.add_engine(known)
             version = self._fleet.engines[known].version
             return version if version == self._served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
-        """Bring the engines that were restarted since to the version that the others serve. Raises as `push`.
+        """Bring the engines that do not serve what was pushed last, having been restarted for one, to that version.
 
         The bytes come from the memory that still holds them; nothing of the model is needed. Where that does not hold a
-        whole version nothing happens, and the next push reaches them.
+        whole version nothing happens, and the next push reaches them. An engine that is gone, or fails, keeps none of
+        the others: all that can be are brought up first. Raises as `push` for those that could not be.
         """
+        return self._bring_up()
 
+    def _bring_up(self, only: str = "") -> dict[str, EngineResult]:
         def act(_: Source | None, deadline: Deadline) -> dict[str, EngineResult]:
-            results = {url: self._catch_up(url, deadline) for url in self._fleet.reopen(deadline)}
-            return {url: result for url, result in results.items() if result is not None}
+            results: dict[str, EngineResult] = {}
+            behind, failed = self._fleet.behind(self._served, deadline)
+            for url in behind:
+                try:
+                    if only in ("", url) and (result := self._catch_up(url, deadline)) is not None:
+                        results[url] = result
+                except WeightSyncError as error:
+                    failed[url] = error
+            if told := {url: error for url, error in failed.items() if only in ("", url)}:
+                raise joined(told, {**self._fleet.untouched(), **dict.fromkeys(results, "committed")})
+            return results
 
         return self._together("catch_up", dict[str, EngineResult], act)
 
@@ -267,7 +279,6 @@ class Sender:
         if carrier is None or plan is None:
             return None
         with self._fleet.only(url):
-            self._machine.move("push")
             _, commits = self._delivery(carrier, deadline).push(plan, self._served, carrier.resend, 0)
             return self._results(commits)[url]
 
@@ -286,12 +297,12 @@ class Sender:
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
                 engines=dict.fromkeys(self._fleet.engines, "unchanged"),
             )
-        self._machine.move("rollback")
         delivery = self._delivery(self._carrier, deadline)
-        self._served = kept.pop()
-        commits = delivery.rollback(self._served)
+        (label,) = kept
+        commits = delivery.rollback(label)
+        self._served = label
         seconds = {**delivery.seconds, "total": time.perf_counter() - start}
-        return PushResult(self._served, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
+        return PushResult(label, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
 
     def status(self, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
@@ -310,7 +321,15 @@ class Sender:
         with self._turn:
             self._close()
 
+    def _recover(self) -> None:
+        """After a call that was interrupted (Ctrl-C) even while it cleaned up: nothing that it used is used again."""
+        if self._machine.allows("interrupted"):
+            if self._carrier is not None:
+                self._carrier.close()
+            self._machine.move("interrupted")
+
     def _close(self) -> None:
+        self._recover()
         if not self._machine.allows("close"):
             return
         self._machine.move("close")

@@ -91,7 +91,7 @@ def put(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Model:
-    """The protocol. ``restarts`` (of engines), ``crashes`` (of trainers) and ``faults`` (of any kind) bound a run.
+    """The protocol. ``restarts`` (of engines), ``crashes`` (of trainers, or Ctrl-C) and ``faults`` bound a run.
 
     ``wrong`` names a rule that is broken on purpose.
     """
@@ -126,6 +126,10 @@ class Model:
         if trainer.state not in ("closed", "crashed") and known and world.crashes < self.crashes:
             crashed = _with(world, t, Trainer(state="crashed"))._replace(crashes=world.crashes + 1)
             yield FAULT, (who, "crashes"), _lapse(crashed, t)
+        if trainer.state not in RESTING and world.crashes < self.crashes:
+            gone = {"calls": ("", ""), "confirmed": 0, "told": ("unknown",) * 2}
+            interrupted = _with(world, t, trainer._replace(state=PUSH[trainer.state]["interrupted"], **gone))
+            yield FAULT, (who, "is interrupted"), interrupted._replace(crashes=world.crashes + 1)
         if "asked" in trainer.calls:
             yield from self._waiting(world, t, trainer)
         elif trainer.state == "idle":

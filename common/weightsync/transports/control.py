@@ -34,6 +34,9 @@ Socket = zmq.Socket[bytes]
 def limit(socket: Socket) -> None:
     """Bound what a socket takes in, and how long it lives on."""
     socket.setsockopt(zmq.LINGER, 0)
+    # What is sent is bounded by the push: a few bytes for each bucket and 8 for each tensor. At ZMQ's own bound, 1000
+    # messages, a peer that is busy for a moment would be taken for one that is gone.
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
 
 
