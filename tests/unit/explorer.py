@@ -3,10 +3,9 @@
 The model takes what is legal from `session.REPLICA` and `session.PUSH`, and the order of calls from the drivers:
 prepare all, transfer, commit all, on failure abort all. A request may arrive at any time, also when its trainer has
 given up on it, or never; so may its reply. A step is *fair* if it happens by itself sooner or later (a delivery, an end
-of waiting for what cannot come any more, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that
-passes although all is well), or a *start* that somebody has to want. Steps whose order nobody can tell are one: bytes
-arrive and are verified, a reply is read, a commit whose reply is missing is looked after. An engine is one machine: a
-load that fails on some of its ranks is one that fails after the first write.
+of waiting in vain, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that passes although all is
+well), or a *start* that somebody has to want. Steps whose order nobody can tell are one: bytes arrive and are verified,
+a reply is read, a commit whose reply is missing is looked after. An engine is one machine: some ranks' load fails.
 
 Bounds: two engines; two pushes, by one trainer or one each by two; no rollback; and what `Model` says of faults.
 """

@@ -1,97 +1,37 @@
 """Memory that an engine may still load from is never written again: not by a sender, and not unnoticed by a learner."""
 
 import contextlib
-import json
 import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing
 
-from tests.faults.rig import SITE
-from tools import models, servers
+from tests.faulty import SETTLE_S, assert_no_mixture, digest, faulty
+from tools import models
 from weightsync import Sender
 from weightsync.cli import main as cli
 from weightsync.errors import ApplyFailed, LeaseHeld, ManifestMismatch, WeightSyncError
-from weightsync.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 #: Enough for a push beside others; what is frozen is given up by then.
 PUSH_S = 8.0
-SETTLE_S = 60.0
-
-
-@dataclass
-class Faulty:
-    """A reference engine that suffers what is ordered of it, once."""
-
-    engine: ReferenceEngine
-    orders: Path
-
-    @property
-    def url(self):
-        return self.engine.url
-
-    def order(self, action, tensor=9):
-        """Suffer it after this tensor of the next load."""
-        self.orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": tensor}, "action": action}))
-
-    def suffered(self):
-        return not self.orders.exists()
-
-    def thaw(self):
-        os.kill(self.engine.process.pid, signal.SIGCONT)
-
-    def settled(self):
-        """Its status once it does not load any more."""
-        give_up = time.monotonic() + SETTLE_S
-        with Sender([self.url], timeout_s=SETTLE_S) as sender:
-            while (reply := sender.status(digest=True)[self.url]).state.endswith("applying"):
-                assert time.monotonic() < give_up, "it loads for ever"
-                time.sleep(0.05)
-        return reply
-
-    def heal(self, model):
-        with Sender([self.url]) as sender:
-            sender.push(model, version="healed")
-        reply = self.settled()
-        assert (reply.state, reply.version) == ("serving", "healed")
-        assert reply.ranks[0].digest == digest(model)
-
-
-def digest(model):
-    return digest_of(model.state_dict().items())
 
 
 @pytest.fixture(scope="module")
 def engines(model_folder, tmp_path_factory):
     with contextlib.ExitStack() as stack:
-        found = []
-        for _ in range(2):
-            orders = tmp_path_factory.mktemp("orders") / "order"
-            path = os.pathsep.join([str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
-            env = {**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(orders)}
-            found.append(Faulty(stack.enter_context(ReferenceEngine(model_folder("llama", 0), env=env)), orders))
-        yield found
+        folder = model_folder("llama", 0)
+        yield [stack.enter_context(faulty(folder, tmp_path_factory.mktemp("orders"))) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
 def versions(model_folder):
     """Models of different weights."""
     return [models.load_reference(model_folder("llama", seed)) for seed in range(1, 5)]
-
-
-def assert_no_mixture(reply, label, model):
-    """It serves what was pushed under that label, or says that it is dirty."""
-    if reply.state == "serving" and reply.version == label:
-        assert reply.ranks[0].digest == digest(model)
-    else:
-        assert reply.state == "dirty"
 
 
 @pytest.mark.parametrize("verify", ["digest", "off"])
