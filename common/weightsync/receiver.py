@@ -10,11 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from threading import Event
-from typing import Final, TypeVar
-
-import msgspec
 
 from weightsync import staging
 from weightsync.calls import COMMIT_CALL_S
@@ -23,7 +19,6 @@ from weightsync.errors import (
     ApplyFailed,
     DigestMismatch,
     TransferFailed,
-    WeightSyncError,
     WrongState,
 )
 from weightsync.loading import Loading
@@ -35,30 +30,17 @@ from weightsync.transports import groups
 from weightsync.transports.base import Deadline, EngineEnd, Incoming, Introduction
 from weightsync.transports.registry import ENGINE_ENDS, available
 from weightsync.wire import (
-    AbortRequest,
     Accepted,
     CommitRequest,
-    Done,
     InitNcclGroup,
     RankInfo,
     RankJoined,
-    RankReply,
     RankStatus,
-    RegisterNixl,
     State,
-    StatusRequest,
     UpdateRequest,
-    error_reply,
-    from_json,
-    to_json,
 )
 
 logger = logging.getLogger(__name__)
-
-_R = TypeVar("_R")
-
-#: What announces a push -> by which transport its bytes come.
-UPDATE_METHODS: Final = {f"update_weights_via_{name}": name for name in ENGINE_ENDS}
 
 #: How long a push that is called off may take to end; its thread looks up ten times a second.
 _ABORT_WAIT_S = 5.0
@@ -355,45 +337,3 @@ class Receiver:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
-    if method == "weightsync_open":
-        return receiver.info()
-    if method == "weightsync_status":
-        return receiver.status(from_json(payload, StatusRequest).digest)
-    if method == "init_nccl_group":
-        return receiver.join(from_json(payload, InitNcclGroup))
-    if method == "register_nixl":
-        return receiver.join(from_json(payload, RegisterNixl))
-    if method in UPDATE_METHODS:
-        return receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
-    if method == "weightsync_ready":
-        receiver.ready(from_json(payload, CommitRequest))
-    elif method == "weightsync_commit":
-        receiver.apply(from_json(payload, CommitRequest))
-    elif method == "weightsync_restore":
-        receiver.restore(from_json(payload, CommitRequest))
-    elif method == "weightsync_abort":
-        asked = from_json(payload, AbortRequest)
-        if asked.release:
-            receiver.release(asked.release)
-        else:
-            receiver.abort(asked.push)
-    else:
-        raise ValueError(f"no such method: {method}")
-    return Done()
-
-
-def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:
-    """Run one method on this rank: JSON in, JSON of a `wire.RankReply` out.
-
-    Never raises: an exception that leaves a worker method or a scheduler handler can take the engine down, and in
-    vLLM's multi-process executor leaves the other ranks' replies queued for the next call.
-    """
-    try:
-        return to_json(RankReply(body=msgspec.Raw(to_json(_run(receiver(), method, payload)))))
-    except Exception as error:
-        if not isinstance(error, WeightSyncError):
-            logger.exception("%s failed", method)
-        return to_json(RankReply(error=error_reply(error)))

@@ -66,7 +66,7 @@ class FrontEnd(Protocol):
         """Label of the weights that are served."""
 
     async def call(self, method: str, payload: bytes) -> Replies:
-        """Run `receiver.handle` on every rank; the `wire.RankReply` of each. Has no deadline."""
+        """Run `dispatch.handle` on every rank; the `wire.RankReply` of each. Has no deadline."""
 
     async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Stop, apply, drop caches, set the version, go on; every rank is ready. ``stopped``: it does not generate.
