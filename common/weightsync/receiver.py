@@ -12,6 +12,8 @@ import threading
 import time
 from threading import Event
 
+from msgspec import UNSET
+
 from weightsync import staging
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.cuda_ipc import device_uuid
@@ -36,6 +38,7 @@ from weightsync.wire import (
     RankInfo,
     RankJoined,
     RankStatus,
+    Ready,
     State,
     UpdateRequest,
 )
@@ -110,6 +113,7 @@ class Receiver:
             previous=previous.version if previous is not None else "",
             failed=self._failed,
             loading=self._loading.way,
+            model=self._loading.status() or UNSET,
         )
 
     def _end(self, transport: str) -> EngineEnd:
@@ -135,7 +139,7 @@ class Receiver:
         end.check(request)
         self._supersede(request.push)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.known)
+        layout = self._loading.accept(request.manifest, request.known, request.push)
         # A version that is kept may have to go in again when no plan is for it.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))
@@ -146,7 +150,7 @@ class Receiver:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
         threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
-        return Accepted(self._loading.unread)
+        return self._loading.accepted()
 
     def _receive(self, job: _Job) -> None:
         try:
@@ -200,9 +204,10 @@ class Receiver:
                 self._job, self._detail, self._failed = None, detail, job.request.push
                 job.end()
 
-    def ready(self, request: CommitRequest) -> None:
+    def ready(self, request: CommitRequest) -> Ready:
         """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
-        self._loading.look_up(self._wanted(request))
+        self._loading.look_up(self._wanted(request), request.push)
+        return self._loading.ready()
 
     def _wanted(self, request: CommitRequest) -> Staged | None:
         """What is to be loaded, if it is in memory; raises as `ready`."""
