@@ -11,8 +11,9 @@ from sglang_weightsync import compat, gather
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from sglang_weightsync.sink import SglangSink
 from weightsync import wire
+from weightsync.dispatch import handle
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.receiver import Receiver, handle
+from weightsync.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ Imports nothing of vLLM, so that a user's own extension class can derive from it
 
 from __future__ import annotations
 
-from weightsync.receiver import Receiver, handle
+from weightsync.dispatch import handle
+from weightsync.receiver import Receiver
 
 _ATTRIBUTE = "_weightsync_receiver"
 

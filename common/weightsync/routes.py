@@ -19,8 +19,8 @@ from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
 from weightsync import security, wire
+from weightsync.dispatch import UPDATE_METHODS
 from weightsync.errors import AuthenticationFailed
-from weightsync.receiver import UPDATE_METHODS
 from weightsync.replica import Replica
 
 logger = logging.getLogger(__name__)

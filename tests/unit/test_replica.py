@@ -21,7 +21,21 @@ from tests.helpers import plan_of
 from tests.unit import by_hand
 from tests.unit.test_session import DictSink
 from tools import models
-from weightsync import Sender, calls, client, errors, layout, lease, receiver, replica, routes, security, testing, wire
+from weightsync import (
+    Sender,
+    calls,
+    client,
+    dispatch,
+    errors,
+    layout,
+    lease,
+    receiver,
+    replica,
+    routes,
+    security,
+    testing,
+    wire,
+)
 from weightsync.transports.base import Peer
 
 FORGET = wire.AbortRequest(push="v1", owner="one")
@@ -39,7 +53,7 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
     async def call(self, method, payload):
         if gate := self.gates.get(method):
             await asyncio.to_thread(gate.wait, 5)
-        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, receiver.handle)
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, dispatch.handle)
         return [await run(lambda r=rank: r, method, payload) for rank in self.ranks]
 
     def seen(self):  # the state of each rank, and the numbers its weights are made of: one, unless it is torn
