@@ -171,9 +171,7 @@ def origin(token: str) -> str:
     """Where a sender's key is from, for an error; the key itself is not told."""
     files = [home / _KEY_NAME for home in _homes()]
     if not token:
-        return (
-            f"none: {TOKEN_VARIABLE} is not set, and there is no key file of this user's {', '.join(map(str, files))}"
-        )
+        return f"missing ({TOKEN_VARIABLE} is not set, and there is no key file {' or '.join(map(str, files))})"
     if same(token, os.environ.get(TOKEN_VARIABLE, "").strip()):
         return f"that of {TOKEN_VARIABLE}"
     with contextlib.suppress(AuthenticationFailed):

@@ -96,7 +96,12 @@ class ShmArena:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserves the pages, so that a full mount is an error here and not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
-            self.bytes = _map(descriptor, nbytes)
+            # By a descriptor of its own: Python's mmap keeps one, and a forked child would inherit that with the lock.
+            mapped = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self.bytes = _map(mapped, nbytes)
+            finally:
+                os.close(mapped)
         except OSError as error:
             self.close()
             raise TransferFailed(
