@@ -177,8 +177,9 @@ class EngineClient:
             said = None
         if reply.status_code in (401, 403):
             return AuthenticationFailed(
-                f"{self.url} refused the key: set {'' if self._token else 'the '}WEIGHTSYNC_TOKEN to the same value on "
-                "both sides, or run both as the same user on the same host"
+                f"{self.url} refused the key: this side's is {security.origin(self._token)}, and the engine's log "
+                "says at start which it asks for; set WEIGHTSYNC_TOKEN to the same value on both sides, or run both as "
+                "one user where they share /dev/shm"
             )
         if said is None and reply.status_code in (404, 405, 501):
             return PluginNotLoaded(f"{self.url} answers, but weightsync is not loaded there. {self._start_line()}")

@@ -116,6 +116,8 @@ class Replica:
             ranks=self._call.ranks,
             pause_refused=self.front.pause_refused,
             instance=self.instance,
+            user=security.meeting(),
+            network=staging.network_id(),
         )
 
     async def _introduce_ranks(self) -> None:

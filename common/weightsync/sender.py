@@ -25,6 +25,7 @@ from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
 from weightsync.transports.base import Deadline, Progress
+from weightsync.transports.control import own_address
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
 _T = TypeVar("_T")
@@ -48,7 +49,8 @@ class Sender:
     then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before, for `rollback` and
     for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes`` is the size of each
     of two buckets that hold bytes on their way; by default there are as many as the model fills where memory allows, so
-    that on one host nothing is copied twice. ``progress`` shows a bar.
+    that on one host nothing is copied twice. ``progress`` shows a bar. ``address``, a number or a name, is that of this
+    host at which engines elsewhere find the trainer; by default the one from which the trainer reaches each.
 
     Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`,
     `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the
@@ -75,6 +77,7 @@ class Sender:
         keep_previous: bool = False,
         bucket_bytes: int | None = None,
         progress: bool = False,
+        address: str | None = None,
     ):
         if isinstance(engines, str) or not engines or len(set(engines)) != len(engines):
             raise UnsupportedOption("engines: give a list of one or more different URLs")
@@ -95,6 +98,7 @@ class Sender:
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
         self._options = Options(timeout_s, staging, verify, keep_previous, bucket_bytes)
         self._urls, self._transport = list(engines), transport
+        self._address = "" if address is None else own_address(address)
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
         self._source: Source | Seen | None = None
@@ -358,7 +362,7 @@ class Sender:
             device = None if source is None else source.device
             arena = room.arena_device(self._fleet.ranks, device, remote=remote)
             # Several processes can fill one in the host's memory alone.
-            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"), self._crew)
+            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"), self._crew, self._address)
             self._preparation.choose_again()
         return self._carrier
 

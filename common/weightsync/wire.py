@@ -90,7 +90,11 @@ class OpenRequest(Message, frozen=True):
 
 
 class OpenReply(Message, frozen=True):
-    """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason."""
+    """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason.
+
+    ``host`` is where it runs, as `staging.host_id` names it, ``user`` whose directory it meets trainers in there, as
+    `security.meeting` does, ``network`` its network interfaces, as `staging.network_id` does.
+    """
 
     protocol: tuple[int, int]
     engine: str
@@ -102,6 +106,8 @@ class OpenReply(Message, frozen=True):
     ranks: tuple[RankInfo, ...]
     pause_refused: dict[str, str] = {}
     instance: str = ""
+    user: str = ""
+    network: str = ""
 
 
 class UpdateRequest(Message, frozen=True):

@@ -273,8 +273,7 @@ class Pair:
 
 
 @pytest.fixture(params=TRAINER_ENDS)
-def pair(request, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def pair(request):
     pair = Pair(request.param)
     yield pair
     pair.close()
