@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from weightsync import staging
-from weightsync.calls import COMMIT_CALL_S
+from weightsync.calls import COMMIT_CALL_S, started
 from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import (
     ApplyFailed,
@@ -106,15 +106,10 @@ class Receiver:
         """Who this rank is and what memory it has."""
         device = self._sink.device
         return RankInfo(
-            rank=self._sink.rank,
-            pid=os.getpid(),
-            device=device.type,
-            device_uuid=device_uuid(device),
-            free_bytes=staging.free_bytes(device),
-            transports=available(),
-            settings=groups.settings(),
-            process_space=staging.process_space(),
-        )
+            rank=self._sink.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
+            free_bytes=staging.free_bytes(device), transports=available(), settings=groups.settings(),
+            process_space=staging.process_space(), host=staging.host_id(), started=started(os.getpid()),
+        )  # fmt: skip
 
     def status(self, digest: bool = False) -> RankStatus:
         """What this rank is doing."""
