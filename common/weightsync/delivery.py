@@ -36,10 +36,10 @@ def introduce(carrier: Carrier, fleet: Fleet, deadline: Deadline) -> None:
     carrier.introduce(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
 
 
-def release(carrier: Carrier, fleet: Fleet, urls: Iterable[str]) -> None:
-    """Have engines give back what they hold of this sender, and its lease."""
+def release(carrier: Carrier, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
+    """Have engines give back what they hold of this sender, and its lease. ``deadline`` is that of the whole call."""
     by = {url: fleet.engines[url].transport for url in urls}
-    fleet.release({url: carrier.address(url, transport) for url, transport in by.items()})
+    fleet.release({url: carrier.address(url, transport) for url, transport in by.items()}, deadline)
     for url, transport in by.items():
         carrier.dismiss(url, transport)
 
@@ -164,10 +164,10 @@ class Delivery:
                 carrier.call_off(error)
             # An engine that is still in its commit could not be told in time, and ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
-                self._fleet.abort(push)
+                self._fleet.abort(push, self._deadline)
             if carrier is not None and isinstance(error, LeaseHeld):
                 # Two trainers that each hold some of the engines would keep each other from the rest.
-                release(carrier, self._fleet, self._fleet.engines)
+                release(carrier, self._fleet, self._fleet.engines, self._deadline)
         finally:
             if carrier is not None and not _is_settled(error):
                 carrier.close()

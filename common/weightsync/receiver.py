@@ -15,7 +15,7 @@ from threading import Event
 from msgspec import UNSET
 
 from weightsync import staging
-from weightsync.calls import COMMIT_CALL_S
+from weightsync.calls import COMMIT_CALL_S, started
 from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import (
     ApplyFailed,
@@ -91,15 +91,10 @@ class Receiver:
         """Who this rank is and what memory it has."""
         device = self._sink.device
         return RankInfo(
-            rank=self._sink.rank,
-            pid=os.getpid(),
-            device=device.type,
-            device_uuid=device_uuid(device),
-            free_bytes=staging.free_bytes(device),
-            transports=available(),
-            settings=groups.settings(),
-            process_space=staging.process_space(),
-        )
+            rank=self._sink.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
+            free_bytes=staging.free_bytes(device), transports=available(), settings=groups.settings(),
+            process_space=staging.process_space(), host=staging.host_id(), started=started(os.getpid()),
+        )  # fmt: skip
 
     def status(self, digest: bool = False) -> RankStatus:
         """What this rank is doing."""

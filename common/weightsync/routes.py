@@ -73,7 +73,10 @@ def admin_routes(replica: Callable[[], Replica], token: str) -> Mount:
     """The routes for an engine, ``replica()`` once it serves; ``token`` is never logged."""
     return Mount(
         wire.PREFIX,
-        routes=[Route(f"/{name}", _endpoint(name, replica, token), methods=["POST"]) for name in _ROUTES],
+        routes=[
+            Route(f"/{name}", _endpoint(name, replica, token), methods=["POST", *["GET"] * (name == "status")])
+            for name in _ROUTES
+        ],
     )
 
 
@@ -134,12 +137,15 @@ def _authenticate(request: Request, token: str) -> None:
 
 
 async def _read(request: Request, kind: type[_Q]) -> _Q:
+    """The message: the body of a POST, the query of a GET (``?digest=1``)."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > wire.MAX_BODY_BYTES:
             raise _Refused(413, "TransferFailed", f"the message is larger than {wire.MAX_BODY_BYTES} bytes")
     try:
+        if request.method != "POST":
+            return msgspec.convert(dict(request.query_params), kind, strict=False)
         return wire.from_json(bytes(body), kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _Refused(400, "TransferFailed", f"not a {kind.__name__}: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -16,6 +15,7 @@ from weightsync.delivery import Delivery, introduce, release
 from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights, WeightSyncError
 from weightsync.fleet import Fleet, joined
 from weightsync.layout import ALIGN_BYTES
+from weightsync.names import check_label, plain_url
 from weightsync.preparation import Options, Preparation
 from weightsync.reception import Reception
 from weightsync.results import EngineResult, PushResult
@@ -26,10 +26,13 @@ from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
 from weightsync.transports.base import Deadline, Progress
 from weightsync.transports.control import own_address
+from weightsync.turns import Turns
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
 _T = TypeVar("_T")
 
+#: A call that fails by its deadline has ended by then.
+_OTHERS_S: Final = 2.0
 #: What takes the sender to be where this move of `session.PUSH` may follow.
 _MOVES: Final = {
     "push": "push", "add_engine": "push", "remove_engine": "push", "catch_up": "push", "rollback": "rollback",
@@ -79,8 +82,11 @@ class Sender:
         progress: bool = False,
         address: str | None = None,
     ):
-        if isinstance(engines, str) or not engines or len(set(engines)) != len(engines):
+        if isinstance(engines, str) or not engines:
             raise UnsupportedOption("engines: give a list of one or more different URLs")
+        urls = [plain_url(url) for url in engines]
+        if twice := sorted({url for url in urls if urls.count(url) > 1}):
+            raise UnsupportedOption(f"engines: give different URLs; {', '.join(twice)} is there more than once")
         for name, value, known in (
             ("transport", transport, get_args(Transport)),
             ("pause", pause, get_args(wire.PauseMode)),
@@ -97,7 +103,7 @@ class Sender:
             raise UnsupportedOption(f"timeout_s must be above 0 and at most {wire.MAX_TIMEOUT_S:g}")
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
         self._options = Options(timeout_s, staging, verify, keep_previous, bucket_bytes)
-        self._urls, self._transport = list(engines), transport
+        self._urls, self._transport = urls, transport
         self._address = "" if address is None else own_address(address)
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
@@ -106,7 +112,7 @@ class Sender:
         self._served = ""
         self._crew = crew()
         #: What asks for engines to take part waits for a push to end, and the other way round.
-        self._turn = threading.RLock()
+        self._turns = Turns()
         self._reception: Reception | None = None
         try:
             self._together("build a Sender", type(None), lambda _, deadline: self._open(token, deadline))
@@ -128,11 +134,11 @@ class Sender:
         offer: Callable[[], Source] | None = None,
     ) -> _T:  # fmt: skip
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
-        with self._turn:
+        deadline = Deadline(self._timeout_s)
+        with self._turns.take(what, deadline):
             self._recover()
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
-            deadline = Deadline(self._timeout_s)
             if self._crew is None:
                 return act(offer() if offer is not None else None, deadline)
             return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
@@ -145,8 +151,8 @@ class Sender:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, or an object in the shape
-        of vLLM's ``WeightSource``. On return every rank of every engine serves exactly these weights. On error see
-        `WeightSyncError.engines` for what each engine serves.
+        of vLLM's ``WeightSource``. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
+        every engine serves exactly these weights. On error see `WeightSyncError.engines` for what each engine serves.
         """
         start = time.perf_counter()
 
@@ -160,7 +166,12 @@ class Sender:
                 self._fleet.reopen(deadline)
                 return self._push(source, version, deadline, start)
 
-        return self._together("push", PushResult, act, lambda: self._source_of(model))
+        def offer() -> Source:
+            if version is not None:  # before any engine is asked for anything
+                check_label(version, self._untouched())
+            return self._source_of(model)
+
+        return self._together("push", PushResult, act, offer)
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._source)
@@ -216,6 +227,7 @@ class Sender:
             try:
                 return self._catch_up(known, deadline)
             except BaseException:
+                self._release([known], deadline)
                 self._fleet.remove(known)
                 raise
 
@@ -224,9 +236,9 @@ class Sender:
     def remove_engine(self, url: str) -> None:
         """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
 
-        def act(*_: object) -> None:
+        def act(_: Source | None, deadline: Deadline) -> None:
             known = self._fleet.removable(url)
-            self._release([known])
+            self._release([known], deadline)
             self._fleet.remove(known)
 
         self._together("remove_engine", type(None), act)
@@ -243,8 +255,8 @@ class Sender:
         return self._reception.url
 
     def _admit(self, url: str) -> str:
-        with self._turn:
-            known = url.rstrip("/")
+        with self._turns.take("join", Deadline(self._timeout_s)):
+            known = plain_url(url)
             if known in self._fleet.engines:
                 self._bring_up(known)
             else:
@@ -322,7 +334,8 @@ class Sender:
         if self._reception is not None:
             self._reception.close()
             self._reception = None
-        with self._turn:
+        # Another thread's call ends by its own deadline.
+        with self._turns.take("close", Deadline(self._timeout_s + _OTHERS_S)):
             self._close()
 
     def _recover(self) -> None:
@@ -338,16 +351,16 @@ class Sender:
             return
         self._machine.move("close")
         if hasattr(self, "_fleet"):
-            self._release(self._fleet.engines)
+            self._release(self._fleet.engines, Deadline(self._timeout_s))
             if self._carrier is not None:
                 self._carrier.close()
             self._fleet.close()
         if self._crew is not None:
             self._crew.close()
 
-    def _release(self, urls: Iterable[str]) -> None:
+    def _release(self, urls: Iterable[str], deadline: Deadline) -> None:
         if self._carrier is not None:
-            release(self._carrier, self._fleet, urls)
+            release(self._carrier, self._fleet, urls, deadline)
 
     def __enter__(self) -> Sender:
         return self

@@ -36,9 +36,11 @@ State = Literal[
 MAX_BODY_BYTES: Final = 64 << 20
 MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 100,000 tensors take less than 1 MB.
 MAX_TIMEOUT_S: Final = 86400.0  #: Longest that anything may be asked to take, in seconds.
+LOOK_S: Final = 5.0  #: For what only looks or forgets, where nobody says how long it may take, in seconds.
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
+MAX_TEXT_CHARS: Final = 1024
 #: Names, labels and addresses that are kept, logged, or told to others.
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 #: torch has no tensor of more dimensions.
 Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 
@@ -66,7 +68,8 @@ class RankInfo(Message, frozen=True):
     ``device`` is a torch device type (``"cpu"``, ``"cuda"``), ``device_uuid`` names the accelerator under any
     remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device. ``transports`` are
     those it has what it needs for, ``settings`` the environment variables that both ends should agree on,
-    ``process_space`` the name of the space in which ``pid`` is unique.
+    ``process_space`` the name of the space in which ``pid`` is unique, on the ``host`` that `staging.host_id` names;
+    ``started`` is when that process was, see `calls.started`. Where these are empty, nobody looks for the process.
     """
 
     rank: int
@@ -77,16 +80,19 @@ class RankInfo(Message, frozen=True):
     transports: tuple[Text, ...] = ("ipc_zmq",)
     settings: dict[Text, Text] = {}
     process_space: str = ""
+    host: Text = ""
+    started: int = 0
 
 
 # --- HTTP: trainer -> engine front end --------------------------------------------------------------------------------
 
 
 class OpenRequest(Message, frozen=True):
-    """First message of a sender to an engine."""
+    """First message of a sender to an engine; ``timeout_s``, here and below, is how long it waits for the ranks."""
 
     protocol: tuple[int, int]
     package_version: str = ""
+    timeout_s: Timeout = LOOK_S
 
 
 class OpenReply(Message, frozen=True):
@@ -264,12 +270,17 @@ class AbortRequest(Message, frozen=True):
     push: Text = ""
     release: Text = ""
     owner: Text = ""
+    timeout_s: Timeout = LOOK_S
 
 
 class StatusRequest(Message, frozen=True):
-    """``digest`` asks each rank for a hash of the weights it computes with, which reads all of them."""
+    """``digest`` asks each rank for a hash of the weights it computes with, which reads all of them.
+
+    ``timeout_s`` is how long the ranks are waited for; by default as long as the engine thinks fit.
+    """
 
     digest: bool = False
+    timeout_s: Timeout | None = None
 
 
 class Comparison(Message, frozen=True):
