@@ -110,7 +110,7 @@ def test_a_sender_that_was_interrupted_even_while_it_cleaned_up_goes_on(engines,
     with Sender([engine.url], timeout_s=60.0) as sender:
         sender.push(versions[0])
 
-        def interrupted(push):
+        def interrupted(push, deadline):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
