@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from weightsync.dispatch import handle
 from weightsync.receiver import Receiver
+from weightsync.wire import UPDATE
 
 _ATTRIBUTE = "_weightsync_receiver"
 
@@ -19,6 +20,10 @@ def _run(worker: WorkerExtension, method: str, payload: str) -> str:
             from vllm_weightsync.sink import VllmSink
 
             found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmSink(worker))
+        if method.startswith(UPDATE):
+            from vllm_weightsync.sink import check_deep
+
+            check_deep(payload)
         return found
 
     return handle(receiver, method, payload).decode()

@@ -11,6 +11,13 @@ from vllm_weightsync import compat
 from weightsync.errors import UnsupportedOption
 from weightsync.expected import expected_of
 from weightsync.sink import Expected, Sealed
+from weightsync.wire import verify_of
+
+
+def check_deep(payload: str) -> None:
+    """Raise `UnsupportedOption` if a `wire.UpdateRequest` asks for ``verify="deep"``, and vLLM lacks what it needs."""
+    if verify_of(payload) == "deep" and (reason := compat.check(compat.DEEP)):
+        raise UnsupportedOption(f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"')
 
 
 class VllmSink:

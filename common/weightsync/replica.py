@@ -62,6 +62,8 @@ class FrontEnd(Protocol):
     """Why the engine lacks a pause mode, by mode."""
     waits: bool
     """Whether the engine was started so that it must not serve before its first push; it is then paused."""
+    off: dict[str, str]
+    """What this engine lacks, or what of it a push leaves as it is, by name, and why."""
 
     async def version(self) -> str:
         """Label of the weights that are served."""
@@ -150,6 +152,7 @@ class Replica:
             committed=self._committed,
             holder="" if lapsed else self._lease.holder,
             detail="; ".join(filter(None, (self._detail, detail))),
+            off=self.front.off,
         )
 
     async def join(self, asked: Introduction) -> wire.JoinReply:

@@ -60,6 +60,9 @@ _ROUTES: Final[
     "abort": (wire.AbortRequest, lambda replica: replica.abort),
 }
 
+#: Where engines say whether requests may be sent to them; ``/ping`` is what SageMaker asks.
+_HEALTH: Final = ("/health", "/health_generate", "/ping")
+
 _Q = TypeVar("_Q", bound=msgspec.Struct)
 
 
@@ -81,9 +84,9 @@ def admin_routes(replica: Callable[[], Replica], token: str) -> Mount:
 
 
 class HealthGuard(BaseRoute):
-    """Answers the engine's own ``/health`` with 503 while it holds weights that it must not serve.
+    """Answers the engine's own health routes with 503 while it holds weights that it must not serve.
 
-    To be put before the engine's route, which answers at any other time.
+    To be put before the engine's routes, which answer at any other time.
     """
 
     def __init__(self, replica: Callable[[], Replica | None]):
@@ -95,7 +98,7 @@ class HealthGuard(BaseRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Only while there is a reason."""
-        asked = scope["type"] == "http" and scope["path"] == scope.get("root_path", "") + "/health"
+        asked = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) in _HEALTH
         return (Match.FULL if asked and self._reason() else Match.NONE), {}
 
     def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:

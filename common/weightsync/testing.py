@@ -100,6 +100,7 @@ class ReferenceFrontEnd:
         self.model = str(folder)
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
+        self.off: dict[str, str] = {}
         self._sink = sink
         self._receiver = Receiver(sink)
         self._version = "default"

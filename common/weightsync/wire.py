@@ -19,6 +19,8 @@ PROTOCOL: Final[tuple[int, int]] = (1, 0)
 #: Version of this package, which the sides tell each other for error messages alone.
 PACKAGE_VERSION: Final = version("weightsync")
 
+UPDATE: Final = "update_weights_via_"  #: What begins the name of every method that announces a push.
+
 PREFIX: Final = "/weightsync"  #: Where every engine carries its admin routes.
 
 #: What happens to requests in flight when a version commits; see the README.
@@ -330,7 +332,8 @@ class StatusReply(Message, frozen=True):
     """What an engine serves and what its ranks are doing.
 
     ``committed`` is the push that the served weights came with, ``holder`` who holds the lease, ``detail`` why the
-    engine does not generate, or which ranks do not answer.
+    engine does not generate, or which ranks do not answer. ``off`` is what the engine lacks or what of it a push leaves
+    as it is, by name, and why.
     """
 
     engine: str
@@ -341,6 +344,7 @@ class StatusReply(Message, frozen=True):
     committed: str = ""
     holder: str = ""
     detail: str = ""
+    off: dict[str, str] = {}
 
 
 class Done(Message, frozen=True):
@@ -353,6 +357,15 @@ class ErrorReply(Message, frozen=True):
     error: str
     message: str
     weights: Weights = "unchanged"
+
+
+class _Verified(Message, frozen=True):
+    verify: Verify = "off"
+
+
+def verify_of(payload: bytes | str) -> Verify:
+    """``verify`` of an `UpdateRequest`, without reading its manifest."""
+    return from_json(payload, _Verified).verify
 
 
 def error_reply(error: BaseException) -> ErrorReply:
