@@ -27,6 +27,14 @@ GOLDEN_JSON = [
         b'"settings":{"NCCL":"2.27.5"},"process_space":"s","host":"h","started":4}',
     ),
     (
+        wire.OpenReply(
+            protocol=(1, 0), engine="vllm", engine_version="0.32", package_version="0.1.0", host="b:1", model="m",
+            version="7", ranks=(), pause_refused={"keep": "why"}, instance="i", user="0 5", network="b:net:[1]",
+        ),
+        b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
+        b'"version":"7","ranks":[],"pause_refused":{"keep":"why"},"instance":"i","user":"0 5","network":"b:net:[1]"}',
+    ),
+    (
         wire.UpdateRequest(
             push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
             manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
@@ -194,6 +202,15 @@ def test_a_message_of_a_sender_before_there_were_other_transports_is_understood(
         "",
     )
     assert wire.from_json(b'{"rank":0,"pid":1,"device":"cpu"}', wire.RankInfo).transports == ("ipc_zmq",)
+
+
+def test_an_engine_of_before_it_said_whose_it_is_is_understood():
+    old = wire.from_json(
+        b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
+        b'"version":"7","ranks":[],"pause_refused":{},"instance":"i"}',
+        wire.OpenReply,
+    )
+    assert (old.user, old.network) == ("", "")
 
 
 def test_a_pickle_is_no_message():

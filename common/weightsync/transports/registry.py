@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from weightsync import security, staging, wire
-from weightsync.errors import UnsupportedOption
+from weightsync.errors import AuthenticationFailed, UnsupportedOption
 from weightsync.transports import agents, ipc_zmq, lanes, nccl, nixl
 from weightsync.transports.base import Assistant, EngineEnd, Helpers, TrainerEnd
 
@@ -34,21 +34,27 @@ def available() -> tuple[str, ...]:
 
 
 def _apart(hello: wire.OpenReply) -> tuple[str, str]:
-    """Why an engine cannot be reached through memory, in a word and with advice; empty if it can."""
-    ours, theirs = security.meeting(), hello.user
+    """Why an engine cannot be reached through memory, and what can be done about it; empty if it can."""
     if hello.host != staging.host_id():
         return "another host", (
-            "(or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
+            " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
             "containers with --ipc=host"
         )
-    if ours.partition(" ")[0] != theirs.partition(" ")[0] and theirs:
-        user = f"the same host, but user {theirs.partition(' ')[0]}'s and not user {ours.partition(' ')[0]}'s"
-        return user, ": transport ipc_zmq needs engine and trainer to be of one user; run both as the same"
-    if ours != theirs and theirs:
-        return "the same host, but in another user namespace", (
-            ": transport ipc_zmq needs a directory that both can trust; run containers with --userns=host"
+    try:
+        security.directory()
+    except AuthenticationFailed as error:
+        return f"the same host, but {error}", " (on the trainer's side)"
+    ours, theirs = security.meeting(), hello.user
+    if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
+        return "", ""
+    uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]
+    if uid != own:
+        return f"the same host, but user {uid}'s and not user {own}'s", (
+            ": transport ipc_zmq needs engine and trainer to be of one user; run both as the same"
         )
-    return "", ""
+    return "the same host, but in another user namespace", (
+        ": transport ipc_zmq needs a directory that both sides can trust; run containers with --userns=host"
+    )
 
 
 def pick(asked: str, url: str, hello: wire.OpenReply) -> tuple[str, str]:
@@ -56,7 +62,7 @@ def pick(asked: str, url: str, hello: wire.OpenReply) -> tuple[str, str]:
     apart, advice = _apart(hello)
     there = set(TRAINER_ENDS).intersection(*(rank.transports for rank in hello.ranks))
     if asked == "ipc_zmq" and apart:
-        raise UnsupportedOption(f'{url} runs on {apart} {advice}, or pass transport="nixl", "nccl" or "auto"')
+        raise UnsupportedOption(f'{url} runs on {apart}{advice}, or pass transport="nixl", "nccl" or "auto"')
     if asked not in ("auto", *there):
         raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(there))}")
     if asked not in ("auto", *available()):
