@@ -21,10 +21,13 @@ from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
+from starlette.testclient import TestClient
 
 from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, hooks
+from weightsync import security
 
 FOLDER = sys.argv[1]
+PATH = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 def arguments(**more):
@@ -174,7 +177,24 @@ def guards():
     model.experts = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
     torch.nn.Module.__init__(model.experts)
     said["experts"] = compat_loading.refused(scheduler)
+    memory = SimpleNamespace(offload_tags={"kv_cache"})
+    said["attached"] = compat.refused(SimpleNamespace(weight_updater=memory, enable_hicache_storage=True))
+    said["KV sleeps"] = compat.refused(SimpleNamespace(weight_updater=memory, enable_hicache_storage=False))
     return said
+
+
+def worker():
+    """What a sender is told by one of several tokenizer workers."""
+    from sglang.srt.entrypoints import http_server
+
+    from sglang_weightsync import refusing
+
+    args = arguments(tokenizer_worker_num=2)
+    http_server._global_state = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
+    headers = {"Authorization": f"Bearer {security.engine_token()}"}
+    reply = TestClient(refusing.app).post("/weightsync/open", content=b'{"protocol": [1, 0]}', headers=headers)
+    several = [compat.serve_by_workers(found, "ours:app") for found in (arguments(), args)]
+    return {"status": reply.status_code, "text": reply.text, "several": several, "app": os.environ.get(PATH)}
 
 
 def deep():
@@ -187,6 +207,6 @@ if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         found = {
             "settings": settings(), "drafts": drafts(), "embeddings": embeddings(), "pauses": pauses(),
-            "loads": loads(), "guards": guards(), "deep": deep(),
+            "worker": worker(), "loads": loads(), "guards": guards(), "deep": deep(),
         }  # fmt: skip
     print(json.dumps(found))

@@ -110,6 +110,15 @@ def test_sglangs_own_guards_are_asked_before_anything_stops(sglang):
     assert guards["derived"] == "derived weights are kept"
     assert "--weight-cache-mode client" in guards["weight cache"]
     assert "--lora-target-modules" in guards["experts"]
+    assert "storage back end of HiCache is attached" in guards["attached"]
+    assert guards["KV sleeps"] == ""
+
+
+def test_several_tokenizer_workers_say_by_name_why_nothing_is_pushed(sglang):
+    worker = sglang["worker"]
+    assert worker["status"] == 422
+    assert "--tokenizer-worker-num 2" in worker["text"]
+    assert (worker["several"], worker["app"]) == ([False, True], "ours:app")
 
 
 def test_a_scheduler_is_left_as_its_users_want_it(sglang):
