@@ -26,7 +26,9 @@ _ABORT_AGAIN_S: Final = 0.05
 NEEDED: Final[Names] = {
     "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookType.BEFORE", "HookType.AFTER",
                                          "HookType.AROUND"),
-    "sglang.srt.entrypoints.http_server": ("_setup_and_run_http_server", "app", "WAIT_WEIGHTS_READY_TIMEOUT"),
+    "sglang.srt.entrypoints.http_server": ("_setup_and_run_http_server", "app", "_global_state",
+                                           "WAIT_WEIGHTS_READY_TIMEOUT"),
+    "sglang.srt.environ": ("envs.SGLANG_HTTP_SERVER_APP_PATH",),
     "sglang.srt.constants": ("GPU_MEMORY_TYPE_WEIGHTS",),
     "sglang.srt.managers.io_struct": ("BaseReq", "hook_custom_types", "PauseGenerationReqInput",
                                       "ContinueGenerationReqInput"),
@@ -102,12 +104,34 @@ def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_sch
     HookRegistry.register(compat_pause.CONTINUE, compat_pause.around_continue, HookType.AROUND)
 
 
+def app() -> Any:
+    """SGLang's HTTP server."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.app
+
+
 def app_routes() -> list[Any]:
     """The routes of SGLang's HTTP server, to append to."""
-    from sglang.srt.entrypoints.http_server import app
-
-    routes: list[Any] = app.router.routes
+    routes: list[Any] = app().router.routes
     return routes
+
+
+def serve_by_workers(server_args: Any, path: str) -> bool:
+    """Where HTTP is served by several workers, which load no plugins: have them import their app from ``path``."""
+    from sglang.srt.environ import envs
+
+    several = server_args.tokenizer_worker_num > 1
+    if several and not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set(path)
+    return several
+
+
+def worker_arguments() -> Any:
+    """The server arguments, in such a worker."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager.server_args
 
 
 # --- in a scheduler process -------------------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ def _reasons(args: Any) -> Iterator[str]:
 def _kv_elsewhere(args: Any) -> Iterator[str]:
     """KV and embeddings of the old weights that a push cannot drop."""
     if args.disaggregation_mode != "null" or args.enable_pd_role_switch:
-        name = "enable-pd-role-switch" if args.enable_pd_role_switch else "disaggregation-mode"
+        name = "enable-pd-role-switch"
+        if args.disaggregation_mode != "null":
+            name = f"disaggregation-mode {args.disaggregation_mode}"
         yield (
             f"--{name}: KV of the old weights would go to an engine with the new ones, or come from one with the old; "
             "start it without"

@@ -29,6 +29,8 @@ def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from weightsync.replica import Replica
     from weightsync.routes import HealthGuard, admin_routes
 
+    if compat.serve_by_workers(server_args, "sglang_weightsync.refusing:app"):
+        return
     replica = Replica(SglangFrontEnd(server_args, tokenizer_manager))
     compat.app_routes().append(admin_routes(lambda: replica, security.engine_token()))
     compat.app_routes().insert(0, HealthGuard(lambda: replica))

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: The engine core answers within a step, unless it is loading weights.
 _LOOK_S = 2.0
+#: A trainer waits for the error.
+_TELL_S = 0.5
 _KEEP_REASON = (
     "requests in flight would go on with KV of the old weights, and the prefix cache would hand that KV to others; "
     "start the engine with --no-enable-prefix-caching"
@@ -141,9 +143,9 @@ class VllmFrontEnd:
         """Nobody resumes this engine before a full push has committed: it holds what it must not serve."""
         reason = f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
         try:
-            await self._hold("", reason, _LOOK_S)
-        except Exception as second:  # it stays held, only that who resumes it is not told why
-            logger.error("vLLM's engine core could not be told why it stays stopped: %s", second)
+            await self._hold("", reason, _TELL_S)
+        except Exception as second:  # it stays held, and hears why as soon as it listens
+            logger.error("vLLM's engine core was not told yet why it stays stopped: %s", second)
 
     async def _commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         begin = time.perf_counter()

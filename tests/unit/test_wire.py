@@ -76,6 +76,11 @@ GOLDEN_JSON = [
         b'"loading":"load plan, 3 copies"}',
     ),
     (
+        wire.StatusReply(engine="e", version="7", state="serving", ranks=(), off={"draft model": "why"}),
+        b'{"engine":"e","version":"7","state":"serving","ranks":[],"instance":"","committed":"","holder":"","detail":"",'
+        b'"off":{"draft model":"why"}}',
+    ),
+    (
         wire.ErrorReply(error="ManifestMismatch", message="m"),
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',
     ),
