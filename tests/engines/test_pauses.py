@@ -119,8 +119,6 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
     served.push(served.a)
     make_dirty(served, monkeypatch)
     engine = served.server.engine
-    for route in ("/health", "/ping"):
-        assert requests.get(served.server.url + route, timeout=30).status_code == 503
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(greedy, served)
         refused = call(served, *RESUME[engine])
@@ -140,6 +138,15 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
         if engine == "vllm":
             assert call(served, "/resume", None).ok  # it was paused by the calls above
         assert_same(answer.result(60), served.fresh_b.short)
+
+
+def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypatch):
+    make_dirty(served, monkeypatch)
+    for route in ("/health", "/ping"):
+        assert requests.get(served.server.url + route, timeout=30).status_code == 503
+    served.push(served.b)
+    for route in ("/health", "/ping"):
+        assert requests.get(served.server.url + route, timeout=30).status_code == 200
 
 
 def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, monkeypatch):
