@@ -114,7 +114,7 @@ class Fleet:
         if reason := hello.pause_refused.get(self._pause):
             raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
         transport, reason = pick(self._transport, client.url, hello)
-        self.engines[client.url] = Engine(client, hello, hello.version, transport, reason)
+        self.engines[client.url] = Engine(client, hello, hello.version, transport, reason, hello.stopped)
 
     @property
     def ranks(self) -> list[wire.RankInfo]:
@@ -131,7 +131,8 @@ class Fleet:
 
     def untouched(self) -> dict[str, Weights]:
         """What each engine serves, by URL, if a push has not changed it."""
-        return {url: "dirty" if engine.stopped else "unchanged" for url, engine in self.engines.items()}
+        known = self.engines  # not all of them while this is built
+        return {c.url: "dirty" if c.url in known and known[c.url].stopped else "unchanged" for c in self._clients}
 
     def has_key(self, shown: str) -> bool:
         """Whether this is the key that the engines are shown."""
@@ -177,7 +178,7 @@ class Fleet:
     def reopen(self, deadline: Deadline) -> None:
         """Greet every engine again. Raises as `Sender` when built."""
         if failed := self.greet(deadline):
-            raise joined(failed, dict.fromkeys(self.engines, "unchanged"))
+            raise joined(failed, self.untouched())
 
     def greet(self, deadline: Deadline) -> dict[str, WeightSyncError]:
         """Greet every engine again; by URL what keeps those that do not answer, or cannot be used any more."""
@@ -197,18 +198,25 @@ class Fleet:
                 engine.noticed.append("restarted since this sender last met it")
         return failed
 
+    def status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, wire.StatusReply | WeightSyncError]:
+        """What each engine serves, by URL, or why it does not say so; ``digest`` has every rank hash its weights."""
+        replies = self.try_all(lambda client: client.status(deadline, digest=digest))
+        for engine, reply in zip(self.engines.values(), replies, strict=True):
+            if not isinstance(reply, WeightSyncError):
+                engine.stopped = wire.is_stopped(reply.state)
+        return dict(zip(self.engines, replies, strict=True))
+
     def behind(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
         """The engines that do not serve ``version`` as this sender pushed it, and what keeps others from answering."""
         # Who answers is not to wait for who is frozen until the time is up.
         failed = self.greet(Deadline(deadline.left() / 2))
-        replies = self.try_all(lambda client: client.status(Deadline(deadline.left() / 2)))
         found: list[str] = []
-        for (url, engine), reply in zip(self.engines.items(), replies, strict=True):
+        for url, reply in self.status(Deadline(deadline.left() / 2)).items():
             if isinstance(reply, WeightSyncError):
                 failed.setdefault(url, reply)
             elif url not in failed:
-                serves = reply.version == version and not reply.state.startswith(("dirty", "unsynced"))
-                if not serves or engine.committed != reply.instance:
+                engine = self.engines[url]
+                if engine.stopped or reply.version != version or engine.committed != reply.instance:
                     found.append(url)
         return found, failed
 
@@ -289,13 +297,13 @@ class Fleet:
         """
         over, beats = threading.Event(), itertools.count(1)
         # Its own connections: one that waits for a frozen engine may outlive this push.
-        clients = [EngineClient(client.url, self._token) for client in self._clients]
+        asked = [(engine, EngineClient(url, self._token)) for url, engine in self.engines.items()]
 
         def run() -> None:
             while not over.wait(lease.RENEW_S):
                 look = next(beats) % _LOOK_EVERY == 0
-                for client in clients:
-                    if not self.engines[client.url].leased:
+                for engine, client in asked:
+                    if over.is_set() or not engine.leased:
                         continue
                     try:
                         client.renew(self.owner, Deadline(_RENEW_S))
@@ -307,12 +315,11 @@ class Fleet:
                         deadline.end(error)
                     except WeightSyncError:
                         continue  # slow, or busy: its absence shows elsewhere
-            for client in clients:
+            for _, client in asked:
                 client.close()
 
-        thread = threading.Thread(target=run, name="weightsync-lease", daemon=True)
-        thread.start()
-        try:
+        try:  # before it starts: Ctrl-C may come while it does, and it would go on for ever
+            threading.Thread(target=run, name="weightsync-lease", daemon=True).start()
             yield
         finally:
             over.set()
@@ -336,7 +343,7 @@ class Fleet:
             if isinstance(reply, WeightSyncError)
         }
         if failed:
-            raise joined(failed, {client.url: "unchanged" for client in self._clients})
+            raise joined(failed, self.untouched())
         return [reply for reply in outcome if not isinstance(reply, WeightSyncError)]
 
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:

@@ -49,7 +49,6 @@ _STATES: Final[tuple[wire.State, ...]] = (
     "serving", "receiving", "prepared", "applying", "unsynced", "dirty_receiving", "dirty_prepared", "dirty_applying",
     "dirty",
 )  # fmt: skip
-STOPPED: Final = frozenset(state for state in _STATES if state.startswith("dirty") or state == "unsynced")
 
 
 class FrontEnd(Protocol):
@@ -97,7 +96,7 @@ class Replica:
     @property
     def stopped(self) -> str:
         """Why the engine does not generate; empty if it does."""
-        return (self._detail or self._machine.state) if self._machine.state in STOPPED else ""
+        return (self._detail or self._machine.state) if wire.is_stopped(self._machine.state) else ""
 
     async def open(self, asked: wire.OpenRequest) -> wire.OpenReply:
         """Who the engine and its ranks are. Raises `ProtocolMismatch`."""
@@ -122,6 +121,7 @@ class Replica:
             instance=self.instance,
             user=security.meeting(),
             network=staging.network_id(),
+            stopped=bool(self.stopped),
         )
 
     async def _introduce_ranks(self, timeout_s: float) -> None:

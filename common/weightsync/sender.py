@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
@@ -140,8 +141,19 @@ class Sender:
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
             if self._crew is None:
-                return act(offer() if offer is not None else None, deadline)
+                with self._told():
+                    return act(offer() if offer is not None else None, deadline)
             return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Inside, an error that knows nothing of engines says what they serve: nobody has asked anything of them."""
+        try:
+            yield
+        except WeightSyncError as error:
+            if not error.engines and error.weights == "unchanged":
+                error.settle(self._untouched())
+            raise
 
     def _untouched(self) -> dict[str, Weights]:
         fleet: Fleet | None = getattr(self, "_fleet", None)
@@ -311,7 +323,7 @@ class Sender:
         if len(kept) != 1 or "" in kept:
             raise TransferFailed(
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
-                engines=dict.fromkeys(self._fleet.engines, "unchanged"),
+                engines=self._fleet.untouched(),
             )
         delivery = self._delivery(self._carrier, deadline)
         (label,) = kept
@@ -326,8 +338,11 @@ class Sender:
         return self._together("status", replies, lambda _, deadline: self._status(deadline, digest=digest))
 
     def _status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, wire.StatusReply]:
-        replies = self._fleet.all(lambda client: client.status(deadline, digest=digest))
-        return dict(zip(self._fleet.engines, replies, strict=True))
+        found = self._fleet.status(deadline, digest=digest)
+        replies = {url: reply for url, reply in found.items() if not isinstance(reply, WeightSyncError)}
+        if failed := {url: reply for url, reply in found.items() if isinstance(reply, WeightSyncError)}:
+            raise joined(failed, self._fleet.untouched())
+        return replies
 
     def close(self) -> None:
         """Give the lease back; release memory, sockets and connections; idempotent."""

@@ -34,6 +34,12 @@ State = Literal[
     "unsynced",
 ]  # fmt: skip
 
+
+def is_stopped(state: State) -> bool:
+    """Whether an engine in this state generates nothing."""
+    return state.startswith("dirty") or state == "unsynced"
+
+
 #: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
 MAX_BODY_BYTES: Final = 64 << 20
 MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 100,000 tensors take less than 1 MB.
@@ -101,7 +107,8 @@ class OpenReply(Message, frozen=True):
     """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason.
 
     ``host`` is where it runs, as `staging.host_id` names it, ``user`` whose directory it meets trainers in there, as
-    `security.meeting` does, ``network`` its network interfaces, as `staging.network_id` does.
+    `security.meeting` does, ``network`` its network interfaces, as `staging.network_id` does. ``stopped``: it serves
+    nothing, being dirty or waiting for its first push.
     """
 
     protocol: tuple[int, int]
@@ -116,6 +123,7 @@ class OpenReply(Message, frozen=True):
     instance: str = ""
     user: str = ""
     network: str = ""
+    stopped: bool = False
 
 
 class UpdateRequest(Message, frozen=True):

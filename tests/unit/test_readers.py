@@ -232,3 +232,17 @@ def test_an_engine_that_is_gone_does_not_keep_others_from_being_caught_up(engine
             sender.remove_engine(gone.url)
             reply = sender.status(digest=True)[late.url]
             assert (reply.version, reply.ranks[0].digest) == ("v0", digest(versions[0]))
+
+
+def test_what_fails_before_a_push_tells_of_a_dirty_engine_that_it_is(engines, versions):
+    engine, _ = engines
+    with Sender([engine.url]) as first:
+        engine.order("raise", 3)
+        with pytest.raises(ApplyFailed):
+            first.push(versions[0], version="broken")
+    with Sender([engine.url]) as second:
+        for fails in (second.rollback, lambda: second.push({}), lambda: second.push(versions[0], version="")):
+            with pytest.raises(WeightSyncError) as raised:
+                fails()
+            assert raised.value.engines == {engine.url: "dirty"}
+    engine.heal(versions[0])
