@@ -138,11 +138,9 @@ def way_to(rank: int, address: str) -> str:
 
 def _somebody_listens(port: int) -> bool:
     """Whether any process of this network does, as far as the kernel tells."""
-    try:
-        lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
-    except OSError:
-        return True
-    return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == _LISTENING for line in lines)
+    tables = [path for path in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")) if path.exists()]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()]
+    return not tables or any(row[1].endswith(f":{port:04X}") and row[3] == _LISTENING for row in rows)
 
 
 def check_reachable(rank: int, host: str, port: int) -> str:
