@@ -10,7 +10,7 @@ from tools import models, servers
 from weightsync.errors import UnsupportedOption, WeightSyncError
 from weightsync.transports.packing import Packer
 
-from .conftest import CACHES, NEW_TOKENS, PROMPT, assert_same, configurations
+from .conftest import CACHES, NEW_TOKENS, PROMPT, assert_agrees, assert_same, configurations
 
 pytestmark = configurations(CACHES)
 
@@ -112,7 +112,8 @@ def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
         assert call(served, *RESUME[served.server.engine]).ok
         reading.result(180)
     assert len(tokens) == LONG
-    assert_same(greedy(served), served.fresh_b.short)
+    # The prompt's KV is in the cache from a prefill of thousands of tokens, which rounds otherwise than its own.
+    assert_agrees(served.server, models.load_reference(served.b), greedy(served))
 
 
 def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
