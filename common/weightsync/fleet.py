@@ -89,7 +89,7 @@ class Fleet:
 
     def __init__(self, urls: Sequence[str], token: str, pause: wire.PauseMode, transport: str, deadline: Deadline):
         self.owner = secrets.token_hex(8)
-        self.holder = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()} ({_program()})"
+        self.holder = f"{_user()} on {socket.gethostname()}, process {os.getpid()} ({_program()})"
         self._pause, self._transport = pause, transport
         self._clients = [EngineClient(url, token) for url in urls]
         self._token = token
@@ -377,6 +377,13 @@ def _caught(call: Callable[[], _T]) -> _T | WeightSyncError:
         return call()
     except WeightSyncError as error:
         return error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container whose user has a number alone
+        return f"user {os.getuid()}"
 
 
 def _program() -> str:
