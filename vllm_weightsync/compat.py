@@ -104,6 +104,12 @@ def why_reload(worker: Any) -> str:
     return "vLLM's reload is the only way in on an accelerator as yet"
 
 
+def model(worker: Any) -> torch.nn.Module:
+    """What the worker computes with."""
+    found: torch.nn.Module = worker.model_runner.get_model()
+    return found
+
+
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks what was packed at start."""
     model = worker.model_runner.get_model()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from weightsync.errors import WeightSyncError
-from weightsync.receiver import Receiver
+from weightsync.errors import WeightSyncError, WrongState
+from weightsync.receiver import Busy, Receiver
 from weightsync.transports.registry import ENGINE_ENDS
 from weightsync.wire import (
     AbortRequest,
@@ -31,32 +31,34 @@ logger = logging.getLogger(__name__)
 UPDATE_METHODS: Final = {f"update_weights_via_{name}": name for name in ENGINE_ENDS}
 
 
+def _abort(receiver: Receiver, asked: AbortRequest) -> None:
+    if asked.release:
+        receiver.release(asked.release)
+    else:
+        receiver.abort(asked.push)
+
+
+#: By name: what is asked, None where that is nothing, and who does it. Who returns nothing is `Done`.
+_METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
+    "weightsync_open": (None, lambda receiver, _: receiver.info()),
+    "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
+    "init_nccl_group": (InitNcclGroup, lambda receiver, asked: receiver.join(asked)),
+    "register_nixl": (RegisterNixl, lambda receiver, asked: receiver.join(asked)),
+    "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),
+    "weightsync_commit": (CommitRequest, lambda receiver, asked: receiver.apply(asked)),
+    "weightsync_restore": (CommitRequest, lambda receiver, asked: receiver.restore(asked)),
+    "weightsync_abort": (AbortRequest, _abort),
+}
+
+
 def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
-    if method == "weightsync_open":
-        return receiver.info()
-    if method == "weightsync_status":
-        return receiver.status(from_json(payload, StatusRequest).digest)
-    if method == "init_nccl_group":
-        return receiver.join(from_json(payload, InitNcclGroup))
-    if method == "register_nixl":
-        return receiver.join(from_json(payload, RegisterNixl))
     if method in UPDATE_METHODS:
         return receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
-    if method == "weightsync_ready":
-        receiver.ready(from_json(payload, CommitRequest))
-    elif method == "weightsync_commit":
-        receiver.apply(from_json(payload, CommitRequest))
-    elif method == "weightsync_restore":
-        receiver.restore(from_json(payload, CommitRequest))
-    elif method == "weightsync_abort":
-        asked = from_json(payload, AbortRequest)
-        if asked.release:
-            receiver.release(asked.release)
-        else:
-            receiver.abort(asked.push)
-    else:
+    if method not in _METHODS:
         raise ValueError(f"no such method: {method}")
-    return Done()
+    kind, run = _METHODS[method]
+    reply = run(receiver, from_json(payload, kind) if kind is not None else None)
+    return reply if isinstance(reply, msgspec.Struct) else Done()
 
 
 def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:
@@ -67,6 +69,8 @@ def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) 
     """
     try:
         return to_json(RankReply(body=msgspec.Raw(to_json(_run(receiver(), method, payload)))))
+    except Busy as error:
+        return to_json(RankReply(error=error_reply(WrongState(str(error))), later=True))
     except Exception as error:
         if not isinstance(error, WeightSyncError):
             logger.exception("%s failed", method)

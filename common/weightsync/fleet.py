@@ -56,6 +56,7 @@ class Engine:
     ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
     ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
     ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
+    ``record_s``: how long it stood still to find out what its loader does with that.
     """
 
     client: EngineClient
@@ -68,6 +69,7 @@ class Engine:
     noticed: list[str] = field(default_factory=list)
     interfaces: str = ""
     manifest: str = ""
+    record_s: float = 0.0
 
     @property
     def peers(self) -> set[Peer]:
@@ -191,6 +193,7 @@ class Fleet:
             engine = self.engines[client.url]
             reply = self._prepared(engine, make(engine), deadline)
             engine.leased, engine.stopped = True, reply.stopped
+            engine.record_s = reply.record_s or 0.0
             if reply.version != engine.version:
                 engine.noticed.append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
 

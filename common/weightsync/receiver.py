@@ -12,6 +12,8 @@ import threading
 import time
 from threading import Event
 
+from msgspec import UNSET
+
 from weightsync import staging
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.cuda_ipc import device_uuid
@@ -36,14 +38,19 @@ from weightsync.wire import (
     RankInfo,
     RankJoined,
     RankStatus,
+    Ready,
     State,
     UpdateRequest,
 )
 
 logger = logging.getLogger(__name__)
 
-#: How long a push that is called off may take to end; its thread looks up ten times a second.
-_ABORT_WAIT_S = 5.0
+#: How long the engine stands still, at most, for a push that is called off; its thread looks up ten times a second.
+_ABORT_WAIT_S = 0.2
+
+
+class Busy(WrongState):
+    """The thread of a push that was called off has not ended: nothing was done, ask again between two steps."""
 
 
 class _Job:
@@ -110,6 +117,7 @@ class Receiver:
             previous=previous.version if previous is not None else "",
             failed=self._failed,
             loading=self._loading.way,
+            model=self._loading.status() or UNSET,
         )
 
     def _end(self, transport: str) -> EngineEnd:
@@ -118,7 +126,7 @@ class Receiver:
         return self._ends[transport]
 
     def join(self, asked: Introduction) -> RankJoined:
-        """Get a transport ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
+        """Get a transport ready for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
         self._supersede(asked.address)
         return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
 
@@ -130,12 +138,17 @@ class Receiver:
         self._settled()
 
     def prepare(self, request: UpdateRequest, transport: str) -> Accepted:
-        """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
+        """Check the manifest, then fetch the bytes in a thread.
+
+        Raises `ManifestMismatch`, `TransferFailed`, or `Busy`.
+        """
         end = self._end(transport)
         end.check(request)
+        if self._job is not None and self._job.request == request:
+            return self._loading.accepted()  # asked again because another rank was not ready
         self._supersede(request.push)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.known)
+        layout = self._loading.accept(request.manifest, request.known, request.push)
         # A version that is kept may have to go in again when no plan is for it.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))
@@ -146,7 +159,7 @@ class Receiver:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
         threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
-        return Accepted(self._loading.unread)
+        return self._loading.accepted()
 
     def _receive(self, job: _Job) -> None:
         try:
@@ -200,9 +213,10 @@ class Receiver:
                 self._job, self._detail, self._failed = None, detail, job.request.push
                 job.end()
 
-    def ready(self, request: CommitRequest) -> None:
+    def ready(self, request: CommitRequest) -> Ready:
         """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
-        self._loading.look_up(self._wanted(request))
+        self._loading.look_up(self._wanted(request), request.push)
+        return self._loading.ready()
 
     def _wanted(self, request: CommitRequest) -> Staged | None:
         """What is to be loaded, if it is in memory; raises as `ready`."""
@@ -312,19 +326,22 @@ class Receiver:
         self._current, self._previous, self._detail = current, previous, ""
 
     def abort(self, push: str = "") -> None:
-        """Forget a push that was not applied, whichever it is where ``push`` is empty."""
+        """Forget a push that was not applied, whichever it is where ``push`` is empty. Raises `Busy`."""
         job = self._job
-        if job is None or push not in ("", job.request.push):
-            return
-        self._call_off(job, f"push {job.request.push} was aborted")
-        self._settled()
+        if job is not None and push in ("", job.request.push):
+            self._call_off(job, f"push {job.request.push} was aborted")
+        if self._last is not None and push in ("", self._last.request.push):
+            self._settled()
 
     def _settled(self) -> None:
         if self._last is not None and not self._last.ended.wait(_ABORT_WAIT_S):
-            raise WrongState(f"rank {self._sink.rank} is still busy with push {self._last.request.push}; try again")
+            raise Busy(
+                f"rank {self._sink.rank} is still busy with push {self._last.request.push}, which was called off; push "
+                "again"
+            )
 
     def release(self, address: str) -> None:
-        """Give back what is held of a sender that has closed."""
+        """Give back what is held of a sender that has closed. Raises `Busy`."""
         if self._job is None:
             self._settled()
             released = [end.release(address) for end in self._ends.values()]

@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 from weightsync import security, staging, wire
 from weightsync.calls import COMMIT_CALL_S, Calls, Replies, collect
+from weightsync.coverage import check_read
 from weightsync.errors import (
     ApplyFailed,
     EngineRestarted,
     LeaseHeld,
-    ManifestMismatch,
     ProtocolMismatch,
     PushTimeout,
     TransferFailed,
     UnsupportedOption,
     WeightSyncError,
 )
-from weightsync.layout import listed
 from weightsync.lease import Lease
 from weightsync.session import REPLICA, Machine
 from weightsync.transports.base import Introduction
@@ -164,6 +163,9 @@ class Replica:
             try:
                 if self._machine.allows("abort"):
                     await self._forget(f"push {self._push} is superseded")
+                else:
+                    # Ranks join at once or not at all: what still ends on one of them has to have ended before.
+                    collect(await self._call("weightsync_abort", b"{}", asked.timeout_s), wire.Done)
                 replies = await self._call(method, wire.to_json(asked), asked.timeout_s)
                 return wire.JoinReply(tuple(collect(replies, wire.RankJoined)), self.instance)
             finally:
@@ -186,7 +188,8 @@ class Replica:
                     await self._forget(f"push {self._push} is superseded by {asked.push}")
                 self._machine.check("prepare")
                 payload = wire.to_json(asked)
-                check_read(collect(await self._call(method, payload, asked.timeout_s), wire.Accepted))
+                accepted = collect(await self._call(method, payload, asked.timeout_s), wire.Accepted)
+                check_read(accepted, asked.manifest)
             except BaseException as error:
                 await self._forget_after_failure(asked.push)  # some rank may have begun
                 self._own_up(error)
@@ -195,7 +198,8 @@ class Replica:
             self._push = asked.push
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._look_after())
-        return wire.UpdateReply(await self.front.version(), self.instance, bool(self.stopped))
+        record_s = max(rank.record_s for rank in accepted)
+        return wire.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
 
     async def lease(self, asked: wire.LeaseRequest) -> wire.Done:
         """The owner is alive."""
@@ -229,7 +233,7 @@ class Replica:
                 raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
             try:
                 ready = await self._call("weightsync_ready", wire.to_json(asked), asked.timeout_s)
-                collect(ready, wire.Done)
+                record_s = max(rank.record_s for rank in collect(ready, wire.Ready))
                 if not asked.rollback:
                     self._machine.move("staged")
                 stopped = bool(self.stopped)
@@ -252,6 +256,7 @@ class Replica:
             self._machine.move("applied")
             self._committed, self._push, self._detail = asked.push, "", ""
             self._lease.idle()
+            reply.seconds["record"] = record_s
             return reply
 
     async def abort(self, asked: wire.AbortRequest) -> wire.Done:
@@ -325,12 +330,6 @@ class Replica:
             yield
         finally:
             self._turn.release()
-
-
-def check_read(ranks: Sequence[wire.Accepted]) -> None:
-    """Raise `ManifestMismatch` by name for tensors that no rank has a use for."""
-    if unread := set(ranks[0].unread).intersection(*(rank.unread for rank in ranks)):
-        raise ManifestMismatch(f"the push does not fit the engine's model: no rank loads {listed(unread)}")
 
 
 async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:

@@ -40,6 +40,10 @@ class Scattered:
             raise TransferFailed(f"bytes {where.start} to {where.stop} of the stream are not in one part of memory")
         return found
 
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the parts lie: addresses, from and to."""
+        return [(part.data_ptr(), part.data_ptr() + part.numel()) for part in self._parts]
+
     def check(self) -> None:
         """Raise `TransferFailed` unless all that was read here so far was what the owner had offered."""
         if self._revoked.item():
@@ -48,6 +52,13 @@ class Scattered:
 
 Stream = torch.Tensor | Scattered
 """A whole stream: a 1-D uint8 tensor, or what is sliced as if it were."""
+
+
+def spans(stream: Stream) -> list[tuple[int, int]]:
+    """Where a stream lies: addresses, from and to."""
+    if isinstance(stream, Scattered):
+        return stream.spans()
+    return [(stream.data_ptr(), stream.data_ptr() + stream.numel())] if stream.numel() else []
 
 
 def key(stream: Stream) -> int:

@@ -195,11 +195,15 @@ class JoinReply(Message, frozen=True):
 
 
 class UpdateReply(Message, frozen=True):
-    """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push."""
+    """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push.
+
+    ``record_s``: of its slowest rank, as in `Accepted`.
+    """
 
     version: str = ""
     instance: str = ""
     stopped: bool = False
+    record_s: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class CommitRequest(Message, frozen=True):
@@ -262,10 +266,36 @@ class StatusRequest(Message, frozen=True):
     digest: bool = False
 
 
+class Comparison(Message, frozen=True):
+    """What was compared with a load plan last, and in which push; ``fault`` is empty if it was the same."""
+
+    what: str
+    push: str = ""
+    fault: str = ""
+
+
+class ModelStatus(Message, frozen=True):
+    """What one rank's part of the model gets of the manifest that it accepted last, as far as its loader tells.
+
+    ``parameters`` of which ``written`` are loaded as a whole; 0, if what the loader does could not be recorded.
+    ``unwritten`` are a few names of the others, ``unread`` a few of the ``unread_tensors`` that this rank does not
+    read. ``pushes`` have been loaded by the plan since it was recorded.
+    """
+
+    parameters: int = 0
+    written: int = 0
+    unwritten: tuple[str, ...] = ()
+    unread_tensors: int = 0
+    unread: tuple[str, ...] = ()
+    pushes: int = 0
+    compared: tuple[Comparison, ...] = ()
+
+
 class RankStatus(Message, frozen=True):
     """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before.
 
-    ``failed`` is the push that ended here without being applied, ``detail`` says why, ``loading`` how pushes get in.
+    ``failed`` is the push that ended here without being applied, ``detail`` says why, ``loading`` how pushes get in,
+    ``model`` what they fill.
     """
 
     rank: int
@@ -276,6 +306,7 @@ class RankStatus(Message, frozen=True):
     previous: str = ""
     failed: str = ""
     loading: str = ""
+    model: ModelStatus | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(Message, frozen=True):
@@ -318,13 +349,32 @@ def error_reply(error: BaseException) -> ErrorReply:
 
 
 class RankReply(Message, frozen=True):
-    """What one rank answers to a call: ``body`` is the JSON of the reply, unless ``error`` is set."""
+    """What one rank answers to a call: ``body`` is the JSON of the reply, unless ``error`` is set.
+
+    ``later``: it has done nothing, for it still lets go of the push before; it is to be asked again.
+    """
 
     body: msgspec.Raw = msgspec.Raw(b"{}")
     error: ErrorReply | None = None
+    later: bool = False
 
 
-class Accepted(Message, frozen=True):
-    """One rank takes part in a push. ``unread`` names tensors that it has no use for; some other rank must have."""
+class Accepted(Message, frozen=True, omit_defaults=True):
+    """One rank takes part in a push. ``unread`` names tensors that it has no use for; some other rank must have.
+
+    Where a checkpoint says what is expected, ``skipped`` has a bit for each tensor that it does not read, in the
+    manifest's order, and ``unwritten`` the parameters that are not loaded as a whole, each with the bits of those
+    tensors that could be for it: no parameter may lack what all ranks skip. ``record_s`` is how long the engine stood
+    still while its loader was recorded.
+    """
 
     unread: tuple[str, ...] = ()
+    skipped: bytes = b""
+    unwritten: dict[str, bytes] = {}
+    record_s: float = 0.0
+
+
+class Ready(Message, frozen=True, omit_defaults=True):
+    """One rank can load. ``record_s`` as in `Accepted`, if its loader had to be recorded again."""
+
+    record_s: float = 0.0
