@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 import psutil
 
 from weightsync import errors, staging
@@ -26,6 +27,10 @@ _R = TypeVar("_R")
 COMMIT_CALL_S: Final = 600.0
 #: How often the ranks' processes are looked at while a call takes long.
 _LOOK_UP_S: Final = 1.0
+#: What a rank that is to be asked later gets to end what it is busy with.
+_AGAIN_S: Final = 0.05
+#: With less time than this they are not asked again: their last answer says more than that there was none.
+_ASKING_S: Final = 1.0
 ENDED: Final = "has ended"
 
 
@@ -41,7 +46,18 @@ class Calls:
         self.ranks: tuple[RankInfo, ...] = ()
 
     async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
-        """Every rank's `wire.RankReply`. Raises `PushTimeout` and whatever the engine raises."""
+        """Every rank's `wire.RankReply`. Raises `PushTimeout` and whatever the engine raises.
+
+        Where a rank answers that it is to be asked later, all are asked again, and generate meanwhile.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            replies = await self._once(method, payload, max(end - time.monotonic(), 0.0))
+            if not any(map(_later, replies)) or time.monotonic() + _ASKING_S >= end:
+                return replies
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _once(self, method: str, payload: bytes, timeout_s: float) -> Replies:
         start = time.monotonic()
         try:
             await asyncio.wait_for(self._turn.acquire(), timeout_s)
@@ -77,6 +93,13 @@ class Calls:
         """What can be seen of ranks that cannot answer, to be appended to an error."""
         seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := _seen(rank))]
         return f": {', '.join(seen)}" if seen else ""
+
+
+def _later(reply: bytes | str) -> bool:
+    try:
+        return from_json(reply, RankReply).later
+    except msgspec.MsgspecError:
+        return False  # whoever reads the reply says what is wrong with it
 
 
 def _seen(rank: RankInfo) -> str:

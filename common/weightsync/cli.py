@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from weightsync import security
+import msgspec
+
+from weightsync import security, wire
 from weightsync.client import EngineClient
 from weightsync.errors import WeightSyncError
 from weightsync.transports.base import Deadline
@@ -42,16 +44,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(client: EngineClient, url: str, deadline: Deadline) -> str:
     status = client.status(deadline)
-    ranks = [
-        f"  rank {rank.rank}: {rank.state}"
-        + "".join(f", {word}" for word in (rank.push, rank.detail, rank.loading) if word)
-        for rank in status.ranks
-    ]
+    ranks = [line for rank in status.ranks for line in _rank(rank)]
     held = f", lease of {status.holder}" if status.holder else ""
     why = f" ({status.detail})" if status.detail else ""
     off = [f"  {name}: off ({reason})" for name, reason in status.off.items()]
     lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *off, *ranks]
     return "\n".join(map(_shown, lines))
+
+
+def _rank(rank: wire.RankStatus) -> Iterator[str]:
+    yield f"  rank {rank.rank}: {rank.state}" + "".join(
+        f", {word}" for word in (rank.push, rank.detail, rank.loading) if word
+    )
+    model = rank.model
+    if isinstance(model, msgspec.UnsetType):
+        return
+    if model.parameters:
+        yield (
+            f"    {model.written} of {model.parameters} parameters are loaded"
+            + _names("not", model.parameters - model.written, model.unwritten)
+            + _names("tensors that it does not read:", model.unread_tensors, model.unread)
+            + f"; pushes by this plan: {model.pushes}"
+        )
+    for one in model.compared:
+        found = f"no, {one.fault}" if one.fault else "yes"
+        yield f"    as planned, {one.what}: {found}" + (f" (push {one.push})" if one.push else "")
+
+
+def _names(what: str, count: int, few: Sequence[str]) -> str:
+    more = f" and {count - len(few)} more" if count > len(few) else ""
+    return f"; {what} {', '.join(few)}{more}" if few else ""
 
 
 def _abort(client: EngineClient, url: str, deadline: Deadline) -> str:

@@ -108,6 +108,7 @@ class Delivery:
         with self._timed("prepare"):
             fleet.prepare(make, deadline)
             carrier.meet(fleet.peers, deadline)
+        self.seconds["record"] = max(engine.record_s for engine in fleet.engines.values())
 
     def _send(self, send: Send, nbytes: int) -> Sent:
         with self._timed("transfer"), _bar(nbytes, self._progress) as progress:

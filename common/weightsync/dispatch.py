@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from weightsync.errors import WeightSyncError
-from weightsync.receiver import Receiver
+from weightsync.errors import WeightSyncError, WrongState
+from weightsync.receiver import Busy, Receiver
 from weightsync.transports.registry import ENGINE_ENDS
 from weightsync.wire import (
     AbortRequest,
@@ -42,11 +42,11 @@ def _abort(receiver: Receiver, asked: AbortRequest) -> None:
 _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
     "weightsync_open": (None, lambda receiver, _: receiver.info()),
     "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
-    "init_nccl_group": (InitNcclGroup, Receiver.join),
-    "register_nixl": (RegisterNixl, Receiver.join),
-    "weightsync_ready": (CommitRequest, Receiver.ready),
-    "weightsync_commit": (CommitRequest, Receiver.apply),
-    "weightsync_restore": (CommitRequest, Receiver.restore),
+    "init_nccl_group": (InitNcclGroup, lambda receiver, asked: receiver.join(asked)),
+    "register_nixl": (RegisterNixl, lambda receiver, asked: receiver.join(asked)),
+    "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),
+    "weightsync_commit": (CommitRequest, lambda receiver, asked: receiver.apply(asked)),
+    "weightsync_restore": (CommitRequest, lambda receiver, asked: receiver.restore(asked)),
     "weightsync_abort": (AbortRequest, _abort),
 }
 
@@ -69,6 +69,8 @@ def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) 
     """
     try:
         return to_json(RankReply(body=msgspec.Raw(to_json(_run(receiver(), method, payload)))))
+    except Busy as error:
+        return to_json(RankReply(error=error_reply(WrongState(str(error))), later=True))
     except Exception as error:
         if not isinstance(error, WeightSyncError):
             logger.exception("%s failed", method)

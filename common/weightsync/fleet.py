@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
 import itertools
 import logging
-import os
 import secrets
-import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,7 +59,8 @@ class Engine:
     ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
     ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
     ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
-    ``committed``: which instance of it was the last to commit what this sender pushed.
+    ``committed``: which instance of it was the last to commit what this sender pushed. ``record_s``: how long it stood
+    still to find out what its loader does with that.
     """
 
     client: EngineClient
@@ -77,6 +74,7 @@ class Engine:
     interfaces: str = ""
     manifest: str = ""
     committed: str = ""
+    record_s: float = 0.0
 
     @property
     def peers(self) -> set[Peer]:
@@ -89,7 +87,7 @@ class Fleet:
 
     def __init__(self, urls: Sequence[str], token: str, pause: wire.PauseMode, transport: str, deadline: Deadline):
         self.owner = secrets.token_hex(8)
-        self.holder = f"{_user()} on {socket.gethostname()}, process {os.getpid()} ({_program()})"
+        self.holder = lease.this_process()
         self._pause, self._transport = pause, transport
         self._clients = [EngineClient(url, token) for url in urls]
         self._token = token
@@ -243,6 +241,7 @@ class Fleet:
             engine = self.engines[client.url]
             reply = self._prepared(engine, make(engine), deadline)
             engine.leased, engine.stopped = True, reply.stopped
+            engine.record_s = reply.record_s or 0.0
             if reply.version != engine.version:
                 engine.noticed.append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
 
@@ -377,17 +376,6 @@ def _caught(call: Callable[[], _T]) -> _T | WeightSyncError:
         return call()
     except WeightSyncError as error:
         return error
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in a container whose user has a number alone
-        return f"user {os.getuid()}"
-
-
-def _program() -> str:
-    return os.path.basename(sys.argv[0]) or "python"
 
 
 def joined(failed: dict[str, WeightSyncError], others: dict[str, Weights]) -> WeightSyncError:

@@ -37,6 +37,17 @@ _LISTED: Final = 5
 _LISTED_CHARS: Final = 300
 
 
+#: What to do about the two mistakes that are nobody's: transformers drops layers, and trainers keep their own dtype.
+_IF_MISSING: Final = (
+    "transformers drops what it has no module for, such as layers for multi-token prediction: push a mapping that has "
+    "these tensors too, or start the engine from a folder whose checkpoint is without them"
+)
+_IF_CAST: Final = (
+    "load or convert the trainer's model with the engine's dtype, as in from_pretrained(..., dtype=torch.bfloat16) or "
+    "model.to(torch.bfloat16), or push a mapping of tensors that were cast"
+)
+
+
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """Describe a tensor. Raises `ManifestMismatch` by name for a dtype that no checkpoint holds."""
     dtype = _NAMES.get(tensor.dtype)
@@ -155,7 +166,7 @@ def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec],
     if unknown := have.keys() - want.keys():
         faults.append(f"unknown to the engine: {listed(unknown)}")
     if missing := want.keys() - have.keys() - set(optional):
-        faults.append(f"missing: {listed(missing)}")
+        faults.append(f"missing: {listed(missing)} ({_IF_MISSING})")
     both = have.keys() & want.keys()
     faults += [
         f"{label}: "
@@ -164,7 +175,7 @@ def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec],
             for name in both
             if getattr(have[name], what) != getattr(want[name], what)
         )
-        for what, label in (("shape", "wrong shape"), ("dtype", "wrong dtype (cast before the push)"))
+        for what, label in (("shape", "wrong shape"), ("dtype", f"wrong dtype ({_IF_CAST})"))
         if any(getattr(have[name], what) != getattr(want[name], what) for name in both)
     ]
     if faults:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Final
@@ -87,3 +91,13 @@ class Lease:
             f"another trainer pushes here: {self.holder or 'it did not say who'}; close its Sender, wait until it is "
             "gone, or end its lease with: weightsync abort URL"
         )
+
+
+def this_process() -> str:
+    """What others are told of a trainer: whose it is, where, and which program."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in a container whose user has a number alone
+        user = f"user {os.getuid()}"
+    program = os.path.basename(sys.argv[0]) or "python"
+    return f"{user} on {socket.gethostname()}, process {os.getpid()} ({program})"

@@ -23,10 +23,11 @@ from weightsync.standin import Unrecordable
 
 #: How much is compared in one go, in bytes.
 _COMPARED_BYTES: Final = 64 << 20
-#: How much of the model is compared after every replay: 4 MiB in places that move, which takes a millisecond at most.
-#: What takes a step of Python for each is looked at in fewer.
-_LOOKS: Final = 64
+#: How much of the model is compared after every replay: about 4 MiB in pieces, others each time, which takes a
+#: millisecond at most. What takes a step of Python for each is looked at in fewer.
+_LOOKED_BYTES: Final = 4 << 20
 _LOOK_BYTES: Final = 64 << 10
+_LOOKS: Final = 512
 _SLOW_LOOKS: Final = 8
 #: A loader is recorded again with this part of the tensors, at least so many; the next time with others. It is so twice
 #: in every push, so that each tensor is in 16 pushes, or sooner, and costs some 30 microseconds for each.
@@ -41,12 +42,13 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 class _Bound(NamedTuple):
     """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it.
 
-    ``ends`` counts the bytes of the runs up to each.
+    ``ends`` counts the pieces of `_LOOK_BYTES` of the runs up to the end of each; so many are ``looks`` after a replay.
     """
 
     copies: Copies
     runs: list[Run]
     ends: list[int]
+    looks: int
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
@@ -199,10 +201,13 @@ class LoadPlan:
         strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
         pairs = [*constants, *strided]
         runs = self._runs_from(stage)
+        ends = list(itertools.accumulate(-(-run.nbytes // _LOOK_BYTES) for run in runs))
+        nbytes = sum(run.nbytes for run in runs)
         return _Bound(
             Copies(runs),
             runs,
-            list(itertools.accumulate(run.nbytes for run in runs)),
+            ends,
+            min(_LOOKS, _LOOKED_BYTES * ends[-1] // nbytes) if nbytes else 0,
             [target for target, _ in pairs],
             [source for _, source in pairs],
         )
@@ -240,11 +245,10 @@ class LoadPlan:
         """Name of a parameter that is not, where it is looked at, what `replay` put there; every time elsewhere."""
         bound, turn = self._bound[key(stage)], self._looks
         self._looks += 1
-        step = max(_LOOK_BYTES, (bound.ends[-1] if bound.ends else 0) // _LOOKS)
-        for place in range(turn * _LOOK_BYTES % step, bound.ends[-1] if bound.ends else 0, step):
-            at = bisect.bisect_right(bound.ends, place)
+        for piece in _moving(bound.ends[-1] if bound.ends else 0, turn, bound.looks):
+            at = bisect.bisect_right(bound.ends, piece)
             source, target, nbytes = bound.runs[at]
-            into = place - bound.ends[at] + nbytes
+            into = (piece - (bound.ends[at - 1] if at else 0)) * _LOOK_BYTES
             if _memcmp(source + into, target + into, min(_LOOK_BYTES, nbytes - into)):
                 owner = self.memory.owner_at(target + into)
                 return owner.name if owner is not None else ""
@@ -267,12 +271,14 @@ class LoadPlan:
         specs = [specs[at] for at in _moving(len(specs), self._shares, max(_SHARE, len(specs) // _SHARES))]
         names = frozenset(spec.name for spec in specs)
         self._shares += 1
+        if not names:
+            return ""
         return self._recording.differs(record(opened, specs, self._device, self.memory), names)
 
 
 def _moving(count: int, turn: int, most: int) -> range:
     """At most so many of ``count`` places, spread over all of them; each of them once in as many turns as it takes."""
-    step = max(1, -(-count // most))
+    step = max(1, -(-count // max(1, most)))
     return range(turn % step, count, step)
 
 

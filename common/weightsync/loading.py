@@ -17,16 +17,21 @@ from weightsync.fingerprint import Fingerprint
 from weightsync.layout import Layout, check_manifest, listed, named
 from weightsync.load_plan import LoadPlan
 from weightsync.memory import inside
+from weightsync.model_status import Comparison, ModelStatus
 from weightsync.parts import Parts
 from weightsync.recording import record, uncollected
 from weightsync.scattered import Stream, spans
 from weightsync.sink import Expected, Opened, Sealed, Sink
 from weightsync.stage import Staged
-from weightsync.wire import Accepted, Comparison, ModelStatus, Ready, TensorSpec
+from weightsync.wire import Accepted, Ready, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 _OWN: Final = "the engine's own loader"
+#: What a sample may cost in every look, in seconds of this thread; one that takes n times as long is made in every n-th
+#: look, and at the latest after so many.
+_SAMPLE_S: Final = 0.05
+_RESTS: Final = 16
 
 
 class Loading:
@@ -56,6 +61,8 @@ class Loading:
         #: Pushes that the plan has loaded, and by what was compared, the last comparison.
         self._pushes = 0
         self._looked = ""
+        #: So many looks are still to do without a sample.
+        self._rest = 0
         self._compared: dict[str, Comparison] = {}
 
     @property
@@ -212,26 +219,37 @@ class Loading:
         plan, opened, fingerprint = self._plan, self._opened, self._fingerprint
         if plan is None or opened is None or fingerprint is None or not self._trusted:
             return ""
-        start = time.perf_counter()
-        changed = fingerprint.changed()
-        if not (changed or sample):
-            return ""
-        why = f"{listed(changed)} changed" if changed else ""
+        start, changed = time.perf_counter(), []
         try:
+            changed = fingerprint.changed()
+            sample = sample and self._is_due()
+            if not (changed or sample):
+                return ""
             with uncollected():
+                found = self._sampled(plan, opened) if sample and not changed else "some"
                 # A loader may do with a few tensors what it does not do with all: only all of them decide.
-                found = plan.redone(opened, share=not changed)
-                if found and not changed:
-                    found = plan.redone(opened, share=False)
+                found = found and plan.redone(opened, share=False)
+            if changed and not found:
+                fingerprint.was_harmless(changed)
         except Exception as error:
             found = f"all ({type(error).__name__}: {error})"
         finally:
             self._record_s += time.perf_counter() - start
-        fault = f"{why + ', and ' if why else ''}the loader does not do what was recorded with {found}" if found else ""
-        if changed and not found:
-            fingerprint.was_harmless(changed)
+        why = f"{listed(changed)} changed, and " if changed else ""
+        fault = f"{why}the loader does not do what was recorded with {found}" if found else ""
         self._note("what the loader does", push, fault)
         return fault
+
+    def _is_due(self) -> bool:
+        self._rest -= 1
+        return self._rest < 0
+
+    def _sampled(self, plan: LoadPlan, opened: Opened) -> str:
+        """As `LoadPlan.redone` of some tensors; where that costs much, the next looks do without."""
+        start = time.thread_time()
+        found = plan.redone(opened, share=True)
+        self._rest = min(_RESTS, int((time.thread_time() - start) / _SAMPLE_S))
+        return found
 
     def _note(self, what: str, push: str, fault: str) -> None:
         self._compared[what] = Comparison(what, push, fault)
@@ -336,12 +354,17 @@ class Loading:
             why = "it lays the parameters out anew with every load"
         elif name := plan.differs(staged.data):
             why = f"what it makes of {name} is not what was recorded: it is worked on after loading"
+        else:
+            try:
+                self._fingerprint = Fingerprint(plan.memory.model, plan.loads)
+            except Exception as error:  # the weights are right, and it is only the plan that nothing can be told of
+                why = f"what it depends on cannot be told ({type(error).__name__}: {error})"
         self._note("what the engine loaded", staged.push, why)
         if why:
             self._drop(why)
         else:
             plan.bind(staged.data)
-            self._fingerprint = Fingerprint(plan.memory.model, plan.loads)
+            self._rest = 0
             self._trusted = True
         logger.info("rank %d loads through %s", self._sink.rank, self.way)
 

@@ -45,8 +45,12 @@ from weightsync.wire import (
 
 logger = logging.getLogger(__name__)
 
-#: How long a push that is called off may take to end; its thread looks up ten times a second.
-_ABORT_WAIT_S = 5.0
+#: How long the engine stands still, at most, for a push that is called off; its thread looks up ten times a second.
+_ABORT_WAIT_S = 0.2
+
+
+class Busy(WrongState):
+    """The thread of a push that was called off has not ended: nothing was done, ask again between two steps."""
 
 
 class _Job:
@@ -117,7 +121,7 @@ class Receiver:
         return self._ends[transport]
 
     def join(self, asked: Introduction) -> RankJoined:
-        """Get a transport ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
+        """Get a transport ready for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
         self._supersede(asked.address)
         self._disown(asked.owner)
         return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
@@ -130,9 +134,14 @@ class Receiver:
         self._settled()
 
     def prepare(self, request: UpdateRequest, transport: str) -> Accepted:
-        """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch` or `TransferFailed`."""
+        """Check the manifest, then fetch the bytes in a thread.
+
+        Raises `ManifestMismatch`, `TransferFailed`, or `Busy`.
+        """
         end = self._end(transport)
         end.check(request)
+        if self._job is not None and self._job.request == request:
+            return self._loading.accepted()  # asked again because another rank was not ready
         self._supersede(request.push)
         self._disown(request.owner)
         self._machine.check("prepare")
@@ -323,19 +332,22 @@ class Receiver:
         self._current, self._previous, self._detail = current, previous, ""
 
     def abort(self, push: str = "") -> None:
-        """Forget a push that was not applied, whichever it is where ``push`` is empty."""
+        """Forget a push that was not applied, whichever it is where ``push`` is empty. Raises `Busy`."""
         job = self._job
-        if job is None or push not in ("", job.request.push):
-            return
-        self._call_off(job, f"push {job.request.push} was aborted")
-        self._settled()
+        if job is not None and push in ("", job.request.push):
+            self._call_off(job, f"push {job.request.push} was aborted")
+        if self._last is not None and push in ("", self._last.request.push):
+            self._settled()
 
     def _settled(self) -> None:
         if self._last is not None and not self._last.ended.wait(_ABORT_WAIT_S):
-            raise WrongState(f"rank {self._sink.rank} is still busy with push {self._last.request.push}; try again")
+            raise Busy(
+                f"rank {self._sink.rank} is still busy with push {self._last.request.push}, which was called off; push "
+                "again"
+            )
 
     def release(self, address: str) -> None:
-        """Give back what is held of a sender that has closed."""
+        """Give back what is held of a sender that has closed. Raises `Busy`."""
         if self._job is None:
             self._settled()
             released = [end.release(address) for end in self._ends.values()]

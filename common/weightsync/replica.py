@@ -172,6 +172,9 @@ class Replica:
             try:
                 if self._machine.allows("abort"):
                     await self._forget(f"push {self._push} is superseded", deadline)
+                else:
+                    # Ranks join at once or not at all: what still ends on one of them has to have ended before.
+                    collect(await self._call("weightsync_abort", b"{}", deadline.left()), wire.Done)
                 replies = await self._call(method, wire.to_json(asked), deadline.left())
                 return wire.JoinReply(tuple(collect(replies, wire.RankJoined)), self.instance)
             finally:

@@ -12,6 +12,7 @@ import msgspec
 
 from weightsync import codec
 from weightsync.errors import Weights, WeightSyncError
+from weightsync.model_status import ModelStatus
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
@@ -293,31 +294,6 @@ class StatusRequest(Message, frozen=True):
     timeout_s: Timeout | None = None
 
 
-class Comparison(Message, frozen=True):
-    """What was compared with a load plan last, and in which push; ``fault`` is empty if it was the same."""
-
-    what: str
-    push: str = ""
-    fault: str = ""
-
-
-class ModelStatus(Message, frozen=True):
-    """What one rank's part of the model gets of the manifest that it accepted last, as far as its loader tells.
-
-    ``parameters`` of which ``written`` are loaded as a whole; 0, if what the loader does could not be recorded.
-    ``unwritten`` are a few names of the others, ``unread`` a few of the ``unread_tensors`` that this rank does not
-    read. ``pushes`` have been loaded by the plan since it was recorded.
-    """
-
-    parameters: int = 0
-    written: int = 0
-    unwritten: tuple[str, ...] = ()
-    unread_tensors: int = 0
-    unread: tuple[str, ...] = ()
-    pushes: int = 0
-    compared: tuple[Comparison, ...] = ()
-
-
 class RankStatus(Message, frozen=True):
     """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before.
 
@@ -387,10 +363,14 @@ def error_reply(error: BaseException) -> ErrorReply:
 
 
 class RankReply(Message, frozen=True):
-    """What one rank answers to a call: ``body`` is the JSON of the reply, unless ``error`` is set."""
+    """What one rank answers to a call: ``body`` is the JSON of the reply, unless ``error`` is set.
+
+    ``later``: it has done nothing, for it still lets go of the push before; it is to be asked again.
+    """
 
     body: msgspec.Raw = msgspec.Raw(b"{}")
     error: ErrorReply | None = None
+    later: bool = False
 
 
 class Accepted(Message, frozen=True, omit_defaults=True):

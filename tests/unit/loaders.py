@@ -7,8 +7,10 @@ import torch
 
 from weightsync.layout import Layout, spec_of
 from weightsync.load_plan import LoadPlan
+from weightsync.parts import Parts
 from weightsync.scattered import Scattered
-from weightsync.sink import Opened
+from weightsync.sink import Expected, Opened
+from weightsync.stage import Staged
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -95,3 +97,34 @@ def odd_loader(act):
                 model.get_parameter(name).data.copy_(tensor)
 
     return load
+
+
+class SinkOf:
+    """A rank of a model and a loader for it; ``specs`` are what the engine was started with."""
+
+    rank, device = 0, CPU
+
+    def __init__(self, model, load, specs):
+        self.model, self._load, self._specs = model, load, tuple(specs)
+
+    def expected(self):
+        return Expected(self._specs)
+
+    def opened(self):
+        return Opened(self.model, self.load, contextlib.nullcontext)
+
+    @torch.no_grad()
+    def load(self, weights):
+        self._load(self.model, weights)
+
+
+def push_into(loading, checkpoint, push="push", *, stage=None):
+    """What a receiver does with a push; the stage."""
+    layout = loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()], push=push)
+    stage = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8) if stage is None else stage
+    for entry in layout.entries:
+        entry.view(stage).copy_(checkpoint[entry.spec.name])
+    staged = Staged(push, Parts(layout, {}), stage)
+    loading.look_up(staged, push)
+    loading.load(staged)
+    return staged

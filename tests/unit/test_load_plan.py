@@ -1,5 +1,6 @@
 """Load plans: what a loader of views, casts and copies does is recorded without a trace, and replayed bit by bit."""
 
+import contextlib
 import tracemalloc
 
 import pytest
@@ -20,6 +21,7 @@ from tests.unit.loaders import (
     scattered,
     two,
 )
+from weightsync.sink import Opened
 
 # --- programs of views, casts and copies ------------------------------------------------------------------------------
 
@@ -137,7 +139,16 @@ def test_replay_equals_really_loading(program, apart):
     if plan.loader:
         load(model, [(name, checkpoint[name]) for name in checkpoint if name in plan.loader])
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
-    assert plan.differs(stage) == ""
+    assert plan.differs(stage) == plan.strays(stage) == ""
+    opened = Opened(model, lambda weights: load(model, weights), contextlib.nullcontext)
+    assert [plan.redone(opened, share=share) for share in (True, True, False)] == [""] * 3
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
+    # Whatever the loader passes over from now on, is not in what it did.
+    for left_out in {copy.name for copy in plan.copies} - plan.loader:
+        less = Opened(
+            model, lambda weights, name=left_out: load(model, [p for p in weights if p[0] != name]), opened[2]
+        )
+        assert plan.redone(less, share=True) == plan.redone(less, share=False) == left_out
     if plan.copies:
         target = plan.copies[0].target
         target.as_strided((1,), (1,), target.storage_offset()).view(torch.uint8)[0] ^= 1

@@ -68,7 +68,7 @@ def test_a_push_is_served(engine, trained):
     assert (result.version, result.engines[engine.url].transport) == ("trained", "ipc_zmq")
     assert "the same host" in result.engines[engine.url].transport_reason
     assert result.nbytes == sum(p.numel() * p.element_size() for p in trained.parameters())
-    assert set(result.seconds) == {"prepare", "transfer", "gather", "digest", "verify", "commit", "total"}
+    assert set(result.seconds) == {"prepare", "record", "transfer", "gather", "digest", "verify", "commit", "total"}
 
 
 def test_versions_count_up_by_themselves(engine, trained):

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from weightsync import frames, handles, wire
+from weightsync.model_status import Comparison, ModelStatus
 from weightsync.wire import TensorSpec
 
 FILE = handles.FileHandle(7, 3, 9)
@@ -70,6 +71,25 @@ GOLDEN_JSON = [
     ),
     (wire.LeaseRequest(owner="o"), b'{"owner":"o"}'),
     (wire.Accepted(unread=("w",)), b'{"unread":["w"]}'),
+    (
+        wire.Accepted(skipped=b"\5", unwritten={"p": b"\1"}, record_s=0.5),
+        b'{"skipped":"BQ==","unwritten":{"p":"AQ=="},"record_s":0.5}',
+    ),
+    (wire.Ready(), b"{}"),
+    (wire.Ready(record_s=0.5), b'{"record_s":0.5}'),
+    (
+        wire.UpdateReply(version="7", instance="i", record_s=0.5),
+        b'{"version":"7","instance":"i","stopped":false,"record_s":0.5}',
+    ),
+    (
+        wire.RankStatus(
+            rank=1, state="serving",
+            model=ModelStatus(3, 2, ("p",), 1, ("w",), 4, (Comparison("what the loader does", "v", "f"),)),
+        ),
+        b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"","loading":"",'
+        b'"model":{"parameters":3,"written":2,"unwritten":["p"],"unread_tensors":1,"unread":["w"],"pushes":4,'
+        b'"compared":[{"what":"what the loader does","push":"v","fault":"f"}]}}',
+    ),
     (
         wire.RankStatus(rank=1, state="serving", loading="load plan, 3 copies"),
         b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"",'

@@ -1,0 +1,150 @@
+"""Loaders that keep the tensors they are given: the engine never computes with memory of the sender."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.unit.loaders import Model, SinkOf, bits, push_into, scattered
+from weightsync import Sender
+from weightsync.errors import SourceError, WrongState
+from weightsync.layout import digest_of, spec_of
+from weightsync.loading import Loading
+from weightsync.parts import Parts
+from weightsync.sink import Sealed
+from weightsync.stage import Staged
+from weightsync.standin import Standin
+from weightsync.testing import ReferenceEngine
+
+
+def model_of():
+    return Model({"plain": torch.zeros(4, 6), "odd": torch.zeros(4, 6)}, {"table": torch.zeros(3)})
+
+
+def pushed(number):
+    return {name: torch.full(tensor.shape, float(number)) for name, tensor in model_of().state_dict().items()}
+
+
+SPECS = [spec_of(name, tensor) for name, tensor in pushed(0).items()]
+
+
+def copied(model, name, tensor):
+    model.state_dict()[name].copy_(tensor)
+
+
+def as_data(model, name, tensor):
+    model.get_parameter(name).data = tensor
+
+
+def as_a_parameter(model, name, tensor):
+    setattr(model, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def as_a_view(model, name, tensor):
+    model.get_parameter(name).data = tensor.t().contiguous().t() if isinstance(tensor, Standin) else tensor[:]
+
+
+def as_a_buffer(model, name, tensor):
+    model._buffers["table"] = model._buffers["table"] if isinstance(tensor, Standin) else tensor.view(-1)[1:4]
+
+
+def loader(act, seen=None):
+    """Does something else to the tensor ``odd``; with ``seen``, as long as nobody can see it."""
+
+    def load(model, weights):
+        for name, tensor in weights:
+            odd = name == "odd" and not (seen is not None and isinstance(tensor, Standin))
+            (act if odd else copied)(model, name, tensor)
+
+    return load
+
+
+def contents(model):
+    return {name: bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view])
+def test_a_loader_that_is_seen_to_adopt_tensors_gets_its_own(act, apart):
+    model = model_of()
+    loading = Loading(SinkOf(model, loader(act), SPECS))
+    for number in (1, 2, 3):
+        staged = push_into(loading, pushed(number))
+        if apart:
+            staged = Staged("push", staged.parts, scattered(staged.layout, staged.data))
+            loading.load(staged)
+        for entry in staged.layout.entries:
+            entry.view(staged.data).fill_(77)  # as the sender does when it packs the next push
+        assert contents(model) == {name: bits(tensor) for name, tensor in pushed(number).items()}
+    assert loading.way.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it exchanges")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view, as_a_buffer])
+def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from_then_on(act, apart):
+    model = model_of()
+    loading = Loading(SinkOf(model, loader(act, seen=True), SPECS))
+    layout = loading.accept(SPECS)
+    stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    staged = Staged("push", Parts(layout, {}), scattered(layout, stage) if apart else stage)
+    loading.look_up(staged)
+    with pytest.raises(WrongState, match=r"did not copy (odd|table) but kept the tensor that it was given.*push again"):
+        loading.load(staged)
+    for number in (1, 2):
+        staged = push_into(loading, pushed(number))
+        before = contents(model)
+        for entry in staged.layout.entries:
+            entry.view(staged.data).fill_(77)
+        assert contents(model) == before
+        assert before["plain"] == bits(pushed(number)["plain"])
+
+
+def test_a_sealed_loader_is_looked_at_as_well():
+    class Packs(SinkOf):
+        def opened(self):
+            return Sealed(self.model, "it packs layers")
+
+    loading = Loading(Packs(model_of(), loader(as_data), SPECS))
+    with pytest.raises(WrongState, match="did not copy odd"):
+        push_into(loading, pushed(1))
+    assert loading.way == "the engine's own loader: it packs layers"
+
+
+ADOPTING = """
+from weightsync import testing
+def adopt(self, weights):
+    for name, tensor in weights:
+        self.model.get_parameter(name).data = tensor
+testing.ModelSink.load = adopt
+testing.main()
+"""
+
+
+class Breaks:
+    """A source whose last tensor cannot be read, once the others have been packed."""
+
+    def __init__(self, state):
+        self._state = state
+
+    def metadata(self):
+        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self._state.items()]
+
+    def __iter__(self):
+        yield from list(self._state.items())[:-1]
+        raise OSError("the last one cannot be read")
+
+
+def test_what_an_adopting_engine_serves_stays_when_the_sender_packs_the_next_push(model_folder, trained):
+    with (
+        ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", ADOPTING)) as engine,
+        Sender([engine.url]) as sender,
+    ):
+        state = trained.state_dict()
+        for _ in range(2):
+            sender.push(state)
+        want = digest_of(state.items())
+        assert sender.status(digest=True)[engine.url].ranks[0].digest == want
+        with pytest.raises(SourceError, match="the last one"):
+            sender.push(Breaks({name: tensor.clone().fill_(7) for name, tensor in state.items()}))
+        assert sender.status(digest=True)[engine.url].ranks[0].digest == want

@@ -1,0 +1,137 @@
+"""An engine serves while ranks let go of a push that was called off, and says how long it stood still to record."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.test_replica import Engine, Front, Trainer, driven, until
+from tests.unit.test_session import DictSink
+from weightsync import Sender, errors, wire
+from weightsync.transports.base import Peer
+
+PEERS = {Peer("http://a", 0), Peer("http://a", 1)}
+STATUS = wire.to_json(wire.StatusRequest())
+
+
+class Held:
+    """The stages of a rank, which it does not get out of before it may: as where a large tensor is being hashed."""
+
+    def __init__(self, stages):
+        self._stages = stages
+        self.inside, self.may = threading.Event(), threading.Event()
+
+    def fill(self, *args):
+        if not self.inside.is_set():
+            self.inside.set()
+            self.may.wait()
+        return self._stages.fill(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._stages, name)
+
+
+@pytest.fixture
+def front(request):
+    front = request.param()
+    held = [Held(rank._stages) for rank in front.ranks]
+    for rank, stages in zip(front.ranks, held, strict=True):
+        rank._stages = stages
+    held[0].inside.set()  # the first rank is never held up
+    yield front, held[1]
+    held[1].may.set()
+    front.close()
+
+
+async def steps(front, count):
+    """As the steps of an engine: they take turns with the ranks' calls in the engine's loop."""
+    for _ in range(count):
+        await Front.call(front, "weightsync_status", STATUS)
+
+
+@pytest.mark.parametrize("front", [Front], indirect=True)
+@driven
+async def test_engines_go_on_while_a_rank_lets_go_of_a_push_that_is_superseded(front):
+    front, held = front
+    first, second = Trainer(front.replica, "one"), Trainer(front.replica, "one")
+    try:
+        await first.stage("v1")
+        await asyncio.to_thread(first.await_all, PEERS, 5)
+        await asyncio.to_thread(held.inside.wait, 5)
+        superseding = asyncio.ensure_future(second.stage("v2"))
+        await steps(front, 20)
+        assert not superseding.done()
+        held.may.set()
+        await superseding
+        await second.transfer(2)
+        await second.commit("v2")
+        assert [seen for _, *seen in front.seen()] == [[2.0], [2.0]]
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize("front", [Front], indirect=True)
+@driven
+async def test_what_does_not_end_in_time_is_told(front):
+    front, held = front
+    first, second = Trainer(front.replica, "one"), Trainer(front.replica, "one")
+    try:
+        await first.stage("v1")
+        await asyncio.to_thread(first.await_all, PEERS, 5)
+        await asyncio.to_thread(held.inside.wait, 5)
+        with pytest.raises(errors.WeightSyncError, match="rank 1 is still busy with push v1, which was called off"):
+            await front.replica.abort(wire.AbortRequest(push="v1"))
+    finally:
+        first.close()
+        second.close()
+
+
+class Fails:
+    """Weights that cannot be read, which turns out when something has happened."""
+
+    def __init__(self, weights, happened):
+        self._weights, self._happened = weights, happened
+
+    def metadata(self):
+        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self._weights.items()]
+
+    def __iter__(self):
+        assert self._happened.wait(10)
+        raise OSError("the disk is gone")
+        yield
+
+
+class Asked(Engine):
+    """Notes what its ranks are asked."""
+
+    def __init__(self):
+        self.asked = []
+        super().__init__()
+
+    async def call(self, method, payload):
+        self.asked.append(method)
+        return await super().call(method, payload)
+
+
+@pytest.mark.parametrize("front", [Asked], indirect=True)
+def test_a_sender_goes_on_after_a_push_that_a_rank_does_not_let_go_of_at_once(front):
+    front, held = front
+    weights = dict(DictSink().weights)
+    with Sender([front.url]) as sender:
+        with pytest.raises(errors.SourceError, match="the disk is gone"):
+            sender.push(Fails(weights, held.inside))
+        until(lambda: front.asked.count("weightsync_abort") > 2, "between two steps the rank is asked again")
+        held.may.set()
+        sender.push({name: tensor + 3 for name, tensor in weights.items()})
+        assert [seen for _, *seen in front.seen()] == [[3.0], [3.0]]
+
+
+def test_a_push_says_how_long_the_engine_stood_still_to_record(engine, trained):
+    with Sender([engine.url]) as sender:
+        first, second = sender.push(trained), sender.push(trained)
+        turned = sender.push(dict(reversed(trained.state_dict().items())))
+    assert 0 < first.seconds["record"] <= first.seconds["prepare"]
+    assert 0 < turned.seconds["record"] <= turned.seconds["prepare"]
+    assert second.engines[engine.url].seconds["record"] > 0
