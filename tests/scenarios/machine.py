@@ -1,0 +1,252 @@
+"""The state machine: every rule is something that a trainer, an engine's keeper or chance may do at any time.
+
+Which rules there are, and what is drawn for them, knows nothing of any fault that was ever found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis.stateful import invariant, rule
+
+from tests.scenarios import drawn
+from tests.scenarios.acting import CLOSE_S, Acting
+from tests.scenarios.drawn import PLAIN
+from tests.scenarios.play import Meanwhile, abort
+from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
+from tests.scenarios.world import PATIENCE_S, Engine, Fault
+from weightsync import Sender
+from weightsync.client import EngineClient
+from weightsync.security import sender_token
+from weightsync.transports.base import Deadline
+
+
+def step(function: Callable[..., None]) -> Callable[..., None]:
+    """A rule: one step, unless the run is over."""
+
+    def run(self: Scenario, **drawn: Any) -> None:
+        if self.over():
+            return
+        self.play.step(function.__name__)
+        try:
+            function(self, **drawn)
+        except Violation as found:
+            self.note(found)
+
+    run.__name__ = function.__name__
+    return run
+
+
+class Scenario(Acting):
+    """One sequence, as `Acting` says."""
+
+    # --- the sender
+
+    @rule(numbers=drawn.members, options=drawn.options)
+    @step
+    def sender_is_built(self, numbers: Sequence[int], options: dict[str, Any]) -> None:
+        self.closed()
+        self.built(numbers, options)
+
+    @rule(kind=drawn.kinds, content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @step
+    def push(self, kind: str, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        if (sender := self.built()) is None:
+            return
+        weights, world = self.world.weights, self.world
+        same = {"mapping": world.mapping, "shared": world.shared, "module": world.module}
+        if kind in same:
+            weights.write(same[kind], content)
+        model = same[kind] if kind in same else {
+            "anew": weights.copy, "folder": weights.folder, "iterable": weights.iterable,
+        }[kind](content)  # fmt: skip
+        label, self.holds = self.label(content), ""
+        act = lambda: sender.push(model, version=label)  # noqa: E731
+        outcome = self.sent("push", act, label, faults=faults, meanwhile=meanwhile)
+        if outcome.result is not None and "where they are" not in outcome.result.staging_reason:
+            self.holds = label
+
+    @rule(faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @step
+    def rollback(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        if (sender := self.built()) is None:
+            return
+        kept = {rank.previous for status in self.truth.seen.values() if status is not None for rank in status.ranks}
+        self.holds = ""
+        outcome = self.sent("rollback", sender.rollback, "", faults=faults, meanwhile=meanwhile)
+        if outcome.result is not None and not self.interrupted_or_meddled(meanwhile):
+            if outcome.result.version not in kept:
+                raise UntrueReport(f"rollback says {outcome.result.version!r}, and engines kept {kept}")
+            told = dict.fromkeys(outcome.result.engines, "committed")
+            self.truth.told(told, outcome.result.version, self.truth.seen, "rollback")
+
+    @rule(number=drawn.number, fault=drawn.fault)
+    @step
+    def add_engine(self, number: int, fault: Fault | None) -> None:
+        self.added(number, fault, lambda sender, url: sender.add_engine(url))
+
+    @rule(number=drawn.number, fault=drawn.fault)
+    @step
+    def join(self, number: int, fault: Fault | None) -> None:
+        def act(sender: Sender, url: str) -> object:
+            self.address = self.address or sender.listen()
+            trainer = EngineClient(self.address, sender_token())
+            version = trainer.add_engine(url, Deadline(self.timeout_s + PATIENCE_S))
+            return {url: version} if version else None
+
+        self.added(number, fault, act)
+
+    def added(self, number: int, fault: Fault | None, act: Callable[[Sender, str], Any]) -> None:
+        """An engine takes part from now on, or does not."""
+        if (sender := self.built()) is None:
+            return
+        engine = self.engines([number])[0]
+        known, label = engine.number in self.members, self.holds
+        faults = [fault if other is engine else None for other in self.world.engines]
+        others = [one for one in self.members if known]  # a join of one that is known catches up with all of them
+        before = self.truth.seen[engine.number]
+        outcome = self.sent(
+            "add_engine",
+            lambda: _result(act(sender, engine.url), engine),
+            label,
+            {engine.number, *others},
+            faults=faults,
+        )
+        if outcome.error is None and not known:
+            self.members.setdefault(engine.number, "")
+        if outcome.error is None and not outcome.interrupted and not known and bool(outcome.result) != bool(label):
+            raise NotCaughtUp(f"{engine} was added as {outcome.result}, and the sender's memory holds {label!r}")
+        if outcome.error is not None and not known and before is not None:
+            self.kept(outcome.error)
+
+    @rule(number=drawn.number)
+    @step
+    def remove_engine(self, number: int) -> None:
+        engine = self.engines([number])[0]
+        if (sender := self.built()) is None or engine.number not in self.members or len(self.members) == 1:
+            return
+        outcome = self.play.call("remove_engine", self.timeout_s, lambda: sender.remove_engine(engine.url))
+        if outcome.error is not None:
+            raise UntrueReport(f"an engine cannot be removed: {outcome.error}")
+        del self.members[engine.number]
+
+    @rule(faults=drawn.faults)
+    @step
+    def catch_up(self, faults: Sequence[Fault | None]) -> None:
+        if (sender := self.built()) is None:
+            return
+        label, instances = self.holds, self.instances()
+        behind = [n for n, served in self.members.items() if served and instances[n] not in ("", served)]
+        outcome = self.sent("catch_up", sender.catch_up, label, faults=faults)
+        if outcome.error is not None:
+            self.kept(outcome.error)
+        elif label and (left := [n for n in behind if self.members[n] != instances[n]]):
+            raise NotCaughtUp(f"catch_up returned, and left engines {left} without {label}, which others serve")
+
+    @rule()
+    @step
+    def close(self) -> None:
+        self.closed()
+
+    # --- other trainers
+
+    @rule(numbers=drawn.members, content=drawn.content, faults=drawn.faults)
+    @step
+    def second_sender(self, numbers: Sequence[int], content: int, faults: Sequence[Fault | None]) -> None:
+        engines, label, limit_s = self.engines(numbers), self.label(content), self.world.times
+        before = dict(self.truth.seen)
+        self.truth.forget(engines)
+
+        def act() -> object:
+            with Sender([engine.url for engine in engines], timeout_s=limit_s) as other:
+                return other.push(self.world.weights.mapping(content), version=label)
+
+        some = [faults[engine.number] for engine in engines]
+        outcome = self.play.call("second sender", 2 * limit_s + CLOSE_S, act, engines=engines, faults=some)
+        told = outcome.error.engines if outcome.error else dict.fromkeys((e.url for e in engines), "committed")
+        self.truth.told(told, label, before, f"a second sender's push of {label}")
+
+    @rule(numbers=drawn.members, faults=drawn.faults, meanwhile=drawn.beside_others, end=drawn.ends)
+    @step
+    def other_process_pushes_shared(
+        self, numbers: Sequence[int], faults: Sequence[Fault | None], meanwhile: list[Meanwhile], end: Fault | None
+    ) -> None:
+        """The learner's parameters, which it may change as soon as the push is over, or whoever made it is dead."""
+        now = self.truth_of_shared()
+        self.pushed_by(self.world.pusher, numbers, now, None, PLAIN, faults, meanwhile, end)
+
+    @rule(
+        numbers=drawn.members,
+        content=drawn.content,
+        options=drawn.options,
+        faults=drawn.faults,
+        meanwhile=drawn.beside_others,
+        end=drawn.ends,
+    )
+    @step
+    def sharded_trainer_pushes(
+        self, numbers: Sequence[int], content: int, options: dict[str, Any], faults: Sequence[Fault | None],
+        meanwhile: list[Meanwhile], end: Fault | None,
+    ) -> None:  # fmt: skip
+        options = {**options, "staging": "full"}
+        self.pushed_by(self.world.ranks, numbers, content, content, options, faults, meanwhile, end)
+
+    @rule(content=drawn.content)
+    @step
+    def learner_goes_on(self, content: int) -> None:
+        self.world.weights.write(self.world.shared, content)
+
+    # --- engines
+
+    @rule(number=drawn.number)
+    @step
+    def restart(self, number: int) -> None:
+        if self.world.may_end(self.tally.steps):
+            self.play.restart(self.engines([number]))
+
+    @rule(number=drawn.number, steps=drawn.still)
+    @step
+    def freeze(self, number: int, steps: int) -> None:
+        engine = self.engines([number])[0]
+        if not engine.still:
+            engine.freeze(steps)
+
+    @rule()
+    @step
+    def all_go_on(self) -> None:
+        for engine in self.world.engines:
+            engine.go_on()
+
+    @rule(number=drawn.number)
+    @step
+    def abort_by_hand(self, number: int) -> None:
+        abort(self.engines([number])[0])
+
+    # --- what must be so
+
+    @invariant()
+    def engines_serve_what_they_say(self) -> None:
+        if self.over():
+            return
+        try:
+            self.truth.check()
+        except Violation as found:
+            self.note(found)
+
+    def teardown(self) -> None:
+        """In the end nothing is held, and whoever comes can push."""
+        try:
+            if not (self.failed or self.over()):
+                self.ended()
+        except Violation as found:
+            self.note(found)
+        finally:
+            with contextlib.suppress(Violation):
+                self.closed()
+
+
+def _result(result: Any, engine: Engine) -> dict[str, Any]:
+    """What adding an engine came to, as `PushResult.engines` says it."""
+    return result if isinstance(result, dict) else {engine.url: result} if result is not None else {}
