@@ -32,6 +32,7 @@ def main() -> int:
         steps=asked.steps,
         limit_s=asked.limit_s,
         grace_s=asked.grace_s,
+        known=tuple(asked.known),
         shrink=not asked.no_shrink,
     )
     told = found.as_json()

@@ -132,6 +132,7 @@ class Acting(RuleBasedStateMachine):
         """In the middle of a call: somebody else pushes."""
         if one[0] == "second sender":
             engine = self.engines([one[1]])[0]
+            self.truth.forget([engine])
             label = self.label(3)
             with contextlib.suppress(WeightSyncError), Sender([engine.url], timeout_s=self.world.times / 2) as other:
                 other.push(self.world.weights.mapping(3), version=label)

@@ -139,8 +139,8 @@ class Truth:
         while True:
             try:
                 status, wrong = self._look(engine)
-            except WeightSyncError as error:
-                if not engine.alive():
+            except (WeightSyncError, requests.RequestException) as error:
+                if engine.ends():
                     return
                 raise UntrueReport(f"{engine} does not say what it serves: {error}") from error
             if status.state in ("serving", "dirty", "unsynced"):

@@ -26,6 +26,8 @@ from weightsync.security import engine_token
 from weightsync.transports.base import Deadline
 
 _START_S = 60.0
+#: By then a process that was killed has ended.
+_ENDING_S = 2.0
 #: What an engine says that it serves before anybody has pushed.
 FIRST = "default"
 #: Real engines take half a minute to start: so many steps lie between the ends of one.
@@ -112,6 +114,13 @@ class Engine(Suspect):
     def alive(self) -> bool:
         """Whether it could answer, if it were not standing still."""
         return self._child is not None and self._child.alive()
+
+    def ends(self) -> bool:
+        """Whether it has ended, or is about to."""
+        end = time.monotonic() + _ENDING_S
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self.alive()
 
     def kill(self) -> None:
         """End it now."""
