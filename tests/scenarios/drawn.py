@@ -25,13 +25,14 @@ def _fault(last: int = 7) -> st.SearchStrategy[Fault]:
     return st.builds(lambda place, action, steps: Fault(place[0], action, place[1], steps), places, actions, still)
 
 
-fault = st.one_of(st.none(), st.none(), _fault())
-faults = st.tuples(fault, fault, fault)
+fault = st.one_of(st.none(), _fault())
+#: By engine; every second time nothing goes wrong.
+faults = st.one_of(st.just((None, None, None)), st.tuples(fault, fault, fault))
 #: One of which something goes wrong where the others may go on.
 meanwhile = st.lists(
     st.tuples(st.sampled_from(["release", "interrupt", "abort", "kill engine", "second sender"]), number), max_size=2
 )
-kinds = st.sampled_from(["mapping", "shared", "module", "anew", "folder", "iterable"])
+kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
 #: The same for a push of another process, which itself may be killed.
 beside_others = st.lists(
     st.tuples(st.sampled_from(["kill pusher", "release", "abort", "kill engine"]), number), max_size=2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hypothesis.stateful import invariant, rule
@@ -50,21 +51,38 @@ class Scenario(Acting):
         self.closed()
         self.built(numbers, options)
 
+    @rule(content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @step
+    def push_module(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        self.world.weights.write(self.world.module, content)
+        self.pushed(self.world.module, content, faults, meanwhile)
+
+    @rule(content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @step
+    def push_mapping(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        self.world.weights.write(self.world.mapping, content)
+        self.pushed(self.world.mapping, content, faults, meanwhile)
+
+    @rule(content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @step
+    def push_shared(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        self.world.weights.write(self.world.shared, content)
+        self.pushed(self.world.shared, content, faults, meanwhile)
+
     @rule(kind=drawn.kinds, content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
     @step
-    def push(self, kind: str, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+    def push_other(self, kind: str, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        weights = self.world.weights
+        makers = {"mapping anew": weights.copy, "folder": weights.folder, "iterable": weights.iterable}
+        self.pushed(makers[kind](content), content, faults, meanwhile)
+
+    def pushed(self, model: object, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        """By the sender there is."""
         if (sender := self.built()) is None:
             return
-        weights, world = self.world.weights, self.world
-        same = {"mapping": world.mapping, "shared": world.shared, "module": world.module}
-        if kind in same:
-            weights.write(same[kind], content)
-        model = same[kind] if kind in same else {
-            "anew": weights.copy, "folder": weights.folder, "iterable": weights.iterable,
-        }[kind](content)  # fmt: skip
         label, self.holds = self.label(content), ""
-        act = lambda: sender.push(model, version=label)  # noqa: E731
-        outcome = self.sent("push", act, label, faults=faults, meanwhile=meanwhile)
+        push = partial(sender.push, model, version=label)
+        outcome = self.sent("push", push, label, faults=faults, meanwhile=meanwhile)
         if outcome.result is not None and "where they are" not in outcome.result.staging_reason:
             self.holds = label
 
@@ -116,8 +134,8 @@ class Scenario(Acting):
         )
         if outcome.error is None and not known:
             self.members.setdefault(engine.number, "")
-        if outcome.error is None and not outcome.interrupted and not known and bool(outcome.result) != bool(label):
-            raise NotCaughtUp(f"{engine} was added as {outcome.result}, and the sender's memory holds {label!r}")
+        if outcome.error is None and not outcome.interrupted and not known and label and not outcome.result:
+            raise NotCaughtUp(f"{engine} was added without {label}, which the sender's memory holds")
         if outcome.error is not None and not known and before is not None:
             self.kept(outcome.error)
 

@@ -115,12 +115,12 @@ class Truth:
     def told(
         self, engines: Mapping[str, str], label: str, before: Mapping[int, wire.StatusReply | None], why: str
     ) -> None:
-        """``engines`` says by URL what became of each in a call that was to make them serve ``label``."""
+        """``engines`` says by URL what became of each in a call that was to make them serve ``label``, if known."""
         for engine in self._world.engines:
             said = engines.get(engine.url)
             was = before[engine.number]
             if said == "committed":
-                self._claims[engine.number] = Claim("serving", label, f"{why} said committed")
+                self._claims[engine.number] = Claim("serving", label or None, f"{why} said committed")
             elif said == "dirty":
                 self._claims[engine.number] = Claim("dirty", None, f"{why} said dirty")
             elif said == "unchanged" and was is not None:
