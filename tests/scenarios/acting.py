@@ -44,6 +44,8 @@ class Acting(RuleBasedStateMachine):
         self.address = ""
         self.labels = 0
         self.failed = False
+        #: The steps so far, to be told of what does not happen twice.
+        self.made: list[str] = []
         #: By number of the engines that the sender has, the instance that it made serve something, if it did.
         self.members: dict[int, str] = {}
         #: What its memory still holds for engines that come late; empty if nothing.
@@ -59,7 +61,7 @@ class Acting(RuleBasedStateMachine):
             return
         self.failed = True
         if kind not in self.tally.found:
-            self.tally.found[kind] = self.tally.steps
+            self.tally.found[kind] = self.tally.steps, list(self.made)
             print(f"after {self.tally.steps} steps: {kind}: {found}", file=sys.stderr, flush=True)
         raise found
 

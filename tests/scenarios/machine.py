@@ -31,6 +31,7 @@ def step(function: Callable[..., None]) -> Callable[..., None]:
         if self.over():
             return
         self.play.step(function.__name__)
+        self.made.append(f"{function.__name__}({', '.join(f'{name}={value!r}' for name, value in drawn.items())})")
         try:
             function(self, **drawn)
         except Violation as found:

@@ -49,8 +49,8 @@ class Tally:
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     #: Kinds of violations that are counted, and no more.
     known: tuple[str, ...] = ()
-    #: By kind of violation, after how many steps it was first seen.
-    found: dict[str, int] = field(default_factory=dict)
+    #: By kind of violation, after how many steps it was first seen, and those of its scenario.
+    found: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
 
 
 class Interrupts:

@@ -43,7 +43,7 @@ class Run:
         return {
             "engine": self.engine, "seed": self.seed, "asked": self.asked, "steps": self.tally.steps,
             "seconds": round(self.seconds, 1), "violations": self.violations,
-            "first_seen_after_steps": self.tally.found, "rules": dict(sorted(self.tally.rules.items())),
+            "first_seen_after_steps": {kind: steps for kind, (steps, _) in self.tally.found.items()}, "rules": dict(sorted(self.tally.rules.items())),
             "outcomes": dict(sorted(self.tally.outcomes.items())), "commit": _commit(), "torch": torch.__version__,
         }  # fmt: skip
 
@@ -97,16 +97,20 @@ def run(
             run_state_machine_as_test(seed(number)(machine), settings=chosen)
         except Exception as error:
             # Several make a group.
-            found.violations = [_told(one) for one in getattr(error, "exceptions", [error])]
+            found.violations = [_told(one, tally) for one in getattr(error, "exceptions", [error])]
     found.seconds = time.monotonic() - begin
     return found
 
 
-def _told(error: BaseException) -> dict[str, Any]:
+def _told(error: BaseException, tally: Tally) -> dict[str, Any]:
+    """What was found; where it did not happen twice, with the sequence in which it was first seen."""
     notes = [
         line for note in getattr(error, "__notes__", ()) for line in note.splitlines() if _SAYS_NOTHING not in line
     ]
-    return {"kind": type(error).__name__, "untrue": str(error), "sequence": notes}
+    kind = type(error).__name__
+    if kind in tally.found and not any("state." in line for line in notes):
+        notes = ["not again; at first after:", *tally.found[kind][1]]
+    return {"kind": kind, "untrue": str(error), "sequence": notes}
 
 
 def _commit() -> str:
