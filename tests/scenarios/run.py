@@ -43,7 +43,8 @@ class Run:
         return {
             "engine": self.engine, "seed": self.seed, "asked": self.asked, "steps": self.tally.steps,
             "seconds": round(self.seconds, 1), "violations": self.violations,
-            "first_seen_after_steps": {kind: steps for kind, (steps, _) in self.tally.found.items()}, "rules": dict(sorted(self.tally.rules.items())),
+            "first_seen_after_steps": {kind: steps for kind, (steps, _) in self.tally.found.items()},
+            "rules": dict(sorted(self.tally.rules.items())),
             "outcomes": dict(sorted(self.tally.outcomes.items())), "commit": _commit(), "torch": torch.__version__,
         }  # fmt: skip
 
