@@ -114,17 +114,17 @@ class Play:
         waits = [engine for engine, fault in ordered if fault.action in _STANDING]
         over = threading.Event()
         beside = threading.Thread(target=self._beside, args=(meanwhile, waits, over, others), name="scenarios-beside")
-        with self._bounded(what, limit_s):
-            if meanwhile:
-                beside.start()
-            try:
+        if meanwhile:
+            beside.start()
+        try:
+            with self._bounded(what, limit_s):
                 outcome = self._made(what, act)
-            finally:
-                over.set()
-                if meanwhile:
-                    beside.join()
-        for engine, fault in ordered:
-            self._after(engine, fault)
+        finally:
+            over.set()
+            if meanwhile:
+                beside.join()
+            for engine, fault in ordered:
+                self._after(engine, fault)
         self.tally.outcomes[f"{what}: {_name(outcome)}"] += 1
         return outcome
 
