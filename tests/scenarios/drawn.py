@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
@@ -32,6 +32,23 @@ faults = st.one_of(st.just((None, None, None)), st.tuples(fault, fault, fault))
 meanwhile = st.lists(
     st.tuples(st.sampled_from(["release", "interrupt", "abort", "kill engine", "second sender"]), number), max_size=2
 )
+#: What the learner has next, if it goes on at once.
+then = st.one_of(st.none(), content)
+
+
+class Push(NamedTuple):
+    """What is pushed, what goes wrong, and ``then``: the content with which the trainer goes on, if it does at once.
+
+    After a push that failed it then pushes that, to those engines alone that are not in trouble.
+    """
+
+    content: int
+    faults: tuple[Fault | None, ...]
+    meanwhile: list[tuple[str, int]]
+    then: int | None
+
+
+pushes = st.builds(Push, content, faults, meanwhile, then)
 kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
 #: The same for a push of another process, which itself may be killed.
 beside_others = st.lists(

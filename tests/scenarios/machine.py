@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import hypothesis.strategies as st
 from hypothesis.stateful import invariant, rule
 
 from tests.scenarios import drawn
 from tests.scenarios.acting import CLOSE_S, Acting
-from tests.scenarios.drawn import PLAIN
-from tests.scenarios.play import Meanwhile, abort
+from tests.scenarios.drawn import PLAIN, Push
+from tests.scenarios.play import Meanwhile, Outcome, abort
 from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
 from tests.scenarios.world import PATIENCE_S, Engine, Fault
 from weightsync import Sender
@@ -52,40 +53,73 @@ class Scenario(Acting):
         self.closed()
         self.built(numbers, options)
 
-    @rule(content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @rule(push=drawn.pushes)
     @step
-    def push_module(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        self.world.weights.write(self.world.module, content)
-        self.pushed(self.world.module, content, faults, meanwhile)
+    def push_module(self, push: Push) -> None:
+        self.pushed(self.written(self.world.module), push)
 
-    @rule(content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @rule(push=drawn.pushes)
     @step
-    def push_mapping(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        self.world.weights.write(self.world.mapping, content)
-        self.pushed(self.world.mapping, content, faults, meanwhile)
+    def push_mapping(self, push: Push) -> None:
+        self.pushed(self.written(self.world.mapping), push)
 
-    @rule(content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @rule(push=drawn.pushes)
     @step
-    def push_shared(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        self.world.weights.write(self.world.shared, content)
-        self.pushed(self.world.shared, content, faults, meanwhile)
+    def push_shared(self, push: Push) -> None:
+        self.pushed(self.written(self.world.shared), push)
 
-    @rule(kind=drawn.kinds, content=drawn.content, faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @rule(kind=drawn.kinds, push=drawn.pushes)
     @step
-    def push_other(self, kind: str, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+    def push_other(self, kind: str, push: Push) -> None:
         weights = self.world.weights
         makers = {"mapping anew": weights.copy, "folder": weights.folder, "iterable": weights.iterable}
-        self.pushed(makers[kind](content), content, faults, meanwhile)
+        self.pushed(makers[kind], push)
 
-    def pushed(self, model: object, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        """By the sender there is."""
-        if (sender := self.built()) is None:
+    def pushed(self, model: Callable[[int], Any], push: Push) -> None:
+        """By the sender there is; and what its trainer does then."""
+        if self.built() is None:
             return
+        outcome = self.push_of(model, push.content, push.faults, push.meanwhile)
+        if push.then is None:
+            return
+        if outcome.result is not None:
+            model(push.then)
+        elif trouble := self.in_trouble(outcome):
+            for engine in trouble:
+                self.removed(engine)
+            self.push_of(model, push.then)
+
+    def written(self, model: Any) -> Callable[[int], Any]:
+        """A model that has other values at every push, in the same place."""
+
+        def of(content: int) -> Any:
+            self.world.weights.write(model, content)
+            return model
+
+        return of
+
+    def push_of(
+        self,
+        model: Callable[[int], Any],
+        content: int,
+        faults: Sequence[Fault | None] = (),
+        meanwhile: Sequence[Meanwhile] = (),
+    ) -> Outcome:
+        """One push."""
+        assert self.sender is not None
         label, self.holds = self.label(content), ""
-        push = partial(sender.push, model, version=label)
+        push = partial(self.sender.push, model(content), version=label)
         outcome = self.sent("push", push, label, faults=faults, meanwhile=meanwhile)
         if outcome.result is not None and "where they are" not in outcome.result.staging_reason:
             self.holds = label
+        return outcome
+
+    def in_trouble(self, outcome: Outcome) -> list[Engine]:
+        """Engines that a trainer would rather go on without, if there are others."""
+        ours = self.engines(list(self.members))
+        told = outcome.error.engines if outcome.error is not None else {}
+        found = [e for e in ours if e.still or not e.alive() or told.get(e.url) in ("dirty", "unknown")]
+        return found if len(found) < len(ours) else []
 
     @rule(faults=drawn.faults, meanwhile=drawn.meanwhile)
     @step
@@ -144,25 +178,34 @@ class Scenario(Acting):
     @step
     def remove_engine(self, number: int) -> None:
         engine = self.engines([number])[0]
-        if (sender := self.built()) is None or engine.number not in self.members or len(self.members) == 1:
-            return
-        outcome = self.play.call("remove_engine", self.timeout_s, lambda: sender.remove_engine(engine.url))
+        if self.built() is not None and engine.number in self.members and len(self.members) > 1:
+            self.removed(engine)
+
+    def removed(self, engine: Engine) -> None:
+        """It takes no part any more."""
+        assert self.sender is not None
+        outcome = self.play.call("remove_engine", self.timeout_s, partial(self.sender.remove_engine, engine.url))
         if outcome.error is not None:
             raise UntrueReport(f"an engine cannot be removed: {outcome.error}")
         del self.members[engine.number]
 
-    @rule(faults=drawn.faults)
+    @rule(faults=drawn.faults, again=st.booleans())
     @step
-    def catch_up(self, faults: Sequence[Fault | None]) -> None:
-        if (sender := self.built()) is None:
-            return
+    def catch_up(self, faults: Sequence[Fault | None], again: bool) -> None:
+        if self.built() is not None and self.caught_up(faults).error is not None and again:
+            self.caught_up(())
+
+    def caught_up(self, faults: Sequence[Fault | None]) -> Outcome:
+        """The sender's engines serve the same, as far as its memory allows."""
+        assert self.sender is not None
         label, instances = self.holds, self.instances()
         behind = [n for n, served in self.members.items() if served and instances[n] not in ("", served)]
-        outcome = self.sent("catch_up", sender.catch_up, label, faults=faults)
+        outcome = self.sent("catch_up", self.sender.catch_up, label, faults=faults)
         if outcome.error is not None:
             self.kept(outcome.error)
         elif label and (left := [n for n in behind if self.members[n] != instances[n]]):
             raise NotCaughtUp(f"catch_up returned, and left engines {left} without {label}, which others serve")
+        return outcome
 
     @rule()
     @step
@@ -187,14 +230,17 @@ class Scenario(Acting):
         told = outcome.error.engines if outcome.error else dict.fromkeys((e.url for e in engines), "committed")
         self.truth.told(told, label, before, f"a second sender's push of {label}")
 
-    @rule(numbers=drawn.members, faults=drawn.faults, meanwhile=drawn.beside_others, end=drawn.ends)
+    @rule(numbers=drawn.members, faults=drawn.faults, meanwhile=drawn.beside_others, end=drawn.ends, then=drawn.then)
     @step
     def other_process_pushes_shared(
-        self, numbers: Sequence[int], faults: Sequence[Fault | None], meanwhile: list[Meanwhile], end: Fault | None
-    ) -> None:
+        self, numbers: Sequence[int], faults: Sequence[Fault | None], meanwhile: list[Meanwhile], end: Fault | None,
+        then: int | None,
+    ) -> None:  # fmt: skip
         """The learner's parameters, which it may change as soon as the push is over, or whoever made it is dead."""
         now = self.truth_of_shared()
         self.pushed_by(self.world.pusher, numbers, now, None, PLAIN, faults, meanwhile, end)
+        if then is not None:
+            self.world.weights.write(self.world.shared, then)
 
     @rule(
         numbers=drawn.members,
