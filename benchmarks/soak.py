@@ -10,10 +10,8 @@ serves after the last push, bit by bit, what it served after the same set before
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,7 +92,7 @@ class Watch:
         """How many shared-memory files there are of these processes or of the trainer, and private directories."""
         owners = {f"weightsync-{pid}" for pid in (*pids, self._trainer.pid)}
         files = [path for path in staging.SHM_DIRECTORY.iterdir() if path.name.rpartition("-")[0] in owners]
-        return len(files), len(list(security.runtime_directory().glob("weightsync-*")))
+        return len(files), len(list(security.directory().glob(f"weightsync-{self._trainer.pid}-*")))
 
     def _name(self, process: psutil.Process) -> str:
         if process.pid not in self._names:
@@ -217,8 +215,7 @@ def main() -> int:
         parser.error(f"--pushes: two windows after the warm-up take at least {least}")
     folders = model_folders(KIND)
     ran_well = True
-    with Trainer(folders) as trainer, tempfile.TemporaryDirectory(prefix="ws-") as runtime:
-        os.environ["XDG_RUNTIME_DIR"] = runtime  # no other's private directories are counted
+    with Trainer(folders) as trainer:
         for engine in dict.fromkeys(args.engines):
             record = measure(engine, folders, trainer, args.pushes)
             path = report.save(record, kept=args.pushes >= PUSHES, name=f"soak-{engine}")

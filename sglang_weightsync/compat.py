@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import torch
+
+from sglang_weightsync import compat_pause
+from weightsync.private_names import Names, lacks, missing, missing_below
 
 SUPPORTED: Final = "0.5.23"
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
@@ -21,33 +23,54 @@ SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_d
 _ABORT_AGAIN_S: Final = 0.05
 
 #: module -> attributes that this package leans on.
-_NEEDED: Final[dict[str, tuple[str, ...]]] = {
-    "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookType.BEFORE", "HookType.AFTER"),
-    "sglang.srt.entrypoints.http_server": ("_setup_and_run_http_server", "app", "WAIT_WEIGHTS_READY_TIMEOUT"),
+NEEDED: Final[Names] = {
+    "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookType.BEFORE", "HookType.AFTER",
+                                         "HookType.AROUND"),
+    "sglang.srt.entrypoints.http_server": ("_setup_and_run_http_server", "app", "_global_state",
+                                           "WAIT_WEIGHTS_READY_TIMEOUT"),
+    "sglang.srt.environ": ("envs.SGLANG_HTTP_SERVER_APP_PATH",),
+    "sglang.srt.constants": ("GPU_MEMORY_TYPE_WEIGHTS",),
     "sglang.srt.managers.io_struct": ("BaseReq", "hook_custom_types", "PauseGenerationReqInput",
                                       "ContinueGenerationReqInput"),
+    "sglang.srt.managers.mm_schedule": ("embedding_cache",),
     "sglang.srt.managers.tokenizer_control_mixin": ("_COMMUNICATOR_SPECS",),
     "sglang.srt.managers.tokenizer_manager": ("TokenizerManager.auto_create_handle_loop",
                                               "TokenizerManager.abort_request", "TokenizerManager.config_value",
+                                              "TokenizerManager.is_pause", "TokenizerManager.pause_generation",
+                                              "TokenizerManager.continue_generation",
                                               "TokenizerManager._update_weight_version_if_provided"),
     "sglang.srt.managers.scheduler": ("Scheduler.init_request_dispatcher", "Scheduler.pause_generation",
                                       "Scheduler.continue_generation", "Scheduler.flush_cache",
                                       "Scheduler.record_weight_version_change", "Scheduler.is_fully_idle"),
     "sglang.srt.managers.scheduler_components.weight_updater": ("SchedulerWeightUpdaterManager._select_runners",),
+    "sglang.srt.mem_cache.multimodal_cache": ("MultiModalStaticCache.clear",),
     "sglang.srt.model_executor.model_runner_components.weight_updater": (
         "WeightUpdater.begin_weight_update", "WeightUpdater.end_weight_update",
-        "WeightUpdater.load_weights_from_distributed"),
+        "WeightUpdater.load_weights_from_distributed", "WeightUpdater._assert_weight_cache_inactive",
+        "_unsupported_derived_weight_cache_error"),
+    "sglang.srt.runtime_context": ("get_model", "get_spec"),
+    "sglang.utils": ("TypeBasedDispatcher",),
+}  # fmt: skip
+
+#: What ``verify="deep"`` needs too.
+DEEP: Final[Names] = {
     "sglang.srt.model_executor.model_runner_components.load_model_utils": ("load_kv_cache_scales",),
     "sglang.srt.model_loader.loader": ("DefaultModelLoader._get_all_weights", "DefaultModelLoader.load_model"),
     "sglang.srt.configs.device_config": ("DeviceConfig",),
     "sglang.srt.configs.load_config": ("LoadFormat.AUTO",),
     "sglang.srt.layers.rotary_embedding.factory": ("_ROPE_DICT",),
     "sglang.srt.platforms": ("current_platform.post_load_model",),
-    "sglang.srt.runtime_context": ("get_model",),
     "sglang.srt.utils.common": ("reserve_rope_cache_for_long_sequences",),
     "sglang.srt.utils.offloader": ("NoopOffloader", "get_offloader", "set_offloader"),
-    "sglang.utils": ("TypeBasedDispatcher",),
-}  # fmt: skip
+}
+
+#: Attributes that exist on a scheduler that has been made; those of the second line for ``verify="deep"``.
+_SCHEDULER: Final = (
+    "tp_group.rank_in_group", "tp_cpu_group", "tp_worker.model_runner.model", "model_config.model_path",
+    "weight_updater._session", "weight_updater.offload_tags", "enable_hicache_storage", "_engine_paused",
+    "_request_dispatcher",
+)  # fmt: skip
+_SCHEDULER_DEEP: Final = ("tp_worker.model_runner.loader", "tp_worker.model_runner.load_config")
 
 
 def version() -> str:
@@ -57,24 +80,9 @@ def version() -> str:
     return str(sglang.__version__)
 
 
-def missing() -> list[str]:
-    """Names that this package needs and this SGLang lacks."""
-    gone = []
-    for module, names in _NEEDED.items():
-        for name in names:
-            try:
-                found: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                gone.append(f"{module}.{name}")
-    return gone
-
-
-def check() -> str:
-    """Empty, or why this SGLang cannot be served."""
-    gone = missing()
-    return f"weightsync needs SGLang {SUPPORTED}; SGLang {version()} lacks {', '.join(gone)}" if gone else ""
+def check(needed: Names) -> str:
+    """Empty, or which names are gone."""
+    return lacks("SGLang", SUPPORTED, version(), missing(needed))
 
 
 def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_scheduler: Callable[[Any], None]) -> None:
@@ -92,39 +100,74 @@ def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_sch
     tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("weightsync", reply))
     HookRegistry.register(HTTP_SETUP, before_http, HookType.BEFORE)
     HookRegistry.register(SCHEDULER_SETUP, lambda result, scheduler: on_scheduler(scheduler), HookType.AFTER)
+    HookRegistry.register(compat_pause.PAUSE, compat_pause.around_pause, HookType.AROUND)
+    HookRegistry.register(compat_pause.CONTINUE, compat_pause.around_continue, HookType.AROUND)
+
+
+def app() -> Any:
+    """SGLang's HTTP server."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.app
 
 
 def app_routes() -> list[Any]:
     """The routes of SGLang's HTTP server, to append to."""
-    from sglang.srt.entrypoints.http_server import app
-
-    routes: list[Any] = app.router.routes
+    routes: list[Any] = app().router.routes
     return routes
+
+
+def serve_by_workers(server_args: Any, path: str) -> bool:
+    """Where HTTP is served by several workers, which load no plugins: have them import their app from ``path``."""
+    from sglang.srt.environ import envs
+
+    several = server_args.tokenizer_worker_num > 1
+    if several and not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set(path)
+    return several
+
+
+def worker_arguments() -> Any:
+    """The server arguments, in such a worker."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager.server_args
 
 
 # --- in a scheduler process -------------------------------------------------------------------------------------------
 
 
 def lacking(scheduler: Any) -> str:
-    """Empty, or what this scheduler lacks; these attributes exist on instances alone."""
-    wanted = ("tp_group.rank_in_group", "tp_cpu_group", "tp_worker.model_runner.model", "model_config.model_path",
-              "tp_worker.model_runner.loader", "tp_worker.model_runner.load_config", "weight_updater._session",
-              "_request_dispatcher")  # fmt: skip
-    gone = []
-    for name in wanted:
-        found = scheduler
-        for part in name.split("."):
-            if not hasattr(found, part):
-                gone.append(f"Scheduler.{name}")
-                break
-            found = getattr(found, part)
-    return f"weightsync needs SGLang {SUPPORTED}; SGLang {version()} lacks {', '.join(gone)}" if gone else ""
+    """Empty, or what this scheduler lacks."""
+    return lacks("SGLang", SUPPORTED, version(), missing_below(scheduler, _SCHEDULER))
+
+
+def lacking_for_deep(scheduler: Any) -> str:
+    """Empty, or what ``verify="deep"`` lacks here."""
+    return lacks("SGLang", SUPPORTED, version(), [*missing(DEEP), *missing_below(scheduler, _SCHEDULER_DEEP)])
 
 
 def not_now(scheduler: Any) -> str:
     """Why weights cannot be loaded at this moment; empty if they can."""
     if scheduler.weight_updater._session is not None:
         return "a weight-update session of somebody else is open: end it with /end_weight_update first"
+    return ""
+
+
+def refused(scheduler: Any) -> str:
+    """Why a push into this scheduler is refused, and what to do; empty if it is not. Nothing has been stopped."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    if GPU_MEMORY_TYPE_WEIGHTS in scheduler.weight_updater.offload_tags:
+        return (
+            "the memory of this SGLang's weights sleeps, and cannot be written: wake it first, with "
+            f'POST /resume_memory_occupation and {{"tags": ["{GPU_MEMORY_TYPE_WEIGHTS}"]}}'
+        )
+    if scheduler.enable_hicache_storage:
+        return (
+            "a storage back end of HiCache is attached, which keeps KV of the old weights under keys that do not tell "
+            "the version: detach it, or start the engine without --hicache-storage-backend"
+        )
     return ""
 
 
@@ -167,23 +210,16 @@ def handle(scheduler: Any, request: type, handler: Callable[[Any], Any]) -> None
     scheduler._request_dispatcher += TypeBasedDispatcher([(request, handler)])
 
 
-def pause(scheduler: Any, *, retract: bool) -> None:
-    """Stop generating; with ``retract`` the requests in flight give up their KV and will recompute it."""
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-    scheduler.pause_generation(PauseGenerationReqInput(mode="retract" if retract else "in_place"))
-
-
-def resume(scheduler: Any) -> None:
-    """Go on generating."""
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-    scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-
-
 def flush_cache(scheduler: Any) -> bool:
-    """Drop the KV that the old weights produced; false if requests still hold some."""
-    return bool(scheduler.flush_cache(empty_cache=False))
+    """Drop the KV that the old weights produced, and their embeddings of images; false if requests still hold some."""
+    from sglang.srt.managers import mm_schedule
+
+    if not scheduler.flush_cache(empty_cache=False):
+        return False
+    if mm_schedule.embedding_cache is None:
+        return True
+    mm_schedule.embedding_cache.clear()
+    return len(mm_schedule.embedding_cache) == 0
 
 
 def set_rank_version(scheduler: Any, version: str) -> None:
@@ -192,14 +228,6 @@ def set_rank_version(scheduler: Any, version: str) -> None:
 
 
 # --- in the process that serves HTTP ----------------------------------------------------------------------------------
-
-
-def unsupported(server_args: Any) -> str:
-    """Why a server with these arguments cannot be updated; empty if it can."""
-    for name in ("dp_size", "pp_size", "tokenizer_worker_num"):
-        if getattr(server_args, name, 1) not in (1, None):
-            return f"--{name.replace('_', '-')} {getattr(server_args, name)} is not supported: run one server a replica"
-    return ""
 
 
 def has_prefix_cache(server_args: Any) -> bool:
@@ -217,21 +245,19 @@ def waits_for_initial_weights(server_args: Any) -> bool:
     return bool(server_args.checkpoint_engine_wait_weights_before_ready)
 
 
-def hold_from_start(tokenizer_manager: Any) -> None:
-    """Before HTTP is served: let requests wait for `release_first`, and the server not be ready before it.
+def not_ready_from_start() -> None:
+    """Before HTTP is served: let the server not be ready before `release_first`.
 
     SGLang's own option delays its readiness only: it would answer requests all the same, and be ready in two minutes.
     """
     from sglang.srt.entrypoints import http_server
 
-    tokenizer_manager.is_pause = True
     http_server.WAIT_WEIGHTS_READY_TIMEOUT = sys.maxsize
 
 
-async def release_first(tokenizer_manager: Any) -> None:
-    """The first push has been committed: let the server warm up, become ready and answer."""
+def release_first(tokenizer_manager: Any) -> None:
+    """The first push has been committed: let the server warm up and become ready."""
     tokenizer_manager.initial_weights_loaded = True
-    await hold_new_requests(tokenizer_manager, False)
 
 
 async def ask(tokenizer_manager: Any, request: Any) -> Any:
@@ -248,13 +274,6 @@ def served_version(tokenizer_manager: Any) -> str:
 def set_served_version(tokenizer_manager: Any, version: str) -> None:
     """Label new responses; the schedulers have set theirs."""
     tokenizer_manager._update_weight_version_if_provided(version)
-
-
-async def hold_new_requests(tokenizer_manager: Any, held: bool) -> None:
-    """Keep new requests from the schedulers, or let them go on."""
-    async with tokenizer_manager.is_pause_cond:
-        tokenizer_manager.is_pause = held
-        tokenizer_manager.is_pause_cond.notify_all()
 
 
 @contextlib.asynccontextmanager

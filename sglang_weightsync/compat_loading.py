@@ -8,51 +8,90 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from sglang_weightsync import compat
+from sglang_weightsync import compat, compat_config
 from weightsync.layout import digest_of
 from weightsync.sink import apart_from_live
 
 logger = logging.getLogger(__name__)
 
+#: SGLang's wrapper around experts, of `sglang.srt.lora.layers`; only processes that have LoRA import that.
+_EXPERT_LORA: Final = "FusedMoEWithLoRA"
+
+
+def _runners(scheduler: Any) -> list[Any]:
+    """Those whose models are loaded: a draft model too, unless it has a checkpoint of its own."""
+    from sglang.srt.runtime_context import get_model, get_spec
+
+    own = compat_config.is_of_its_own(get_spec().speculative_draft_model_path, get_model().model_path)
+    return [runner for _, runner in scheduler.weight_updater._select_runners("target" if own else "all")]
+
+
+def refused(scheduler: Any) -> str:
+    """Why SGLang would not let weights be written to one of the models, or could not tell where they go."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    for runner in _runners(scheduler):
+        try:
+            runner.weight_updater._assert_weight_cache_inactive("a push")
+        except RuntimeError as error:
+            return str(error)
+        if reason := weight_updater._unsupported_derived_weight_cache_error(runner.model):
+            return str(reason)
+        if any(type(module).__name__ == _EXPERT_LORA for module in runner.model.modules()):
+            return (
+                "LoRA is enabled for experts, which hides their weights from the model's own loader: leave the experts "
+                "out of --lora-target-modules, or start the engine without --enable-lora"
+            )
+    return ""
+
 
 def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole checkpoint in one begin/end session, draft models included.
+    """Load a whole checkpoint in one begin/end session, with draft models whose weights are in it.
 
     The session is opened on the runners themselves: it begins and ends inside one scheduler handler, so that nothing
     can come in between, and a rank that fails leaves no other waiting in the session's barrier.
 
     A model reads each tensor before it asks for the next. Several models read them all in turn.
     """
-    runners = scheduler.weight_updater._select_runners("all")
+    runners = _runners(scheduler)
     named = weights if len(runners) == 1 else list(weights)
-    for _, runner in runners:
-        runner.weight_updater.begin_weight_update()
-        loaded, message = runner.weight_updater.load_weights_from_distributed(named)
-        if not loaded:
-            raise RuntimeError(message)
-        runner.weight_updater.end_weight_update(run_post_load=False)
+    for runner in runners:
+        with _session(runner, run_post_load=False):
+            loaded, message = runner.weight_updater.load_weights_from_distributed(named)
+            if not loaded:
+                raise RuntimeError(message)
+
+
+@contextlib.contextmanager
+def _session(runner: Any, *, run_post_load: bool) -> Iterator[None]:
+    """Inside, weights may be written. A load that fails ends it as well: the next one would begin a second time."""
+    runner.weight_updater.begin_weight_update()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # half-loaded weights need not go through it
+            runner.weight_updater.end_weight_update(run_post_load=False)
+        raise
+    runner.weight_updater.end_weight_update(run_post_load=run_post_load)
 
 
 def recordable(scheduler: Any) -> tuple[torch.nn.Module, Callable[[Any], Any]] | str:
     """The model and its loader, or why what the loader does cannot be done in its place."""
-    runners = scheduler.weight_updater._select_runners("all")
+    runners = _runners(scheduler)
     if len(runners) != 1:
         return "a draft model is loaded with the model"
-    model: Any = runners[0][1].model
+    model: Any = runners[0].model
     return model, model.load_weights
 
 
-@contextlib.contextmanager
-def written_by_others(scheduler: Any) -> Iterator[None]:
+def written_by_others(scheduler: Any) -> AbstractContextManager[None]:
     """Around writing all weights past the loader: what SGLang does before and after, and the loader at its end."""
-    ((_, runner),) = scheduler.weight_updater._select_runners("all")
-    runner.weight_updater.begin_weight_update()
-    yield
-    runner.weight_updater.end_weight_update(run_post_load=True)
+    (runner,) = _runners(scheduler)
+    return _session(runner, run_post_load=True)
 
 
 def digest(scheduler: Any) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from sglang_weightsync import compat
+from sglang_weightsync import compat, compat_config, compat_pause
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from weightsync import wire
 from weightsync.calls import COMMIT_CALL_S, Calls, settle
@@ -28,13 +28,18 @@ class SglangFrontEnd:
 
     def __init__(self, server_args: Any, tokenizer_manager: Any):
         self._manager = tokenizer_manager
-        self._unsupported = compat.unsupported(server_args)
+        self._gate = compat_pause.Gate(tokenizer_manager)
+        self._unsupported = compat_config.unsupported(server_args)
         self.engine_version = compat.version()
         self.model = compat.model_path(server_args)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(server_args) else {}
         self.waits = compat.waits_for_initial_weights(server_args)
         if self.waits:
-            compat.hold_from_start(tokenizer_manager)
+            self._gate.close_at_start("this engine waits for its first push")
+            compat.not_ready_from_start()
+        self.off = compat_config.left_as_it_is(server_args)
+        if reason := compat.check(compat.DEEP):
+            self.off['verify="deep"'] = reason
         self._last = WeightsyncReqOutput(call="", replies=[])
 
     async def version(self) -> str:
@@ -54,31 +59,45 @@ class SglangFrontEnd:
 
     async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Drain if asked to, then everything in one step of the schedulers."""
+        try:
+            return await self._commit(request, call, stopped)
+        except BaseException as error:
+            if not isinstance(error, WeightSyncError) or error.weights != "unchanged":
+                why = f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
+                await self._gate.close(why)
+            raise
+
+    async def _commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         begin = time.perf_counter()
-        async with self._held(request, stopped):
+        # Requests of an engine that is stopped already, by whomever, would never finish.
+        async with self._held(request, stopped or self._gate.paused):
             held_s = time.perf_counter() - begin
-            try:
-                settle(await call("weightsync_commit", wire.to_json(request), COMMIT_CALL_S))
-            except WeightSyncError as error:
-                if error.weights == "unchanged":
-                    raise
-                if self._last.restored:
-                    raise ApplyFailed(
-                        f"{error}; the version before was loaded again on every rank", weights="unchanged"
-                    ) from error
-                await compat.hold_new_requests(self._manager, True)
-                raise
-            compat.set_served_version(self._manager, request.version)
+            await self._apply(request, call)
         if stopped:
-            await compat.release_first(self._manager)
+            compat.release_first(self._manager)
+            await self._gate.open()
         last = self._last
         seconds = {"pause": held_s, "apply": last.apply_s, "caches": last.pause_s - last.apply_s}
         return wire.CommitReply(version=request.version, pause_s=held_s + last.pause_s, seconds=seconds)
 
+    async def _apply(self, request: wire.CommitRequest, call: Calls) -> None:
+        replies = await call("weightsync_commit", wire.to_json(request), COMMIT_CALL_S)
+        try:
+            settle(replies)
+        except WeightSyncError as error:
+            if self._last.dirty:
+                raise ApplyFailed(str(error), weights="dirty") from error
+            if error.weights != "unchanged" and self._last.restored:
+                raise ApplyFailed(
+                    f"{error}; the version before was loaded again on every rank", weights="unchanged"
+                ) from error
+            raise
+        compat.set_served_version(self._manager, request.version)
+
     @contextlib.asynccontextmanager
     async def _held(self, request: wire.CommitRequest, stopped: bool) -> AsyncIterator[None]:
         if stopped or request.pause not in ("wait", "abort"):
-            yield  # an engine that is stopped already has requests that would never finish
+            yield
             return
         drained = compat.drained(self._manager, abort=request.pause == "abort")
         try:

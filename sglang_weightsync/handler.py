@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_weightsync import compat, gather
+from sglang_weightsync import compat, compat_loading, compat_pause, gather
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from sglang_weightsync.sink import SglangSink
 from weightsync import wire
+from weightsync.dispatch import handle
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.receiver import Receiver, handle
+from weightsync.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,23 @@ class Handler:
         return self._made
 
     def _everywhere(self, request: WeightsyncReqInput, method: str) -> list[bytes]:
-        return self._gather(handle(self._receiver, method, request.payload))
+        def receiver() -> Receiver:
+            found = self._receiver()
+            if method.startswith(wire.UPDATE) or method == "weightsync_ready":
+                self._check(method, request.payload)
+            return found
+
+        return self._gather(handle(receiver, method, request.payload))
+
+    def _check(self, method: str, payload: bytes) -> None:
+        """Raise `UnsupportedOption` for what SGLang would refuse or get wrong once a push is under way."""
+        if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler):
+            raise UnsupportedOption(reason)
+        deep = method.startswith(wire.UPDATE) and wire.verify_of(payload) == "deep"
+        if deep and (reason := compat.lacking_for_deep(self._scheduler)):
+            raise UnsupportedOption(
+                f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"'
+            )
 
     def _exchange(self, step: Callable[[], None]) -> list[bytes]:
         try:
@@ -76,7 +93,7 @@ class Handler:
         replies = self._exchange(lambda: self._stop(asked))
         if _any_failed(replies):
             if not self._dirty:
-                compat.resume(self._scheduler)
+                compat_pause.let_go(self._scheduler)
             return WeightsyncReqOutput(call=request.call, replies=replies)
         mark, dirty = time.perf_counter(), self._dirty
         self._dirty = True
@@ -90,16 +107,17 @@ class Handler:
         if not _any_failed(finished):
             self._dirty = dirty and finished is not replies
             if not self._dirty:
-                compat.resume(self._scheduler)
+                compat_pause.let_go(self._scheduler)
         if self._dirty:
             # Requests that were to keep their KV cannot: SGLang's watchdog takes a paused batch for a hung one.
-            compat.pause(self._scheduler, retract=True)
+            compat_pause.hold(self._scheduler, retract=True)
         return WeightsyncReqOutput(
             call=request.call,
             replies=replies,
             pause_s=time.perf_counter() - begin,
             apply_s=done - mark,
             restored=finished is not replies and not _any_failed(finished),
+            dirty=self._dirty and not dirty,
         )
 
     def _brought_back(
@@ -115,7 +133,7 @@ class Handler:
     def _stop(self, asked: wire.CommitRequest) -> None:
         if reason := compat.not_now(self._scheduler):
             raise TransferFailed(f"{reason}; nothing was changed")
-        compat.pause(self._scheduler, retract=asked.pause != "keep")
+        compat_pause.hold(self._scheduler, retract=asked.pause != "keep")
         if asked.pause != "keep" and not compat.is_idle(self._scheduler):
             raise TransferFailed(
                 "requests hold KV that cannot be given up now (grammars being compiled, for one); nothing was changed, "
@@ -124,7 +142,7 @@ class Handler:
 
     def _finish(self, asked: wire.CommitRequest, version: str) -> None:
         if asked.pause != "keep" and not compat.flush_cache(self._scheduler):
-            raise ApplyFailed("SGLang did not flush the cache of the old weights; push again", weights="dirty")
+            raise ApplyFailed("SGLang did not flush the caches of the old weights; push again", weights="dirty")
         if version:
             compat.set_rank_version(self._scheduler, version)
 

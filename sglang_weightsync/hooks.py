@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def place() -> None:
     """Register the message types and the hooks; SGLang calls it once a process."""
-    if reason := compat.check():
+    if reason := compat.check(compat.NEEDED):
         logger.error("%s; the routes of weightsync are absent", reason)
         return
     from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
@@ -29,6 +29,8 @@ def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from weightsync.replica import Replica
     from weightsync.routes import HealthGuard, admin_routes
 
+    if compat.serve_by_workers(server_args, "sglang_weightsync.refusing:app"):
+        return
     replica = Replica(SglangFrontEnd(server_args, tokenizer_manager))
     compat.app_routes().append(admin_routes(lambda: replica, security.engine_token()))
     compat.app_routes().insert(0, HealthGuard(lambda: replica))

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import BaseReq
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):
-    """Run ``method`` of `weightsync.receiver.handle` on every rank; ``call`` comes back with the reply."""
+    """Run ``method`` of `weightsync.dispatch.handle` on every rank; ``call`` comes back with the reply."""
 
     call: str
     method: str
@@ -19,7 +19,8 @@ class WeightsyncReqInput(BaseReq, kw_only=True):
 class WeightsyncReqOutput(BaseReq, kw_only=True):
     """Every rank's reply, gathered by the first; ``pause_s`` and ``apply_s`` are seconds of a commit.
 
-    ``restored``: the commit failed, and every rank has the version before again.
+    ``restored``: the commit failed, and every rank has the version before again. ``dirty``: it failed, and the ranks do
+    not generate any more.
     """
 
     call: str
@@ -27,3 +28,4 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
     pause_s: float = 0.0
     apply_s: float = 0.0
     restored: bool = False
+    dirty: bool = False

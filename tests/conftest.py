@@ -1,8 +1,6 @@
 """What every test may use."""
 
-import os
-import tempfile
-from pathlib import Path
+import secrets
 
 import pytest
 from hypothesis import settings
@@ -15,17 +13,11 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_runtime_directory():
-    """Keys and sockets of the tests are their own. Short: a Unix socket's path takes 107 characters at most."""
-    with tempfile.TemporaryDirectory(prefix="ws-") as folder:
-        before = os.environ.get("XDG_RUNTIME_DIR")
-        os.environ["XDG_RUNTIME_DIR"] = folder
-        os.environ.pop("WEIGHTSYNC_TOKEN", None)
-        yield Path(folder)
-        if before is None:
-            del os.environ["XDG_RUNTIME_DIR"]
-        else:
-            os.environ["XDG_RUNTIME_DIR"] = before
+def own_key():
+    """The tests' engines and senders have a key of their own, and leave the user's key file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(32))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from weightsync import frames, routes, security, wire
 
 #: Route -> the message that it takes.
 ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
-#: The same of a rank's methods, as `receiver.handle` knows them.
+#: The same of a rank's methods, as `dispatch.handle` knows them.
 METHODS = {
     "weightsync_open": wire.Done,
     "weightsync_status": wire.StatusRequest,

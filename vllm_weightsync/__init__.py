@@ -7,9 +7,11 @@ Start the server as::
 
 from __future__ import annotations
 
+import logging
+
 from vllm_weightsync.extension import WorkerExtension
 
-__all__ = ["WorkerExtension", "endpoint_plugin"]
+__all__ = ["WorkerExtension", "endpoint_plugin", "general_plugin"]
 
 
 def endpoint_plugin() -> object:
@@ -17,3 +19,16 @@ def endpoint_plugin() -> object:
     from vllm_weightsync.routes import EndpointPlugin
 
     return EndpointPlugin()
+
+
+def general_plugin() -> None:
+    """``vllm.general_plugins`` entry point, run in every process: what a push asks of the engine core.
+
+    vLLM does not guard the call. What went wrong is told by the routes, which then refuse every push.
+    """
+    try:
+        from vllm_weightsync import compat_core
+
+        compat_core.install()
+    except Exception:
+        logging.getLogger(__name__).exception("weightsync's part of the engine core is not in place")

@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import importlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 
+from vllm_weightsync import compat_core
 from weightsync.calls import COMMIT_CALL_S
 from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.layout import digest_of
+from weightsync.private_names import Names, lacks, missing
 from weightsync.sink import apart_from_live
 
 SUPPORTED: Final = "0.32"
@@ -29,26 +30,35 @@ _WAIT: Final = "wait_for_initial_weights"
 _LOOK_UP_S: Final = 0.5
 
 #: Where the routes run: module -> attributes that this package leans on.
-SERVER: Final[dict[str, tuple[str, ...]]] = {
+SERVER: Final[Names] = {
     "vllm.v1.engine.async_llm": (
-        "AsyncLLM.collective_rpc", "AsyncLLM.pause_generation", "AsyncLLM.resume_generation",
-        "AsyncLLM.reset_prefix_cache", "AsyncLLM.reset_encoder_cache", "AsyncLLM.update_weight_version",
-        "AsyncLLM.get_weight_version", "AsyncLLM.errored"),
+        "AsyncLLM.collective_rpc", "AsyncLLM.pause_generation", "AsyncLLM.reset_prefix_cache",
+        "AsyncLLM.reset_encoder_cache", "AsyncLLM.update_weight_version", "AsyncLLM.get_weight_version",
+        "AsyncLLM.errored"),
+    "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async",),
+    "vllm.v1.engine.core": ("EngineCore.pause_scheduler", "EngineCore.resume_scheduler"),
+    "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_ALL"),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.pause_state", "Scheduler.set_pause_state"),
+    "vllm.v1.executor.abstract": ("Executor.is_sleeping",),
     "vllm.utils.import_utils": ("resolve_obj_by_qualname",),
 }  # fmt: skip
 
 #: Where the weights are.
-WORKER: Final[dict[str, tuple[str, ...]]] = {
+WORKER: Final[Names] = {
     "vllm.v1.worker.gpu_worker": ("Worker.reload_weights",),
-    "vllm.config": ("LoadConfig", "set_current_vllm_config"),
-    "vllm.model_executor.model_loader.default_loader": (
-        "DefaultModelLoader.get_all_weights",
-        "DefaultModelLoader.load_model",
-    ),
     "vllm.model_executor.model_loader.reload.layerwise": (
         "get_layerwise_info",
         "_place_kernel_tensors",
         "LOADING_LAYERS",
+    ),
+}
+
+#: What ``verify="deep"`` needs there too.
+DEEP: Final[Names] = {
+    "vllm.config": ("LoadConfig", "set_current_vllm_config"),
+    "vllm.model_executor.model_loader.default_loader": (
+        "DefaultModelLoader.get_all_weights",
+        "DefaultModelLoader.load_model",
     ),
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
     "vllm.model_executor.offloader.base": ("get_offloader", "set_offloader"),
@@ -62,24 +72,9 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-def missing(needed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names that this package needs and this vLLM lacks."""
-    gone = []
-    for module, names in needed.items():
-        for name in names:
-            try:
-                found: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                gone.append(f"{module}.{name}")
-    return gone
-
-
-def check(needed: Mapping[str, Sequence[str]]) -> str:
-    """Empty, or why weights cannot be pushed into this vLLM."""
-    gone = missing(needed)
-    return f"weightsync needs vLLM {SUPPORTED}; vLLM {version()} lacks {', '.join(gone)}" if gone else ""
+def check(needed: Names) -> str:
+    """Empty, or which names are gone."""
+    return lacks("vLLM", SUPPORTED, version(), missing(needed))
 
 
 def worker_rank(worker: Any) -> int:
@@ -102,6 +97,12 @@ def why_reload(worker: Any) -> str:
     if worker_device(worker).type == "cpu":
         return "on a CPU vLLM packs layers after loading, which its reload does again"
     return "vLLM's reload is the only way in on an accelerator as yet"
+
+
+def model(worker: Any) -> torch.nn.Module:
+    """What the worker computes with."""
+    found: torch.nn.Module = worker.model_runner.get_model()
+    return found
 
 
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -269,6 +270,36 @@ def extension_class(engine_client: Any) -> type | None:
     name = parallel_config(engine_client).worker_extension_cls
     found = resolve_obj_by_qualname(name) if name else None
     return found if isinstance(found, type) else None
+
+
+def can_ask_core() -> bool:
+    """Whether this package's part of the engine core is in place; the core loads the plugins that this process does."""
+    from vllm.v1.engine.core import EngineCore
+
+    return hasattr(EngineCore, compat_core.HOLD)
+
+
+async def pause(engine_client: Any) -> None:
+    """Pause as any user may; whoever resumes the engine ends it."""
+    await engine_client.pause_generation(mode="keep", clear_cache=False)
+
+
+async def hold(engine_client: Any, mode: str, refused: str, timeout_s: float) -> None:
+    """Stop the engine for a push, or keep it stopped; see `compat_core`. Raises as `answer`."""
+    call = engine_client.engine_core.call_utility_async(compat_core.HOLD, mode, refused)
+    await answer(engine_client, call, compat_core.HOLD, timeout_s)
+
+
+async def let_go(engine_client: Any, timeout_s: float) -> None:
+    """Have the engine do again what its users have ordered: generate, or be paused. Raises as `answer`."""
+    call = engine_client.engine_core.call_utility_async(compat_core.LET_GO)
+    await answer(engine_client, call, compat_core.LET_GO, timeout_s)
+
+
+async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
+    """Which of the engine's memory sleeps, by vLLM's tags. Raises as `answer`."""
+    call = engine_client.engine_core.call_utility_async(compat_core.ASLEEP)
+    return [str(tag) for tag in await answer(engine_client, call, compat_core.ASLEEP, timeout_s)]
 
 
 async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:

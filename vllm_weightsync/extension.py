@@ -5,7 +5,9 @@ Imports nothing of vLLM, so that a user's own extension class can derive from it
 
 from __future__ import annotations
 
-from weightsync.receiver import Receiver, handle
+from weightsync.dispatch import handle
+from weightsync.receiver import Receiver
+from weightsync.wire import UPDATE
 
 _ATTRIBUTE = "_weightsync_receiver"
 
@@ -18,6 +20,10 @@ def _run(worker: WorkerExtension, method: str, payload: str) -> str:
             from vllm_weightsync.sink import VllmSink
 
             found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmSink(worker))
+        if method.startswith(UPDATE):
+            from vllm_weightsync.sink import check_deep
+
+            check_deep(payload)
         return found
 
     return handle(receiver, method, payload).decode()

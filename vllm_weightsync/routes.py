@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from vllm_weightsync import compat
+from vllm_weightsync import compat, compat_config
 from vllm_weightsync.extension import WorkerExtension
 from weightsync import security, wire
 from weightsync.calls import COMMIT_CALL_S, Calls, settle
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: The engine core answers within a step, unless it is loading weights.
 _LOOK_S = 2.0
+#: A trainer waits for the error.
+_TELL_S = 0.5
 _KEEP_REASON = (
     "requests in flight would go on with KV of the old weights, and the prefix cache would hand that KV to others; "
     "start the engine with --no-enable-prefix-caching"
@@ -49,8 +51,7 @@ class EndpointPlugin:
         """Remember the engine; a render-only server has none."""
         if engine_client is not None:
             front = VllmFrontEnd(engine_client, getattr(args, "api_server_count", 1) or 1)
-            if front.waits:
-                await engine_client.pause_generation(mode="keep", clear_cache=False)
+            await front.hold_from_start()
             self._found = Replica(front)
 
     def _replica(self) -> Replica:
@@ -67,15 +68,29 @@ class VllmFrontEnd:
     def __init__(self, engine_client: Any, servers: int):
         self._client = engine_client
         self.engine_version = compat.version()
-        self.model = str(engine_client.vllm_config.model_config.model)
+        config = engine_client.vllm_config
+        self.model = str(config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
         self.waits = compat.waits_for_initial_weights(engine_client)
+        self.off = compat_config.left_as_it_is(config)
+        if reason := compat.check(compat.DEEP):
+            self.off['verify="deep"'] = reason
         self._version = ""
-        self._unsupported = compat.check(compat.SERVER)
-        if not self._unsupported and servers > 1:
-            self._unsupported = "--api-server-count above 1 is not supported: a lease is in one server's memory"
+        self._unsupported = compat.check(compat.SERVER) or compat_config.unsupported(config, servers)
+        if not self._unsupported and not compat.can_ask_core():
+            self._unsupported = (
+                "weightsync's general plugin is not loaded: VLLM_PLUGINS must name weightsync, and `pip install` must "
+                "have installed it with its entry points"
+            )
         if self._unsupported:
             logger.error("%s; pushes will be refused", self._unsupported)
+
+    async def hold_from_start(self) -> None:
+        """Let an engine that waits for its first push generate nothing before."""
+        if self.waits and compat.can_ask_core():
+            await self._hold("keep", "this engine waits for its first push")
+        elif self.waits:
+            await compat.pause(self._client)
 
     async def version(self) -> str:
         """vLLM's own weight version; what it was last where the engine core is loading, or frozen."""
@@ -86,9 +101,14 @@ class VllmFrontEnd:
     async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float = COMMIT_CALL_S) -> Any:
         return await compat.answer(self._client, call, what, timeout_s)
 
+    async def _hold(self, mode: str, refused: str = "", timeout_s: float = COMMIT_CALL_S) -> None:
+        await compat.hold(self._client, mode, refused, timeout_s)
+
     async def call(self, method: str, payload: bytes) -> Sequence[str]:
         """Through the worker extension."""
         self._check_loaded()
+        if method.startswith(wire.UPDATE) or method == "weightsync_ready":
+            await self._check_awake()
         return await compat.call_workers(self._client, method, payload.decode())
 
     def _check_loaded(self) -> None:
@@ -101,21 +121,39 @@ class VllmFrontEnd:
             )
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
-        if compat.parallel_config(self._client).data_parallel_size > 1:
+
+    async def _check_awake(self) -> None:
+        # KV may sleep: it is dropped anyway.
+        if "weights" in await compat.asleep(self._client, COMMIT_CALL_S):
             raise UnsupportedOption(
-                "internal data parallelism is not supported: start one server per replica and name them all"
+                "the memory of this vLLM's weights sleeps, and cannot be written: wake it first, with "
+                'POST /wake_up?tags=weights or LLM.wake_up(tags=["weights"])'
             )
 
     async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Pause, reload, drop caches, set the version, resume."""
+        try:
+            return await self._commit(request, call, stopped)
+        except BaseException as error:
+            if not isinstance(error, WeightSyncError) or error.weights != "unchanged":
+                await self._stay_stopped(error)
+            raise
+
+    async def _stay_stopped(self, error: BaseException) -> None:
+        """Nobody resumes this engine before a full push has committed: it holds what it must not serve."""
+        reason = f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
+        try:
+            await self._hold("", reason, _TELL_S)
+        except Exception as second:  # it stays held, and hears why as soon as it listens
+            logger.error("vLLM's engine core was not told yet why it stays stopped: %s", second)
+
+    async def _commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         begin = time.perf_counter()
         seconds: dict[str, float] = {}
         if not stopped:
             await self._pause(request)
         seconds["pause"] = time.perf_counter() - begin
         payload = wire.to_json(request)
-        # Requests that a failed commit left frozen may hold KV of either version.
-        drop_running = stopped or request.pause == "retract"
         failed: WeightSyncError | None = None
         mark = time.perf_counter()
         try:
@@ -127,14 +165,15 @@ class VllmFrontEnd:
         seconds["apply"] = time.perf_counter() - mark
         mark = time.perf_counter()
         try:
-            await self._drop_caches(drop_running or failed is not None, request.pause)
+            # Also after a drain: an engine that somebody else has paused may hold requests that do not finish.
+            await self._drop_caches(stopped or failed is not None or request.pause != "keep", request.pause)
             if failed is None:
                 await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
                 self._version = request.version
             seconds["caches"] = time.perf_counter() - mark
             mark = time.perf_counter()
             if failed is None or not stopped:
-                await self._answer(self._client.resume_generation(), "resume_generation")
+                await compat.let_go(self._client, COMMIT_CALL_S)
         except Exception as error:
             raise ApplyFailed(f"vLLM failed half-way through the commit ({error})", weights="dirty") from error
         if failed is not None:
@@ -146,11 +185,10 @@ class VllmFrontEnd:
     async def _pause(self, request: wire.CommitRequest) -> None:
         # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
         mode = "keep" if request.pause == "retract" else request.pause
-        pause = self._client.pause_generation(mode=mode, clear_cache=False)
         try:
-            await self._answer(pause, "pause_generation", request.timeout_s)
+            await self._hold(mode, timeout_s=request.timeout_s)
         except PushTimeout as error:
-            await self._answer(self._client.resume_generation(), "resume_generation")
+            await compat.let_go(self._client, COMMIT_CALL_S)
             raise PushTimeout(
                 f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
                 "nothing was changed"

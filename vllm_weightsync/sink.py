@@ -10,7 +10,14 @@ import torch
 from vllm_weightsync import compat
 from weightsync.errors import UnsupportedOption
 from weightsync.expected import expected_of
-from weightsync.sink import Expected
+from weightsync.sink import Expected, Sealed
+from weightsync.wire import verify_of
+
+
+def check_deep(payload: str) -> None:
+    """Raise `UnsupportedOption` if a `wire.UpdateRequest` asks for ``verify="deep"``, and vLLM lacks what it needs."""
+    if verify_of(payload) == "deep" and (reason := compat.check(compat.DEEP)):
+        raise UnsupportedOption(f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"')
 
 
 class VllmSink:
@@ -28,9 +35,9 @@ class VllmSink:
         config = compat.model_config(self._worker)
         return expected_of(config.model, revision=config.revision, dtype=str(config.dtype).removeprefix("torch."))
 
-    def opened(self) -> str:
+    def opened(self) -> Sealed:
         """Nothing but the reload path knows how layers are packed."""
-        return compat.why_reload(self._worker)
+        return Sealed(compat.model(self._worker), compat.why_reload(self._worker))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through vLLM's reload path."""

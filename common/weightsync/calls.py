@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import psutil
 
-from weightsync import errors
+from weightsync import errors, staging
 from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
 from weightsync.wire import Done, RankInfo, RankReply, from_json
 
@@ -69,22 +70,40 @@ class Calls:
 
     def check_alive(self) -> None:
         """Raise `EngineUnreachable` if a rank's process has ended; engines themselves notice much later."""
-        if any(fault(rank.pid) == ENDED for rank in self.ranks):
+        if any(_seen(rank) == ENDED for rank in self.ranks):
             raise EngineUnreachable(f"the engine cannot go on{self.trouble()}", weights="unknown")
 
     def trouble(self) -> str:
         """What can be seen of ranks that cannot answer, to be appended to an error."""
-        seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := fault(rank.pid))]
+        seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := _seen(rank))]
         return f": {', '.join(seen)}" if seen else ""
 
 
-def fault(pid: int) -> str:
-    """What can be seen of a process that does not answer; empty if it runs."""
+def _seen(rank: RankInfo) -> str:
+    """As `fault`; empty for a rank on another host or in another container, where its number is somebody else's."""
+    here = (staging.host_id(), staging.process_space())
+    return fault(rank.pid, rank.started) if (rank.host, rank.process_space) == here else ""
+
+
+def started(pid: int) -> int:
+    """When a process was started, in clock ticks since its host was; 0 if there is none of this number."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])  # its name, in brackets, may hold spaces and brackets
+
+
+def fault(pid: int, since: int = 0) -> str:
+    """What can be seen of a process that does not answer; empty if it runs.
+
+    ``since`` is when it was `started`: a process of its number that was started at another time is not the same one.
+    """
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return ENDED
-    if status == psutil.STATUS_ZOMBIE:
+    if status == psutil.STATUS_ZOMBIE or (since and started(pid) != since):
         return ENDED
     return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
 

@@ -42,11 +42,11 @@ class Sent(NamedTuple):
 class Carrier:
     """The arenas of one sender and a trainer end for every transport in use. ``device`` is where the arenas are.
 
-    ``helpers`` are the other ranks of the trainer, if it has any.
+    ``helpers`` are the other ranks of the trainer, if it has any; ``address`` is what ranks dial, see `TRAINER_ENDS`.
     """
 
-    def __init__(self, device: torch.device, helpers: Helpers | None = None):
-        self.device, self._helpers = device, helpers
+    def __init__(self, device: torch.device, helpers: Helpers | None = None, address: str = ""):
+        self.device, self._helpers, self._address = device, helpers, address
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first; a second holds what is served, where engines keep that.
         self._arenas: list[staging.Arena] = []
@@ -74,7 +74,7 @@ class Carrier:
         """
         for name in sorted({transport for transport, _ in engines.values()}):
             if name not in self._ends:
-                self._ends[name] = TRAINER_ENDS[name](self.device, self._helpers)
+                self._ends[name] = TRAINER_ENDS[name](self.device, self._helpers, self._address)
             those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
             if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
                 self._ends[name].introduced(post(asked), deadline)
@@ -102,7 +102,8 @@ class Carrier:
         self._served = None
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and self._layout.nbytes <= nbytes else 1
-        if len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.lent is None:
+        same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.lent is None
+        if same and all(map(staging.reachable, self._arenas)):
             return
         self._free()
         for _ in range(count):
@@ -201,7 +202,7 @@ class Carrier:
 
     def again(self) -> UpdateRequest | None:
         """What was served last, as a push anew that `resend` sends; None where the arena does not hold it."""
-        if self._served is None:
+        if self._served is None or not staging.reachable(self._served[0]):
             return None
         arena, plan, announced = self._served
         plan = msgspec.structs.replace(plan, push=secrets.token_hex(8))
@@ -243,13 +244,18 @@ class Carrier:
         for end in self._meeting:
             end.acquire(bucket)
 
+    def revoke(self) -> None:
+        """The trainer may write to its parameters again: ranks that still read them where they are find out."""
+        if self.lent is not None:
+            self.lent.revoke()
+
     def call_off(self, error: BaseException) -> None:
         """Tell the ranks that no more will come."""
         for end in self._meeting:
             end.call_off(error)
         self._meeting = []
         if self.lent is not None:
-            self._free()  # a rank may be loading still, from what the trainer will change
+            self._free()
 
     def served(self) -> None:
         """What was sent last is served: where engines keep the version before, the next push must leave it intact."""

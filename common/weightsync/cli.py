@@ -49,7 +49,8 @@ def _status(client: EngineClient, url: str, deadline: Deadline) -> str:
     ]
     held = f", lease of {status.holder}" if status.holder else ""
     why = f" ({status.detail})" if status.detail else ""
-    lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *ranks]
+    off = [f"  {name}: off ({reason})" for name, reason in status.off.items()]
+    lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *off, *ranks]
     return "\n".join(map(_shown, lines))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Final, TypeVar
 
 import msgspec
-import requests
 
-from weightsync import errors, security, wire
+from weightsync import errors, exchange, security, wire
 from weightsync.errors import (
     AuthenticationFailed,
     EngineUnreachable,
@@ -17,14 +17,17 @@ from weightsync.errors import (
     PushTimeout,
     TransferFailed,
 )
+from weightsync.names import plain_url
 from weightsync.transports.base import Deadline, Introduction
 from weightsync.wire import PREFIX
 
-_CONNECT_S: Final = 5.0
-#: A failed push tells within two seconds of its deadline what it left.
-_COMMIT_GRACE_S: Final = 1.0
-_OUTCOME_S: Final = 0.5
+#: A push that fails by its deadline says within a second of it what it has left: that long an engine may take to say
+#: that its commit is not over, and that long to say what became of it.
+_COMMIT_GRACE_S: Final = 0.5
+_OUTCOME_S: Final = 0.25
 _PROBE_S: Final = 1.0
+#: The engine gives up before nobody waits for its answer any more, and can then still say whom it waited for.
+_ANSWER_S: Final = 0.5
 _R = TypeVar("_R")
 
 #: How each engine is started with the plugin; errors and documents say it in the same words.
@@ -35,20 +38,21 @@ START_LINES: Final = {
 
 
 class EngineClient:
-    """One engine's admin routes. Every method raises a `WeightSyncError` that names the engine."""
+    """One engine's admin routes. Every method raises a `WeightSyncError` that names the engine, by its deadline.
+
+    Raises `UnsupportedOption` for a URL that is none.
+    """
 
     def __init__(self, url: str, token: str):
-        self.url = url.rstrip("/")
+        self.url = plain_url(url)
         self._token = token = security.usable(token)
-        self._session = requests.Session()
-        # Engines close idle connections; a commit must not meet one that closes just then.
-        self._session.headers.update({"Authorization": f"Bearer {token}", "Connection": "close"})
-        # Proxies are for the outside world; an engine is named by its address.
-        self._session.trust_env = False
+        self._server = exchange.Server(self.url, {"Authorization": f"Bearer {token}"})
 
     def open(self, deadline: Deadline) -> wire.OpenReply:
         """Greet the engine. Raises `ProtocolMismatch` and whatever keeps it from answering."""
-        request = wire.OpenRequest(protocol=wire.PROTOCOL, package_version=wire.PACKAGE_VERSION)
+        request = wire.OpenRequest(
+            protocol=wire.PROTOCOL, package_version=wire.PACKAGE_VERSION, timeout_s=_patience(deadline)
+        )
         reply = self._post("open", request, wire.OpenReply, deadline)
         if reply.protocol[0] != wire.PROTOCOL[0]:
             raise ProtocolMismatch(
@@ -59,7 +63,8 @@ class EngineClient:
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> wire.StatusReply:
         """What the engine serves; ``digest`` has every rank hash its weights."""
-        return self._post("status", wire.StatusRequest(digest=digest), wire.StatusReply, deadline)
+        request = wire.StatusRequest(digest=digest, timeout_s=_patience(deadline))
+        return self._post("status", request, wire.StatusReply, deadline)
 
     def join(self, asked: Introduction, deadline: Deadline) -> wire.JoinReply:
         """Take the lease, and make every rank get a transport ready."""
@@ -79,7 +84,7 @@ class EngineClient:
         try:
             self._post("lease", wire.LeaseRequest(owner=owner), wire.Done, deadline)
         except EngineUnreachable as error:
-            if isinstance(error.__cause__, requests.ConnectTimeout):  # a network that is slow to come back
+            if isinstance(error.__cause__, exchange.Late):  # a network that is slow to come back
                 raise PushTimeout(f"{self.url} took no connection within {deadline.seconds:g} s") from error
             raise
 
@@ -89,7 +94,7 @@ class EngineClient:
         Where the reply is lost the engine is asked what became of it, as long as ``deadline`` and a grace allow.
         """
         # The engine stops waiting for requests in flight at the same moment as we do, and can say that nothing changed.
-        until = Deadline(deadline.left() + _COMMIT_GRACE_S)
+        until = deadline.extended(_COMMIT_GRACE_S)
         start = time.perf_counter()
         try:
             return self._post("commit", request, wire.CommitReply, until)
@@ -133,78 +138,79 @@ class EngineClient:
 
     def abort(self, push: str, deadline: Deadline, owner: str = "") -> None:
         """Make every rank forget a push; without ``owner`` whoever's push it is, and end its lease."""
-        self._post("abort", wire.AbortRequest(push=push, owner=owner), wire.Done, deadline)
+        request = wire.AbortRequest(push=push, owner=owner, timeout_s=_patience(deadline))
+        self._post("abort", request, wire.Done, deadline)
 
     def release(self, address: str, owner: str, deadline: Deadline) -> None:
         """Give the lease back, and make every rank give back what it holds of the sender at ``address``."""
-        self._post("abort", wire.AbortRequest(release=address, owner=owner), wire.Done, deadline)
+        request = wire.AbortRequest(release=address, owner=owner, timeout_s=_patience(deadline))
+        self._post("abort", request, wire.Done, deadline)
 
     def close(self) -> None:
-        """Close the connections."""
-        self._session.close()
+        """End the requests that are under way in other threads."""
+        self._server.close()
 
     def _post(self, route: str, message: msgspec.Struct, kind: type[_R], deadline: Deadline) -> _R:
         deadline.check(f"{route} of {self.url}")
+        body = wire.to_json(message)
         try:
-            reply = self._session.post(
-                f"{self.url}{PREFIX}/{route}",
-                data=wire.to_json(message),
-                timeout=(min(_CONNECT_S, deadline.left()), deadline.left()),
-                allow_redirects=False,
-            )
-        except (requests.ConnectTimeout, requests.ConnectionError) as error:
+            reply = self._server.ask("POST", f"{PREFIX}/{route}", body, deadline, limit=wire.MAX_BODY_BYTES)
+        except exchange.Untrusted as error:
             raise EngineUnreachable(
-                f"no engine answers at {self.url} ({route}): {_cause(error)}; is it up, and is that its address?",
+                f"{self.url} shows a certificate that is not trusted here ({error}): set {exchange.CA_FILE} to a file "
+                "with the certificate of the authority that signed it, and use the name that it is for",
                 weights="unknown",
             ) from error
-        except requests.Timeout as error:
-            raise PushTimeout(
-                f"{self.url} did not answer {route} within {deadline.seconds:g} s", weights="unknown"
+        except exchange.NoAnswer as error:
+            if isinstance(error, exchange.Late) and error.connected:
+                raise PushTimeout(
+                    f"{self.url} did not answer {route} within {round(deadline.seconds, 1):g} s", weights="unknown"
+                ) from error
+            raise EngineUnreachable(
+                f"no engine answers at {self.url} ({route}): {error}; is it up, and is that its address?",
+                weights="unknown",
             ) from error
-        except requests.RequestException as error:
-            raise EngineUnreachable(f"{self.url} cannot be spoken to ({route}): {error}", weights="unknown") from error
-        if reply.status_code != 200:
-            raise self._refusal(route, reply)
+        if reply.status != 200:
+            raise self._refusal(route, reply, deadline)
         try:
-            return wire.from_json(reply.content, kind)
+            return wire.from_json(reply.body, kind)
         except msgspec.MsgspecError as error:
             raise ProtocolMismatch(f"{self.url} answered {route} with something else: {error}") from error
 
-    def _refusal(self, route: str, reply: requests.Response) -> errors.WeightSyncError:
+    def _refusal(self, route: str, reply: exchange.Reply, deadline: Deadline) -> errors.WeightSyncError:
         try:
-            said = wire.from_json(reply.content, wire.ErrorReply)
+            said = wire.from_json(reply.body, wire.ErrorReply)
         except msgspec.MsgspecError:
             said = None
-        if reply.status_code in (401, 403):
+        if reply.status in (401, 403):
             return AuthenticationFailed(
-                f"{self.url} refused the key: set {'' if self._token else 'the '}WEIGHTSYNC_TOKEN to the same value on "
-                "both sides, or run both as the same user on the same host"
+                f"{self.url} refused the key: this side's is {security.origin(self._token)}, and the engine's log "
+                "says at start which it asks for; set WEIGHTSYNC_TOKEN to the same value on both sides, or run both as "
+                "one user where they share /dev/shm"
             )
-        if said is None and reply.status_code in (404, 405, 501):
-            return PluginNotLoaded(f"{self.url} answers, but weightsync is not loaded there. {self._start_line()}")
+        if said is None and reply.status in (404, 405, 501):
+            return PluginNotLoaded(
+                f"{self.url} answers, but weightsync is not loaded there. {self._start_line(deadline)}"
+            )
         if said is None:
-            return TransferFailed(f"{self.url} answered {route} with HTTP {reply.status_code}")
+            return TransferFailed(f"{self.url} answered {route} with HTTP {reply.status}")
         kind = errors.named(said.error)
         return kind(f"{self.url}: {said.message}", weights=said.weights, engines={self.url: said.weights})
 
-    def _start_line(self) -> str:
+    def _start_line(self, deadline: Deadline) -> str:
         """How to start the engine that answers at the URL."""
+        until = Deadline(min(_PROBE_S, deadline.left()))
         for path, engine in (("/version", "vllm"), ("/get_model_info", "sglang"), ("/model_info", "sglang")):
             try:
-                reply = self._session.get(f"{self.url}{path}", timeout=_PROBE_S)
-                if reply.ok and isinstance(reply.json(), dict):
+                reply = self._server.ask("GET", path, b"", until, limit=wire.MAX_BODY_BYTES)
+                if reply.status == 200 and isinstance(json.loads(reply.body), dict):
                     return f"Start it as: {START_LINES[engine].format(model='MODEL')}"
-            except requests.RequestException:
+            except (exchange.NoAnswer, ValueError):
                 continue
         return "Start it as: " + " or: ".join(line.format(model="MODEL") for line in START_LINES.values())
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost reason, without the layers of the HTTP client around it."""
-    while error.args and isinstance(error.args[0], BaseException):
-        error = error.args[0]
-    reason = getattr(error, "reason", None)
-    if isinstance(reason, BaseException):
-        return _cause(reason)
-    said = next((argument for argument in reversed(error.args) if isinstance(argument, str)), "")
-    return said.rpartition(": ")[2] or repr(error)
+def _patience(deadline: Deadline) -> float:
+    """How long an engine is to wait for its ranks, in seconds, on behalf of somebody who waits by ``deadline``."""
+    left_s = deadline.left()
+    return min(max(left_s - min(_ANSWER_S, left_s / 4), 0.01), wire.MAX_TIMEOUT_S)

@@ -36,10 +36,10 @@ def introduce(carrier: Carrier, fleet: Fleet, deadline: Deadline) -> None:
     carrier.introduce(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
 
 
-def release(carrier: Carrier, fleet: Fleet, urls: Iterable[str]) -> None:
-    """Have engines give back what they hold of this sender, and its lease."""
+def release(carrier: Carrier, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
+    """Have engines give back what they hold of this sender, and its lease. ``deadline`` is that of the whole call."""
     by = {url: fleet.engines[url].transport for url in urls}
-    fleet.release({url: carrier.address(url, transport) for url, transport in by.items()})
+    fleet.release({url: carrier.address(url, transport) for url, transport in by.items()}, deadline)
     for url, transport in by.items():
         carrier.dismiss(url, transport)
 
@@ -67,6 +67,7 @@ class Delivery:
         carrier = self._carrier
         assert carrier is not None, "a push has a carrier"
         with self._settled(plan.push):
+            self._machine.move("push")
             with self._fleet.renewed(plan.push, self._deadline):
                 self._prepare(carrier, plan, lent)
                 if plan.stream:
@@ -85,6 +86,7 @@ class Delivery:
         """Have the engines serve the version that they kept. Raises `WeightSyncError`."""
         request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
         with self._settled(request.push):
+            self._machine.move("rollback")
             commits = self._commit(request)
         self._machine.move("committed")
         if self._carrier is not None:
@@ -145,36 +147,47 @@ class Delivery:
         try:
             yield
         except BaseException as error:
+            asked = self._machine.state == "committing"
             self._failed(push, error)
-            self._tell(error)
+            self._tell(error, asked)
             raise
 
     def _failed(self, push: str, error: BaseException) -> None:
-        self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
         carrier = self._carrier
         try:
+            if carrier is not None:
+                # Before anything that takes time or may be interrupted: the trainer's memory is its own again.
+                carrier.revoke()
+            if self._machine.state != "idle":  # else it was interrupted before it began
+                self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
             if carrier is not None:
                 carrier.call_off(error)
             # An engine that is still in its commit could not be told in time, and ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
-                self._fleet.abort(push)
+                self._fleet.abort(push, self._deadline)
             if carrier is not None and isinstance(error, LeaseHeld):
                 # Two trainers that each hold some of the engines would keep each other from the rest.
-                release(carrier, self._fleet, self._fleet.engines)
-            if carrier is not None and isinstance(error, (PushTimeout, TransferFailed, EngineUnreachable)):
-                # Whatever broke, be it a socket whose file somebody removed, the next push begins with new ones.
-                carrier.close()
+                release(carrier, self._fleet, self._fleet.engines, self._deadline)
         finally:
-            self._machine.move("aborted")
+            if carrier is not None and not _is_settled(error):
+                carrier.close()
+            if self._machine.state != "idle":
+                self._machine.move("aborted" if self._machine.allows("aborted") else "interrupted")
 
-    def _tell(self, error: BaseException) -> None:
-        """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised."""
+    def _tell(self, error: BaseException, asked: bool) -> None:
+        """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised.
+
+        ``asked``: engines may have been asked to commit by then.
+        """
         untold = self._fleet.untouched()
         if isinstance(error, WeightSyncError):
             told: dict[str, Weights] = {
                 url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()
             }
             error.settle({**untold, **told})
+        elif asked and isinstance(error, Exception):
+            unknown: dict[str, Weights] = dict.fromkeys(untold, "unknown")
+            raise WeightSyncError(f"the commit broke off: {type(error).__name__}: {error}", engines=unknown) from error
         elif isinstance(error, (RuntimeError, OSError, ValueError)):
             raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error
 
@@ -183,6 +196,19 @@ class Delivery:
         start = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - start
+
+
+def _is_settled(error: BaseException) -> bool:
+    """Whether nobody can be using the memory and the sockets of a push that failed like this.
+
+    An engine that was asked to load and has not said how that ended may be loading still, whichever engine's error is
+    the one that is told; so may all of them after an error that is none of ours, Ctrl-C for one. Memory that they read
+    is never written again: the next push gets other. So it does where something broke, be it a socket whose file
+    somebody removed.
+    """
+    if not isinstance(error, WeightSyncError) or isinstance(error, (PushTimeout, TransferFailed, EngineUnreachable)):
+        return False
+    return "unknown" not in (error.weights, *error.engines.values())
 
 
 @contextmanager

@@ -31,19 +31,26 @@ from weightsync.errors import (
     Weights,
     WeightSyncError,
 )
+from weightsync.names import plain_url
 from weightsync.transports.base import Deadline, Introduction, Peer
 from weightsync.transports.registry import pick
 
 logger = logging.getLogger(__name__)
 
-#: How long the engines are given to forget a failed push, or a sender that closes.
+#: How long the engines are given to forget a failed push, or a sender that closes; and, where the time of the call is
+#: up already, how long after that. They go on without us.
 _ABORT_S: Final = 1.0
+_SETTLED_S: Final = 0.9
+_LEAST_S: Final = 0.1
 #: A renewal that is not answered by then is not missed: the next one follows.
 _RENEW_S: Final = 2.0
 #: Every so many renewals the ranks are asked too, which takes a moment of their time.
 _LOOK_EVERY: Final = 3
 #: The client waits for a commit by the deadline and asks what became of it; this is more than that takes.
-_OUTCOME_S: Final = 10.0
+_OUTCOME_S: Final = 1.0
+#: More than there will be calls at once. Threads are started as they are needed and used again; a limit that calls can
+#: reach would have some engines of a streamed push wait for others, which wait for bytes that no engine is to miss.
+_MAX_THREADS: Final = 1 << 16
 
 Commit = Future[wire.CommitReply | WeightSyncError]
 _T = TypeVar("_T")
@@ -56,6 +63,7 @@ class Engine:
     ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
     ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
     ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
+    ``committed``: which instance of it was the last to commit what this sender pushed.
     """
 
     client: EngineClient
@@ -68,6 +76,7 @@ class Engine:
     noticed: list[str] = field(default_factory=list)
     interfaces: str = ""
     manifest: str = ""
+    committed: str = ""
 
     @property
     def peers(self) -> set[Peer]:
@@ -84,7 +93,7 @@ class Fleet:
         self._pause, self._transport = pause, transport
         self._clients = [EngineClient(url, token) for url in urls]
         self._token = token
-        self._threads = ThreadPoolExecutor(max(32, 2 * len(urls)), thread_name_prefix="weightsync-engine")
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="weightsync-engine")
         self.engines: dict[str, Engine] = {}
         try:
             self._open(deadline)
@@ -93,7 +102,12 @@ class Fleet:
             raise
 
     def _open(self, deadline: Deadline) -> None:
-        for client, hello in zip(self._clients, self.all(lambda client: client.open(deadline)), strict=True):
+        hellos = self.all(lambda client: client.open(deadline))
+        by: dict[str, str] = {}
+        for client, hello in zip(self._clients, hellos, strict=True):
+            check_other(client.url, hello, by)
+            by[hello.instance] = client.url
+        for client, hello in zip(self._clients, hellos, strict=True):
             self._admit(client, hello)
 
     def _admit(self, client: EngineClient, hello: wire.OpenReply) -> None:
@@ -132,13 +146,15 @@ class Fleet:
         client = EngineClient(url, self._token)
         if client.url in self.engines:
             raise UnsupportedOption(f"{client.url} is among the engines already")
-        self._admit(client, client.open(deadline))
+        hello = client.open(deadline)
+        check_other(client.url, hello, {engine.hello.instance: url for url, engine in self.engines.items()})
+        self._admit(client, hello)
         self._clients.append(client)
         return client.url
 
     def removable(self, url: str) -> str:
         """The URL as it is known here. Raises `UnsupportedOption` for one that is not there, or is the last."""
-        known = url.rstrip("/")
+        known = plain_url(url)
         if known not in self.engines or len(self.engines) == 1:
             raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.engines)}")
         return known
@@ -158,15 +174,43 @@ class Fleet:
         finally:
             self._clients, self.engines = whole
 
-    def reopen(self, deadline: Deadline) -> list[str]:
-        """Greet every engine again; returns those that were restarted."""
-        before = {url: engine.hello.instance for url, engine in self.engines.items()}
-        noticed = {url: engine.noticed for url, engine in self.engines.items()}
-        self._open(deadline)
-        restarted = [url for url, engine in self.engines.items() if engine.hello.instance != before[url]]
-        for url, engine in self.engines.items():
-            engine.noticed = noticed[url] + ["restarted since this sender last met it"] * (url in restarted)
-        return restarted
+    def reopen(self, deadline: Deadline) -> None:
+        """Greet every engine again. Raises as `Sender` when built."""
+        if failed := self.greet(deadline):
+            raise joined(failed, dict.fromkeys(self.engines, "unchanged"))
+
+    def greet(self, deadline: Deadline) -> dict[str, WeightSyncError]:
+        """Greet every engine again; by URL what keeps those that do not answer, or cannot be used any more."""
+        failed: dict[str, WeightSyncError] = {}
+        for client, hello in zip(self._clients, self.try_all(lambda client: client.open(deadline)), strict=True):
+            before = self.engines[client.url]
+            try:
+                if isinstance(hello, WeightSyncError):
+                    raise hello
+                self._admit(client, hello)
+            except WeightSyncError as error:
+                failed[client.url] = error
+                continue
+            engine = self.engines[client.url]
+            engine.noticed, engine.committed = before.noticed, before.committed
+            if hello.instance != before.hello.instance:
+                engine.noticed.append("restarted since this sender last met it")
+        return failed
+
+    def behind(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
+        """The engines that do not serve ``version`` as this sender pushed it, and what keeps others from answering."""
+        # Who answers is not to wait for who is frozen until the time is up.
+        failed = self.greet(Deadline(deadline.left() / 2))
+        replies = self.try_all(lambda client: client.status(Deadline(deadline.left() / 2)))
+        found: list[str] = []
+        for (url, engine), reply in zip(self.engines.items(), replies, strict=True):
+            if isinstance(reply, WeightSyncError):
+                failed.setdefault(url, reply)
+            elif url not in failed:
+                serves = reply.version == version and not reply.state.startswith(("dirty", "unsynced"))
+                if not serves or engine.committed != reply.instance:
+                    found.append(url)
+        return found, failed
 
     def join(self, asked: Mapping[str, Introduction], deadline: Deadline) -> dict[str, wire.JoinReply]:
         """Tell engines, by URL, what a transport has to say before a push."""
@@ -223,15 +267,16 @@ class Fleet:
         failed: dict[str, WeightSyncError] = {}
         for client, future in zip(self._clients, futures, strict=True):
             try:
-                reply = future.result(deadline.left() + _OUTCOME_S)
+                reply = future.result(deadline.extended(_OUTCOME_S).left())
             except FutureTimeout:
-                reply = PushTimeout(f"{client.url} trickles its reply to commit", weights="unknown")
+                reply = PushTimeout(f"no thread came to ask {client.url} about its commit", weights="unknown")
             if isinstance(reply, WeightSyncError):
                 failed[client.url] = reply
                 self.engines[client.url].stopped |= reply.weights == "dirty"
             else:
                 replies[client.url] = reply
-                self.engines[client.url].version, self.engines[client.url].stopped = version, False
+                engine = self.engines[client.url]
+                engine.version, engine.stopped, engine.committed = version, False, engine.hello.instance
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
         return replies
@@ -272,14 +317,15 @@ class Fleet:
         finally:
             over.set()
 
-    def abort(self, push: str) -> None:
+    def abort(self, push: str, deadline: Deadline) -> None:
         """Have all forget a push. Best effort: an engine that cannot be reached drops it by its own deadline."""
-        self.try_all(lambda client: client.abort(push, Deadline(_ABORT_S), self.owner))
+        until = _moment(deadline)
+        self.try_all(lambda client: client.abort(push, until, self.owner))
 
-    def release(self, addresses: Mapping[str, str]) -> None:
-        """Have all forget this sender, which each knows by the address of its URL."""
-        told = {url: address for url, address in addresses.items() if address}
-        self.try_all(lambda c: c.release(told[c.url], self.owner, Deadline(_ABORT_S)) if c.url in told else None)
+    def release(self, addresses: Mapping[str, str], deadline: Deadline) -> None:
+        """Have all forget this sender, which each knows by the address of its URL. Best effort, as `abort`."""
+        told, until = {url: address for url, address in addresses.items() if address}, _moment(deadline)
+        self.try_all(lambda client: client.release(told[client.url], self.owner, until) if client.url in told else None)
 
     def all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
         """Call every engine at once; raises the failures of all as one error."""
@@ -299,9 +345,24 @@ class Fleet:
 
     def close(self) -> None:
         """End threads and connections; idempotent."""
-        self._threads.shutdown()
         for client in self._clients:
             client.close()
+        # Whatever is still being waited for has lost its connection: nobody needs to wait for that, too.
+        self._threads.shutdown(wait=False)
+
+
+def _moment(deadline: Deadline) -> Deadline:
+    """For telling engines that something is over: as long as that takes, though `_SETTLED_S` past the deadline."""
+    return Deadline(max(_LEAST_S, min(_ABORT_S, deadline.extended(_SETTLED_S).left())))
+
+
+def check_other(url: str, hello: wire.OpenReply, others: Mapping[str, str]) -> None:
+    """Raise `UnsupportedOption` if the engine at ``url`` is one of ``others``, which are URLs by instance."""
+    if hello.instance and hello.instance in others:
+        raise UnsupportedOption(
+            f"{others[hello.instance]} and {url} are one engine ({hello.engine} on one host, started once): name each "
+            "engine by one URL"
+        )
 
 
 def _caught(call: Callable[[], _T]) -> _T | WeightSyncError:

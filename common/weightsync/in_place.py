@@ -13,15 +13,17 @@ import os
 import secrets
 import stat
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import psutil
 import torch
 
 from weightsync import cuda_ipc
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.handles import CudaHandle, FileHandle, InPlaceHandle
 from weightsync.layout import Layout, align
+from weightsync.mappings import Mappings, OpenFile
 from weightsync.scattered import Scattered
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -41,11 +43,11 @@ def find(
     ``device`` is where arenas are: on a GPU it is the ranks' own. Those at the addresses of ``known`` are taken to be
     as they were.
     """
-    shares_files = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
-    if cuda_ipc.expandable() if device.type == "cuda" else not shares_files:
+    if device.type == "cuda" and cuda_ipc.expandable():
         return None
     found: list[torch.Tensor] = []
     before = [] if known is None else known.addresses
+    mappings: Mappings | None = None
     tried = False
     for number, tensor in enumerate(tensors):
         found.append(tensor)
@@ -55,19 +57,37 @@ def find(
             return None
         if number < len(before) and tensor.data_ptr() == before[number]:
             continue
-        # torch says of all memory of a GPU that it is shared, and keeps a record of each time that it is.
-        if tensor.device != device or not _is_shared(tensor, try_it=device.type == "cpu" or not tried):
+        if tensor.device != device:
+            return None
+        if device.type == "cpu":
+            mappings = Mappings() if mappings is None else mappings
+            if _file_of(tensor.untyped_storage(), mappings) is None:
+                return None
+        elif not (tried or _is_shared_gpu(tensor)):
             return None
         tried = True
     return found if any(tensor.numel() for tensor in found) else None
 
 
-def _is_shared(tensor: torch.Tensor, *, try_it: bool) -> bool:
-    if not tensor.is_shared():  # type: ignore[no-untyped-call]
-        return False
+def _file_of(storage: torch.UntypedStorage, mappings: Mappings) -> OpenFile | None:
+    """The file of shared host memory that ranks take (see `attach`); None if the memory is in none.
+
+    torch is not asked: sharing what is shared in another way than torch would now moves it to a new file, and whoever
+    has mapped the old one goes on writing there.
+    """
+    file = mappings.file(storage.data_ptr(), storage.nbytes())
+    return file if file is not None and _is_shared_memory(os.fstat(file.descriptor)) else None
+
+
+def _is_shared_memory(info: os.stat_result) -> bool:
+    """Whether a file is shared memory of this user's."""
+    return stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and info.st_dev == os.stat("/dev/shm").st_dev
+
+
+def _is_shared_gpu(tensor: torch.Tensor) -> bool:
+    # torch says of all memory of a GPU that it is shared, and keeps a record of each time that it is: one is tried.
     try:
-        if try_it:
-            _share(tensor.untyped_storage())
+        cuda_ipc.share(tensor.untyped_storage())
     except (OSError, UnsupportedOption):
         return False
     return True
@@ -97,6 +117,9 @@ class InPlaceArena:
         #: As long as they live nothing else can be at their addresses.
         self.tensors = tensors
         self._revoked = torch.UntypedStorage._new_using_fd_cpu(1)  # of zeros
+        mappings = Mappings()
+        self._files = [_file_of(one, mappings) if one.device.type == "cpu" else None for one in self._storages]
+        self._revoked_file = _handle(_file_of(self._revoked, mappings))
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         self.bytes = _stream(parts, torch.empty(0, dtype=torch.uint8).set_(self._revoked))
 
@@ -107,28 +130,53 @@ class InPlaceArena:
 
     def handle(self) -> InPlaceHandle:
         """What one rank needs to map the arena."""
-        storages = tuple(map(_share, self._storages))
-        return InPlaceHandle(storages=storages, parts=self._places, revoked=_share_file(self._revoked))
+        storages = tuple(
+            _handle(file) if storage.device.type == "cpu" else cuda_ipc.share(storage)
+            for storage, file in zip(self._storages, self._files, strict=True)
+        )
+        return InPlaceHandle(storages=storages, parts=self._places, revoked=self._revoked_file)
+
+    def revoke(self) -> None:
+        """The memory is the trainer's again: a rank that still reads it finds out, and does not serve what it read."""
+        self._revoked[0] = 1
 
     def close(self) -> None:
-        """Let go; the memory is the trainer's, and a rank that still reads it learns that it may change."""
-        self._revoked[0] = 1
+        """Let go."""
+        self.revoke()
         self.tensors, self._storages = [], []
         del self.bytes
 
 
-def _stream(parts: Sequence[torch.Tensor], revoked: torch.Tensor) -> Scattered:
+def _stream(
+    parts: Sequence[torch.Tensor], revoked: torch.Tensor, owner_lives: Callable[[], bool] = lambda: True
+) -> Scattered:
     ends = list(itertools.accumulate(align(part.numel()) for part in parts))
-    return Scattered([0, *ends[:-1]], parts, ends[-1], revoked)
+    return Scattered([0, *ends[:-1]], parts, ends[-1], revoked, owner_lives)
 
 
-def _share(storage: torch.UntypedStorage) -> FileHandle | CudaHandle:
-    return cuda_ipc.share(storage) if storage.device.type == "cuda" else _share_file(storage)
+def _life_of(pid: int) -> Callable[[], bool]:
+    """Tells whether a process of this process space that runs now still does. Raises `TransferFailed` if it does not.
+
+    Who is killed cannot say that its parameters are another process's again, a learner's that it pushed for.
+    """
+    try:
+        process = psutil.Process(pid)
+    except (psutil.Error, ValueError) as error:
+        raise TransferFailed(f"the trainer's process {pid} cannot be found: {error}") from error
+
+    def lives() -> bool:
+        try:
+            return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return False
+
+    return lives
 
 
-def _share_file(storage: torch.UntypedStorage) -> FileHandle:
-    descriptor = int(storage._share_fd_cpu_()[0])
-    return FileHandle(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+def _handle(file: OpenFile | None) -> FileHandle:
+    if file is None:
+        raise TransferFailed("the parameters are not in the shared memory any more that they were found in; push again")
+    return FileHandle(os.getpid(), file.descriptor, file.inode)
 
 
 def attach(handle: InPlaceHandle) -> Scattered:
@@ -146,7 +194,8 @@ def attach(handle: InPlaceHandle) -> Scattered:
     for number, start, nbytes in handle.parts:
         first, memory = mapped[number]
         parts.append(memory[start - first : start - first + nbytes])
-    return _stream(parts, _attach(handle.revoked, 0, 1)[1])
+    owner_lives = _life_of(handle.revoked.pid)
+    return _stream(parts, _attach(handle.revoked, 0, 1)[1], owner_lives)
 
 
 def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int, torch.Tensor]:
@@ -166,8 +215,7 @@ def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int
         ) from error
     try:
         info = os.fstat(descriptor)
-        ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and info.st_ino == storage.inode
-        if not ours or info.st_dev != os.stat("/dev/shm").st_dev:
+        if not _is_shared_memory(info) or info.st_ino != storage.inode:
             raise TransferFailed(f"refused to map {path}: not shared memory of this user's, or not what was offered")
         if end > info.st_size:
             raise TransferFailed(f"refused to map bytes {first} to {end} of {path}, which has {info.st_size}")

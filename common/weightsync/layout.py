@@ -128,12 +128,17 @@ class Layout:
                 yield Piece(entry, start - entry.offset, start - low, max(0, min(end, high) - start), end <= high)
 
 
+def named(items: Iterable[str]) -> tuple[str, ...]:
+    """The first few names, each of bounded length."""
+    names = sorted(items)[:_LISTED]
+    return tuple(name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "..." for name in names)
+
+
 def listed(items: Iterable[str]) -> str:
     """Names for an error, in order, shortened where they are many or long."""
-    names = sorted(items)
+    names = list(items)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    shown = (name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "..." for name in names[:_LISTED])
-    return ", ".join(shown) + more
+    return ", ".join(named(names)) + more
 
 
 def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec], optional: Iterable[str] = ()) -> None:

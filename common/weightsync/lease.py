@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Final
@@ -29,19 +30,36 @@ class Lease:
         self._clock, self._lives = clock, lives
         self.owner = self.holder = self._address = ""
         self._until = 0.0
+        #: Whether the owner at an address lives, as it is being found out.
+        self._probe: tuple[str, asyncio.Future[bool]] | None = None
 
-    def lapsed(self) -> bool:
+    async def lapsed(self) -> bool:
         """Whether there is no owner, or none that is alive."""
-        if not self.owner or self._clock() >= self._until:
-            return True
-        try:
-            return not self._lives(self._address)
-        except TransferFailed:
-            return True  # what is there now is not its own
+        while self.owner and self._clock() < self._until:
+            asked = self._address
+            if await self._is_alive(asked):
+                return False
+            if asked == self._address:
+                return True
+        return True
 
-    def take(self, owner: str, holder: str, address: str) -> None:
+    async def _is_alive(self, address: str) -> bool:
+        # In a thread: another host is given a moment to answer, and the engine's server has others to serve meanwhile.
+        # One for all who ask at once.
+        if self._probe is None or self._probe[0] != address:
+            self._probe = address, asyncio.ensure_future(asyncio.to_thread(self._lives, address))
+        probe = self._probe
+        try:
+            return await asyncio.shield(probe[1])
+        except TransferFailed:
+            return False  # what is there now is not its own
+        finally:
+            if self._probe is probe:
+                self._probe = None
+
+    async def take(self, owner: str, holder: str, address: str) -> None:
         """Begin a push of ``owner``, at ``address``; ``holder`` is what others are told. Raises `LeaseHeld`."""
-        if self.owner != owner and not self.lapsed():
+        if self.owner != owner and not await self.lapsed():
             raise LeaseHeld(self._held())
         self.owner, self.holder, self._address = owner, holder, address
         self._until = self._clock() + PUSH_TTL_S

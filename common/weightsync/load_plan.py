@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,15 @@ from weightsync.standin import Unrecordable
 
 #: How much is compared in one go, in bytes.
 _COMPARED_BYTES: Final = 64 << 20
+#: How much of the model is compared after every replay: 4 MiB in places that move, which takes a millisecond at most.
+#: What takes a step of Python for each is looked at in fewer.
+_LOOKS: Final = 64
+_LOOK_BYTES: Final = 64 << 10
+_SLOW_LOOKS: Final = 8
+#: A loader is recorded again with this part of the tensors, at least so many; the next time with others. It is so twice
+#: in every push, so that each tensor is in 16 pushes, or sooner, and costs some 30 microseconds for each.
+_SHARES: Final = 32
+_SHARE: Final = 64
 
 _memcmp: Final = ctypes.CDLL(None).memcmp
 _memcmp.restype = ctypes.c_int
@@ -29,9 +39,14 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Bound(NamedTuple):
-    """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it."""
+    """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it.
+
+    ``ends`` counts the bytes of the runs up to each.
+    """
 
     copies: Copies
+    runs: list[Run]
+    ends: list[int]
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
@@ -64,13 +79,22 @@ class LoadPlan:
         self._constants = [one for one in found.constants if self.memory.owner(one.target) not in found.fallen]
         self._runs, self._strided = self._compile()
         self._bound: dict[int, _Bound] = {}
+        #: Parameters that nothing is loaded into, or not all; and buffers that are loaded in part.
+        self._lacking = [
+            owner
+            for owner in self.memory.owners
+            if (owner.parameter or owner in found.written) and self.memory.gaps(owner, found.written.get(owner, ()))
+        ]
+        #: How often a part was compared: of what is in the model, of what the loader does.
+        self._looks = self._shares = 0
 
     def _check_loader_alone(self, opened: Opened) -> None:
         """The loader must do the same with ``loader`` alone as it does with the whole checkpoint."""
         if not self.loader:
             return
         specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
-        alone = record(opened, [spec for spec in specs if spec.name not in self._recording.unfollowed], self._device)
+        specs = [spec for spec in specs if spec.name not in self._recording.unfollowed]
+        alone = record(opened, specs, self._device, self.memory)
         for owner in self._recording.fallen:
             if _places(alone, owner) != _places(self._recording, owner):
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
@@ -100,14 +124,29 @@ class LoadPlan:
 
     def unwritten(self) -> list[str]:
         """Names of parameters that are not loaded, or not as a whole; also of buffers, if they are in part."""
-        found = self._recording
-        scalars = bool(found.unfollowed)
-        return [
+        scalars = bool(self._recording.unfollowed)
+        return sorted(
             owner.name
-            for owner in sorted(self.memory.owners, key=operator.attrgetter("name"))
-            if (owner in found.written or (owner.parameter and not (scalars and owner.end - owner.start <= _SCALAR)))
-            and self.memory.gaps(owner, found.written.get(owner, ()))
-        ]
+            for owner in self._lacking
+            if owner in self._recording.written or not (scalars and owner.end - owner.start <= _SCALAR)
+        )
+
+    def loads(self, tensor: torch.Tensor) -> bool:
+        """Whether this, a parameter or buffer, is written to by every push."""
+        return self.memory.owner(tensor) in self._recording.written
+
+    def unfilled(self) -> dict[str, set[int]]:
+        """Parameters that are not loaded as a whole, with the numbers of dimensions of what they are loaded from.
+
+        Scalars are left out: scales that a checkpoint need not have.
+        """
+        found = self._recording
+        dimensions = {entry.spec.name: len(entry.spec.shape) for entry in self.layout.entries}
+        return {
+            owner.name: {dimensions[name] for name in found.touched.get(owner, ())}
+            for owner in self._lacking
+            if owner.parameter and owner not in found.fallen and owner.end - owner.start > _SCALAR
+        }
 
     def lost(self, other: Recording) -> list[str]:
         """Names of parameters that are loaded as a whole by what was recorded there, and not by this."""
@@ -159,8 +198,11 @@ class LoadPlan:
         constants = [(one.target, one.value.expand(one.target.shape)) for one in self._constants]
         strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
         pairs = [*constants, *strided]
+        runs = self._runs_from(stage)
         return _Bound(
-            Copies(self._runs_from(stage)),
+            Copies(runs),
+            runs,
+            list(itertools.accumulate(run.nbytes for run in runs)),
             [target for target, _ in pairs],
             [source for _, source in pairs],
         )
@@ -193,6 +235,54 @@ class LoadPlan:
                     owner = self.memory.owner(constant.target)
                     return owner.name if owner is not None else ""
         return ""
+
+    def strays(self, stage: Stream) -> str:
+        """Name of a parameter that is not, where it is looked at, what `replay` put there; every time elsewhere."""
+        bound, turn = self._bound[key(stage)], self._looks
+        self._looks += 1
+        step = max(_LOOK_BYTES, (bound.ends[-1] if bound.ends else 0) // _LOOKS)
+        for place in range(turn * _LOOK_BYTES % step, bound.ends[-1] if bound.ends else 0, step):
+            at = bisect.bisect_right(bound.ends, place)
+            source, target, nbytes = bound.runs[at]
+            into = place - bound.ends[at] + nbytes
+            if _memcmp(source + into, target + into, min(_LOOK_BYTES, nbytes - into)):
+                owner = self.memory.owner_at(target + into)
+                return owner.name if owner is not None else ""
+        with torch.inference_mode(False), torch.no_grad():
+            for at in _moving(len(bound.targets), turn, _SLOW_LOOKS):
+                if not _same(_rows(bound.sources[at], turn), _rows(bound.targets[at], turn)):
+                    owner = self.memory.owner(bound.targets[at])
+                    return owner.name if owner is not None else ""
+        return ""
+
+    def redone(self, opened: Opened, share: bool) -> str:
+        """Name of something that the loader does otherwise than it did when this was made, recorded again.
+
+        With a ``share`` only some of the tensors are, every time others. Raises as `record`.
+        """
+        specs = [entry.spec for entry in self.layout.entries]
+        if not share:
+            return self._recording.differs(record(opened, specs, self._device, self.memory))
+        specs = [spec for spec in specs if spec.name not in self.loader]
+        specs = [specs[at] for at in _moving(len(specs), self._shares, max(_SHARE, len(specs) // _SHARES))]
+        names = frozenset(spec.name for spec in specs)
+        self._shares += 1
+        return self._recording.differs(record(opened, specs, self._device, self.memory), names)
+
+
+def _moving(count: int, turn: int, most: int) -> range:
+    """At most so many of ``count`` places, spread over all of them; each of them once in as many turns as it takes."""
+    step = max(1, -(-count // most))
+    return range(turn % step, count, step)
+
+
+def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Some of a tensor, another part with every turn."""
+    if not tensor.ndim or not tensor.numel():
+        return tensor
+    rows = max(1, _LOOK_BYTES * len(tensor) // tensor.nbytes)
+    start = turn * rows % len(tensor)
+    return tensor.narrow(0, start, min(rows, len(tensor) - start))
 
 
 #: The largest parameter of one element, in bytes.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,9 +21,12 @@ _PIECES: Final = 1 << 22
 Spans = numpy.typing.NDArray[numpy.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Owner:
-    """Memory of one parameter or buffer, or of several that share it; ``name`` is the first one's."""
+    """Memory of one parameter or buffer, or of several that share it; ``name`` is the first one's.
+
+    Compared by identity: each belongs to one `Memory`.
+    """
 
     name: str
     start: int
@@ -84,6 +88,9 @@ class Memory:
 
     def gaps(self, owner: Owner, parts: Iterable[torch.Tensor]) -> bool:
         """Whether some of what the tensors of ``owner`` hold is in none of ``parts``, views of it."""
+        parts = list(parts)
+        if any(part.data_ptr() == owner.start and _dense_bytes(part) == owner.end - owner.start for part in parts):
+            return False
         low, high = bisect.bisect_left(self._sorted, owner.start), bisect.bisect_left(self._sorted, owner.end)
         whole = merged(self._held[at] for at in self._order[low:high])
         covered = merged(parts)
@@ -96,9 +103,12 @@ class Memory:
         if tensor.device.type == "meta" or tensor.numel() == 0:
             return None
         try:
-            address = tensor.data_ptr()
+            return self.owner_at(tensor.data_ptr())
         except RuntimeError:
             return None  # a tensor without memory of its own
+
+    def owner_at(self, address: int) -> Owner | None:
+        """Whose memory this byte is in; None if it is nobody's."""
         at = bisect.bisect_right(self._starts, address) - 1
         return self.owners[at] if at >= 0 and address < self.owners[at].end else None
 
@@ -123,12 +133,33 @@ class Memory:
         return found
 
 
+def inside(model: torch.nn.Module, taken: Sequence[tuple[int, int]]) -> str:
+    """Name of a parameter or buffer that begins in one of these spans of addresses; empty if none does."""
+    starts, ends = zip(*sorted(taken), strict=True) if taken else ((), ())
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            continue  # it has no memory of its own
+        at = bisect.bisect_right(starts, address) - 1
+        if at >= 0 and address < ends[at]:
+            return name
+    return ""
+
+
 def extent_bytes(tensor: torch.Tensor) -> int:
     """From the first byte of a tensor to behind its last."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.numel() == 0 or tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that lies in one piece, in order; else 0."""
+    return tensor.nbytes if tensor.is_contiguous() else 0
 
 
 def spans(tensor: torch.Tensor) -> Spans:
@@ -158,8 +189,10 @@ def ordered(tensors: Iterable[torch.Tensor]) -> Spans:
     return by_address
 
 
-def overlap(tensors: Iterable[torch.Tensor]) -> bool:
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether some byte is in two of the tensors, or in one twice. Raises as `spans`."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return False
     found = ordered(tensors)
     return bool(numpy.any(found[1:, 0] < numpy.maximum.accumulate(found[:, 1])[:-1]))
 

@@ -10,20 +10,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from threading import Event
-from typing import Final, TypeVar
 
-import msgspec
+from msgspec import UNSET
 
 from weightsync import staging
-from weightsync.calls import COMMIT_CALL_S
+from weightsync.calls import COMMIT_CALL_S, started
 from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import (
     ApplyFailed,
     DigestMismatch,
     TransferFailed,
-    WeightSyncError,
     WrongState,
 )
 from weightsync.loading import Loading
@@ -35,30 +32,18 @@ from weightsync.transports import groups
 from weightsync.transports.base import Deadline, EngineEnd, Incoming, Introduction
 from weightsync.transports.registry import ENGINE_ENDS, available
 from weightsync.wire import (
-    AbortRequest,
     Accepted,
     CommitRequest,
-    Done,
     InitNcclGroup,
     RankInfo,
     RankJoined,
-    RankReply,
     RankStatus,
-    RegisterNixl,
+    Ready,
     State,
-    StatusRequest,
     UpdateRequest,
-    error_reply,
-    from_json,
-    to_json,
 )
 
 logger = logging.getLogger(__name__)
-
-_R = TypeVar("_R")
-
-#: What announces a push -> by which transport its bytes come.
-UPDATE_METHODS: Final = {f"update_weights_via_{name}": name for name in ENGINE_ENDS}
 
 #: How long a push that is called off may take to end; its thread looks up ten times a second.
 _ABORT_WAIT_S = 5.0
@@ -106,15 +91,10 @@ class Receiver:
         """Who this rank is and what memory it has."""
         device = self._sink.device
         return RankInfo(
-            rank=self._sink.rank,
-            pid=os.getpid(),
-            device=device.type,
-            device_uuid=device_uuid(device),
-            free_bytes=staging.free_bytes(device),
-            transports=available(),
-            settings=groups.settings(),
-            process_space=staging.process_space(),
-        )
+            rank=self._sink.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
+            free_bytes=staging.free_bytes(device), transports=available(), settings=groups.settings(),
+            process_space=staging.process_space(), host=staging.host_id(), started=started(os.getpid()),
+        )  # fmt: skip
 
     def status(self, digest: bool = False) -> RankStatus:
         """What this rank is doing."""
@@ -128,6 +108,7 @@ class Receiver:
             previous=previous.version if previous is not None else "",
             failed=self._failed,
             loading=self._loading.way,
+            model=self._loading.status() or UNSET,
         )
 
     def _end(self, transport: str) -> EngineEnd:
@@ -138,6 +119,7 @@ class Receiver:
     def join(self, asked: Introduction) -> RankJoined:
         """Get a transport ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
         self._supersede(asked.address)
+        self._disown(asked.owner)
         return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
 
     def _supersede(self, what: str) -> None:
@@ -152,8 +134,9 @@ class Receiver:
         end = self._end(transport)
         end.check(request)
         self._supersede(request.push)
+        self._disown(request.owner)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.known)
+        layout = self._loading.accept(request.manifest, request.known, request.push)
         # A version that is kept may have to go in again when no plan is for it.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))
@@ -164,7 +147,7 @@ class Receiver:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
         threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
-        return Accepted(self._loading.unread)
+        return self._loading.accepted()
 
     def _receive(self, job: _Job) -> None:
         try:
@@ -207,6 +190,15 @@ class Receiver:
         if self._current is not None and self._current.arena and arena in (None, self._current.arena):
             self._current = None
 
+    def _disown(self, owner: str) -> None:
+        """The lease is ``owner``'s: what lies in another sender's memory may be written to, for that one knows of this
+        engine no more."""
+        kept = self._current, self._previous, *self._before[1:]
+        if any(one is not None and one.arena and one.owner != owner for one in kept):
+            self._current = self._previous = None
+            self._before = ("", None, None)
+            self._loading.keep(())
+
     def _expire(self, job: _Job) -> None:
         self._call_off(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
 
@@ -218,9 +210,10 @@ class Receiver:
                 self._job, self._detail, self._failed = None, detail, job.request.push
                 job.end()
 
-    def ready(self, request: CommitRequest) -> None:
+    def ready(self, request: CommitRequest) -> Ready:
         """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
-        self._loading.look_up(self._wanted(request))
+        self._loading.look_up(self._wanted(request), request.push)
+        return self._loading.ready()
 
     def _wanted(self, request: CommitRequest) -> Staged | None:
         """What is to be loaded, if it is in memory; raises as `ready`."""
@@ -355,45 +348,3 @@ class Receiver:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
-    if method == "weightsync_open":
-        return receiver.info()
-    if method == "weightsync_status":
-        return receiver.status(from_json(payload, StatusRequest).digest)
-    if method == "init_nccl_group":
-        return receiver.join(from_json(payload, InitNcclGroup))
-    if method == "register_nixl":
-        return receiver.join(from_json(payload, RegisterNixl))
-    if method in UPDATE_METHODS:
-        return receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
-    if method == "weightsync_ready":
-        receiver.ready(from_json(payload, CommitRequest))
-    elif method == "weightsync_commit":
-        receiver.apply(from_json(payload, CommitRequest))
-    elif method == "weightsync_restore":
-        receiver.restore(from_json(payload, CommitRequest))
-    elif method == "weightsync_abort":
-        asked = from_json(payload, AbortRequest)
-        if asked.release:
-            receiver.release(asked.release)
-        else:
-            receiver.abort(asked.push)
-    else:
-        raise ValueError(f"no such method: {method}")
-    return Done()
-
-
-def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:
-    """Run one method on this rank: JSON in, JSON of a `wire.RankReply` out.
-
-    Never raises: an exception that leaves a worker method or a scheduler handler can take the engine down, and in
-    vLLM's multi-process executor leaves the other ranks' replies queued for the next call.
-    """
-    try:
-        return to_json(RankReply(body=msgspec.Raw(to_json(_run(receiver(), method, payload)))))
-    except Exception as error:
-        if not isinstance(error, WeightSyncError):
-            logger.exception("%s failed", method)
-        return to_json(RankReply(error=error_reply(error)))

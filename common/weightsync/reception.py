@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.server
 import logging
+import socket
 import socketserver
 import threading
 from collections.abc import Callable
@@ -50,6 +51,10 @@ class Reception:
 
 
 class _Server(http.server.ThreadingHTTPServer):
+    def __init__(self, address: tuple[str, int], handler: Callable[..., Any]):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
     def server_bind(self) -> None:
         # Not the base class's, which asks a name server what this host is called and waits as long as that takes.
         socketserver.TCPServer.server_bind(self)

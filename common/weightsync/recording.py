@@ -7,10 +7,11 @@ parameter it happens to: its name and why.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -43,12 +44,20 @@ class Copy(NamedTuple):
     strides: tuple[int, ...]
     target: torch.Tensor
 
+    def key(self) -> tuple[Any, ...]:
+        """Equal for copies of the same to the same place."""
+        return (*self[:4], *_place(self.target))
+
 
 class Constant(NamedTuple):
     """``target`` gets ``value``, expanded to its shape, whatever is pushed."""
 
     value: torch.Tensor
     target: torch.Tensor
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same value at the same place."""
+        return (self.value.reshape(1).view(torch.uint8).cpu().numpy().tobytes(), *_place(self.target))
 
 
 @dataclass
@@ -71,14 +80,32 @@ class Recording:
         """Names of the tensors that something is loaded from."""
         return set(self.unfollowed).union(*self.touched.values())
 
+    def differs(self, again: Recording, names: Collection[str] | None = None) -> str:
+        """Name of something that the loader does otherwise, recorded ``again`` with the same memory; else empty.
 
-def record(opened: Opened, specs: Sequence[TensorSpec], device: torch.device) -> Recording:
+        ``names`` are the tensors that it was given then, if not all.
+        """
+        mine = {copy.key(): copy.name for copy in self.copies if names is None or copy.name in names}
+        theirs = {copy.key(): copy.name for copy in again.copies}
+        for key in mine.keys() ^ theirs.keys():
+            return mine.get(key) or theirs[key]
+        before, after = ({one.key(): one.target for one in found.constants} for found in (self, again))
+        for key in (before.keys() ^ after.keys()) if names is None else ():
+            owner = self.memory.owner(before[key] if key in before else after[key])
+            return owner.name if owner is not None else ""
+        fallen = (owner.name for owner in again.fallen if owner not in self.fallen)
+        return next(fallen, "") or next(iter(again.unfollowed.keys() - self.unfollowed.keys()), "")
+
+
+def record(
+    opened: Opened, specs: Sequence[TensorSpec], device: torch.device, memory: Memory | None = None
+) -> Recording:
     """Run the loader on data-free tensors like ``specs``, said to be on ``device``.
 
     Changes no weight: what would be written is noted instead, and parameters that are exchanged are put back. Raises
-    `Unrecordable`, or whatever the loader raises.
+    `Unrecordable`, or whatever the loader raises. ``memory`` is that of the model, if it was found already.
     """
-    memory = Memory(opened.model)
+    memory = memory or Memory(opened.model)
     unfollowed: dict[str, str] = {}
     for _ in range(_ATTEMPTS):
         recorder = _Recorder(Recording(memory, unfollowed=dict(unfollowed)))
@@ -104,6 +131,18 @@ def record(opened: Opened, specs: Sequence[TensorSpec], device: torch.device) ->
     raise Unrecordable(next(iter(unfollowed.values())))
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, nobody looks for garbage: a recording makes many objects, all of which stay, and each look reads them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of the loader's thread, in place of the operation."""
 
@@ -125,9 +164,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def feed(self, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """What the loader gets to read."""
+        # One that has no data does for all that are alike: nothing is done to it in place.
+        alike: dict[tuple[Any, ...], torch.Tensor] = {}
         for spec in specs:
             self._current = spec.name
-            meta = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+            meta = alike.get((spec.shape, spec.dtype))
+            if meta is None:
+                meta = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+                alike[spec.shape, spec.dtype] = meta
             yield spec.name, Standin(self, frozenset((spec.name,)), meta, meta, (), device)
         self._current = ""
 
@@ -291,6 +335,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.fallen.setdefault(owner, why)
         # What is in the loader's hands at this moment has to do with it, at the least.
         self.recording.touched.setdefault(owner, set()).update(names or filter(None, (self._current,)))
+
+
+def _place(target: torch.Tensor) -> tuple[Any, ...]:
+    return target.data_ptr(), target.shape, target.stride(), target.dtype
 
 
 _writes: dict[Any, list[tuple[int, str]]] = {}

@@ -9,39 +9,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
+import msgspec
+
 from weightsync import security, staging, wire
 from weightsync.calls import COMMIT_CALL_S, Calls, Replies, collect
+from weightsync.coverage import check_read
 from weightsync.errors import (
     ApplyFailed,
     EngineRestarted,
     LeaseHeld,
-    ManifestMismatch,
     ProtocolMismatch,
     PushTimeout,
     TransferFailed,
     UnsupportedOption,
     WeightSyncError,
 )
-from weightsync.layout import listed
 from weightsync.lease import Lease
 from weightsync.session import REPLICA, Machine
-from weightsync.transports.base import Introduction
+from weightsync.transports.base import Deadline, Introduction
 from weightsync.transports.groups import check_world
 
 logger = logging.getLogger(__name__)
 
-#: For calls that only look or forget.
-_LOOK_S: Final = 5.0
 #: Hashing reads every weight, through the kernels where layers are packed.
 _DIGEST_S: Final = 300.0
 #: How often the owner of a push is looked after.
 _WATCH_S: Final = 0.5
+#: What is left of a commit's time when its turn comes late: a message cannot ask for less.
+_LEAST_S: Final = 0.01
 #: The engine's answer comes before its trainer stops waiting for it.
-_ANSWER_S: Final = 0.5
+_ANSWER_S: Final = 0.25
 
 #: From harmless to worst: an engine is in the worst state of its ranks.
 _STATES: Final[tuple[wire.State, ...]] = (
@@ -61,12 +62,14 @@ class FrontEnd(Protocol):
     """Why the engine lacks a pause mode, by mode."""
     waits: bool
     """Whether the engine was started so that it must not serve before its first push; it is then paused."""
+    off: dict[str, str]
+    """What this engine lacks, or what of it a push leaves as it is, by name, and why."""
 
     async def version(self) -> str:
         """Label of the weights that are served."""
 
     async def call(self, method: str, payload: bytes) -> Replies:
-        """Run `receiver.handle` on every rank; the `wire.RankReply` of each. Has no deadline."""
+        """Run `dispatch.handle` on every rank; the `wire.RankReply` of each. Has no deadline."""
 
     async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
         """Stop, apply, drop caches, set the version, go on; every rank is ready. ``stopped``: it does not generate.
@@ -105,7 +108,7 @@ class Replica:
                 f"{wire.PROTOCOL[0]}.{wire.PROTOCOL[1]} (weightsync {wire.PACKAGE_VERSION}); install the same "
                 "weightsync on both sides"
             )
-        await self._introduce_ranks()
+        await self._introduce_ranks(asked.timeout_s)
         return wire.OpenReply(
             protocol=wire.PROTOCOL,
             engine=self.front.engine,
@@ -117,16 +120,18 @@ class Replica:
             ranks=self._call.ranks,
             pause_refused=self.front.pause_refused,
             instance=self.instance,
+            user=security.meeting(),
+            network=staging.network_id(),
         )
 
-    async def _introduce_ranks(self) -> None:
-        self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", _LOOK_S), wire.RankInfo))
+    async def _introduce_ranks(self, timeout_s: float) -> None:
+        self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", timeout_s), wire.RankInfo))
 
     async def status(self, asked: wire.StatusRequest) -> wire.StatusReply:
         """What is served, also while ranks do not answer."""
         detail = ""
         ranks: list[wire.RankStatus] = []
-        timeout_s = _DIGEST_S if asked.digest else _LOOK_S
+        timeout_s = asked.timeout_s or (_DIGEST_S if asked.digest else wire.LOOK_S)
         try:
             if asked.digest or not self._machine.state.endswith("applying"):  # the ranks answer when they have loaded
                 ranks = collect(await self._call("weightsync_status", wire.to_json(asked), timeout_s), wire.RankStatus)
@@ -135,6 +140,7 @@ class Replica:
                 raise
             detail = str(error)
         version = await self.front.version()
+        lapsed = await self._lease.lapsed()
         # Read after the last wait, so that all of it is of one moment.
         state = self._machine.state
         return wire.StatusReply(
@@ -144,8 +150,9 @@ class Replica:
             ranks=tuple(ranks),
             instance=self.instance,
             committed=self._committed,
-            holder="" if self._lease.lapsed() else self._lease.holder,
+            holder="" if lapsed else self._lease.holder,
             detail="; ".join(filter(None, (self._detail, detail))),
+            off=self.front.off,
         )
 
     async def join(self, asked: Introduction) -> wire.JoinReply:
@@ -153,18 +160,19 @@ class Replica:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
         security.check_host_address(asked.address)
-        async with self._alone("joining", asked.timeout_s):
+        deadline = Deadline(asked.timeout_s)
+        async with self._alone("joining", deadline):
             if not self._call.ranks:
-                await self._introduce_ranks()
+                await self._introduce_ranks(deadline.left())
             method = "register_nixl"
             if isinstance(asked, wire.InitNcclGroup):
                 method = "init_nccl_group"
                 check_world(asked, len(self._call.ranks))
-            self._lease.take(asked.owner, asked.holder, asked.address)
+            await self._lease.take(asked.owner, asked.holder, asked.address)
             try:
                 if self._machine.allows("abort"):
-                    await self._forget(f"push {self._push} is superseded")
-                replies = await self._call(method, wire.to_json(asked), asked.timeout_s)
+                    await self._forget(f"push {self._push} is superseded", deadline)
+                replies = await self._call(method, wire.to_json(asked), deadline.left())
                 return wire.JoinReply(tuple(collect(replies, wire.RankJoined)), self.instance)
             finally:
                 self._lease.idle()
@@ -175,27 +183,30 @@ class Replica:
             raise EngineRestarted("the engine was restarted since it was opened")
         # Before the lease is given to who is there: whether one lives is asked at that address.
         security.check_address(asked.address, asked.server_key, remote=method != "update_weights_via_ipc_zmq")
-        async with self._alone("prepare", asked.timeout_s):
+        deadline = Deadline(asked.timeout_s)
+        async with self._alone("prepare", deadline):
             try:
-                self._lease.take(asked.owner, asked.holder, asked.address)
+                await self._lease.take(asked.owner, asked.holder, asked.address)
             except LeaseHeld as error:
                 self._own_up(error)
                 raise
             try:
                 if self._machine.allows("abort"):
-                    await self._forget(f"push {self._push} is superseded by {asked.push}")
+                    await self._forget(f"push {self._push} is superseded by {asked.push}", deadline)
                 self._machine.check("prepare")
                 payload = wire.to_json(asked)
-                check_read(collect(await self._call(method, payload, asked.timeout_s), wire.Accepted))
+                accepted = collect(await self._call(method, payload, deadline.left()), wire.Accepted)
+                check_read(accepted, asked.manifest)
             except BaseException as error:
-                await self._forget_after_failure(asked.push)  # some rank may have begun
+                await self._forget_after_failure(asked.push, deadline)  # some rank may have begun
                 self._own_up(error)
                 raise
             self._machine.move("prepare")
             self._push = asked.push
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._look_after())
-        return wire.UpdateReply(await self.front.version(), self.instance, bool(self.stopped))
+        record_s = max(rank.record_s for rank in accepted)
+        return wire.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
 
     async def lease(self, asked: wire.LeaseRequest) -> wire.Done:
         """The owner is alive."""
@@ -220,7 +231,8 @@ class Replica:
     async def _commit(self, asked: wire.CommitRequest) -> wire.CommitReply:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since the push was prepared", weights="unknown")
-        async with self._alone("commit", asked.timeout_s):
+        deadline = Deadline(asked.timeout_s)
+        async with self._alone("commit", deadline):
             self._lease.check(asked.owner)
             event = "rollback" if asked.rollback else "commit"
             if asked.rollback:
@@ -228,56 +240,61 @@ class Replica:
             elif asked.push != self._push:
                 raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
             try:
-                ready = await self._call("weightsync_ready", wire.to_json(asked), asked.timeout_s)
-                collect(ready, wire.Done)
+                ready = await self._call("weightsync_ready", wire.to_json(asked), deadline.left())
+                record_s = max(rank.record_s for rank in collect(ready, wire.Ready))
+                deadline.check("the ranks to be ready")
                 if not asked.rollback:
                     self._machine.move("staged")
                 stopped = bool(self.stopped)
                 self._machine.move(event)
             except WeightSyncError as error:
-                await self._forget_after_failure(asked.push)
+                await self._forget_after_failure(asked.push, deadline)
                 self._own_up(error)
                 raise
             try:
-                reply = await self.front.commit(asked, self._call, stopped)
+                left = msgspec.structs.replace(asked, timeout_s=max(deadline.left(), _LEAST_S))
+                reply = await self.front.commit(left, self._call, stopped)
             except BaseException as error:
                 unchanged = isinstance(error, WeightSyncError) and error.weights == "unchanged"
                 self._machine.move("untouched" if unchanged else "broken")
                 if not unchanged:
                     self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
                     logger.error("%s", self._detail)
-                await self._forget_after_failure(asked.push)
+                await self._forget_after_failure(asked.push, deadline)
                 self._own_up(error)
                 raise
             self._machine.move("applied")
             self._committed, self._push, self._detail = asked.push, "", ""
             self._lease.idle()
+            reply.seconds["record"] = record_s
             return reply
 
     async def abort(self, asked: wire.AbortRequest) -> wire.Done:
         """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
-        async with self._alone("abort", _LOOK_S):
+        # A sender that fails, or closes, asks and goes: what it asked for is then done without it.
+        deadline = Deadline(max(asked.timeout_s, wire.LOOK_S))
+        async with self._alone("abort", deadline):
             if asked.owner and asked.push and asked.push != self._push:
                 return wire.Done()  # it has ended, or never began
             if asked.owner and not asked.release:
                 self._lease.check(asked.owner)
             # What is kept belongs to the lease: a sender that was refused gives nothing back of another's.
-            mine = not asked.owner or asked.owner == self._lease.owner or self._lease.lapsed()
+            mine = not asked.owner or asked.owner == self._lease.owner or await self._lease.lapsed()
             if not asked.release and self._machine.allows("abort"):
-                await self._forget(f"push {self._push} was aborted")
+                await self._forget(f"push {self._push} was aborted", deadline)
             if asked.release and mine:
-                collect(await self._call("weightsync_abort", wire.to_json(asked), _LOOK_S), wire.Done)
+                collect(await self._call("weightsync_abort", wire.to_json(asked), deadline.left()), wire.Done)
             if not asked.owner or (asked.release and asked.owner == self._lease.owner):
                 self._lease.drop()
             elif mine:
                 self._lease.idle()
         return wire.Done()
 
-    async def _forget(self, detail: str) -> None:
+    async def _forget(self, detail: str, deadline: Deadline) -> None:
         """Have the ranks forget a push that was not applied. Raises if they cannot be reached."""
         push = self._push
         payload = wire.to_json(wire.AbortRequest(push=push))
-        collect(await self._call("weightsync_abort", payload, _LOOK_S), wire.Done)
+        collect(await self._call("weightsync_abort", payload, deadline.left()), wire.Done)
         logger.warning("%s", detail)
         self._machine.move("abort")
         self._push = ""
@@ -287,14 +304,18 @@ class Replica:
         if self.stopped and isinstance(error, WeightSyncError) and error.weights == "unchanged":
             error.weights = "dirty"
 
-    async def _forget_after_failure(self, push: str) -> None:
-        """As `_forget`, for a push that has failed already: its error is the one to tell."""
+    async def _forget_after_failure(self, push: str, deadline: Deadline) -> None:
+        """As `_forget`, for a push that has failed already: its error is the one to tell, while its trainer listens."""
         self._push = ""
         if self._machine.allows("abort"):
             self._machine.move("abort")
         self._lease.idle()
+        telling = asyncio.ensure_future(self._tell_over(push))
+        await asyncio.wait({telling}, timeout=deadline.left())  # the next call to the ranks comes after it anyway
+
+    async def _tell_over(self, push: str) -> None:
         try:
-            await self._call("weightsync_abort", wire.to_json(wire.AbortRequest(push=push)), _LOOK_S)
+            await self._call("weightsync_abort", wire.to_json(wire.AbortRequest(push=push)), wire.LOOK_S)
         except Exception as error:  # the ranks drop it by their own deadline
             logger.warning("the ranks could not be told that push %s is over: %s", push, error)
 
@@ -302,35 +323,30 @@ class Replica:
         """While a push is under way: if its trainer is gone, forget it."""
         while self._push:
             await asyncio.sleep(_WATCH_S)
-            if not self._lease.lapsed() or not self._machine.allows("abort"):
+            if not await self._lease.lapsed() or not self._machine.allows("abort"):
                 continue
             try:
-                async with self._alone("abort", _LOOK_S):
-                    if self._lease.lapsed() and self._machine.allows("abort"):
+                deadline = Deadline(wire.LOOK_S)
+                async with self._alone("abort", deadline):
+                    if await self._lease.lapsed() and self._machine.allows("abort"):
                         holder = self._lease.holder or "its trainer"
-                        await self._forget(f"push {self._push} is forgotten: {holder} is gone")
+                        await self._forget(f"push {self._push} is forgotten: {holder} is gone", deadline)
             except Exception as error:
                 logger.warning("push %s could not be forgotten yet: %s", self._push, error)
 
     @asynccontextmanager
-    async def _alone(self, what: str, timeout_s: float) -> AsyncIterator[None]:
+    async def _alone(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
         """One request at a time changes anything; raises `PushTimeout` if the turn does not come."""
         try:
-            await asyncio.wait_for(self._turn.acquire(), timeout_s)
+            await asyncio.wait_for(self._turn.acquire(), deadline.left())
         except asyncio.TimeoutError as error:
             raise PushTimeout(
-                f"{what}: another request has kept this engine busy for {timeout_s:g} s{self._call.trouble()}"
+                f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{self._call.trouble()}"
             ) from error
         try:
             yield
         finally:
             self._turn.release()
-
-
-def check_read(ranks: Sequence[wire.Accepted]) -> None:
-    """Raise `ManifestMismatch` by name for tensors that no rank has a use for."""
-    if unread := set(ranks[0].unread).intersection(*(rank.unread for rank in ranks)):
-        raise ManifestMismatch(f"the push does not fit the engine's model: no rank loads {listed(unread)}")
 
 
 async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:

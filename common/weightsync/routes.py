@@ -19,8 +19,8 @@ from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
 from weightsync import security, wire
+from weightsync.dispatch import UPDATE_METHODS
 from weightsync.errors import AuthenticationFailed
-from weightsync.receiver import UPDATE_METHODS
 from weightsync.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,9 @@ _ROUTES: Final[
     "abort": (wire.AbortRequest, lambda replica: replica.abort),
 }
 
+#: Where engines say whether requests may be sent to them; ``/ping`` is what SageMaker asks.
+_HEALTH: Final = ("/health", "/health_generate", "/ping")
+
 _Q = TypeVar("_Q", bound=msgspec.Struct)
 
 
@@ -73,14 +76,17 @@ def admin_routes(replica: Callable[[], Replica], token: str) -> Mount:
     """The routes for an engine, ``replica()`` once it serves; ``token`` is never logged."""
     return Mount(
         wire.PREFIX,
-        routes=[Route(f"/{name}", _endpoint(name, replica, token), methods=["POST"]) for name in _ROUTES],
+        routes=[
+            Route(f"/{name}", _endpoint(name, replica, token), methods=["POST", *["GET"] * (name == "status")])
+            for name in _ROUTES
+        ],
     )
 
 
 class HealthGuard(BaseRoute):
-    """Answers the engine's own ``/health`` with 503 while it holds weights that it must not serve.
+    """Answers the engine's own health routes with 503 while it holds weights that it must not serve.
 
-    To be put before the engine's route, which answers at any other time.
+    To be put before the engine's routes, which answer at any other time.
     """
 
     def __init__(self, replica: Callable[[], Replica | None]):
@@ -92,7 +98,7 @@ class HealthGuard(BaseRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Only while there is a reason."""
-        asked = scope["type"] == "http" and scope["path"] == scope.get("root_path", "") + "/health"
+        asked = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) in _HEALTH
         return (Match.FULL if asked and self._reason() else Match.NONE), {}
 
     def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
@@ -134,12 +140,15 @@ def _authenticate(request: Request, token: str) -> None:
 
 
 async def _read(request: Request, kind: type[_Q]) -> _Q:
+    """The message: the body of a POST, the query of a GET (``?digest=1``)."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > wire.MAX_BODY_BYTES:
             raise _Refused(413, "TransferFailed", f"the message is larger than {wire.MAX_BODY_BYTES} bytes")
     try:
+        if request.method != "POST":
+            return msgspec.convert(dict(request.query_params), kind, strict=False)
         return wire.from_json(bytes(body), kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _Refused(400, "TransferFailed", f"not a {kind.__name__}: {error}") from error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 import stat
 import tempfile
@@ -18,14 +18,19 @@ from typing import Final
 
 from weightsync.errors import AuthenticationFailed, TransferFailed
 
+logger = logging.getLogger(__name__)
+
 TOKEN_VARIABLE: Final = "WEIGHTSYNC_TOKEN"
+SHM_DIRECTORY: Final = Path("/dev/shm")
 SOCKET_NAME: Final = "control"
+#: What a sender calls its directory, and its arenas.
+OWN_NAME: Final = re.compile(r"weightsync-[0-9]+-[0-9a-f]{16}")
+_KEY_NAME: Final = "token"
 _PREFIX: Final = "weightsync-"
 #: A directory younger than this may be one whose owner has not bound its socket yet.
 _SWEEP_AFTER_S: Final = 10.0
-#: Longest path of a Unix socket that Linux takes, in bytes, and that less the socket's own name.
+#: Longest path of a Unix socket that Linux takes, in bytes.
 _MAX_SOCKET_PATH: Final = 107
-_MAX_SOCKET_DIRECTORY: Final = 90
 #: How long a sender on another host is given to take a connection.
 _PROBE_S: Final = 0.2
 _TCP_ADDRESS: Final = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
@@ -33,21 +38,31 @@ _TCP_ADDRESS: Final = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5
 _CURVE_KEY_CHARS: Final = 40
 
 
-def runtime_directory() -> Path:
-    """This user's directory for run-time files, mode 0700, made if absent.
+def directory() -> Path:
+    """Where this user's processes on this host meet: ``weightsync-UID`` beside the arenas, mode 0700, made if absent.
 
-    ``$XDG_RUNTIME_DIR/weightsync`` where a session manager provides that, else a directory of the system's temporary
-    folder named after the user. Raises `AuthenticationFailed` if somebody else prepared it.
+    It does not depend on the environment, which differs between a login and what cron, slurm or sudo starts, and does
+    not go with the session in which a process was started. Raises `AuthenticationFailed` if it cannot be trusted.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "weightsync" if base else Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}"
+    return _private(SHM_DIRECTORY / f"{_PREFIX}{os.geteuid()}")
+
+
+def _private(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise AuthenticationFailed(f"the run-time directory {path} cannot be made: {error.strerror}") from error
+        raise AuthenticationFailed(f"the directory {path} cannot be made: {error.strerror}") from error
     if fault := _not_private(path):
-        raise AuthenticationFailed(f"the run-time directory {path} cannot be trusted: {fault}; remove it")
+        raise AuthenticationFailed(f"the directory {path} cannot be trusted: {fault}; remove it")
     return path
+
+
+def meeting() -> str:
+    """Equal for two processes that can meet in `directory`; of one that has none, its user's number alone."""
+    try:
+        return f"{os.geteuid()} {directory().stat().st_ino}"
+    except AuthenticationFailed:
+        return str(os.geteuid())
 
 
 def _not_private(directory: Path) -> str:
@@ -65,11 +80,21 @@ def _not_private(directory: Path) -> str:
     return ""
 
 
-def _token_file() -> Path:
-    return runtime_directory() / "token"
+def _homes() -> list[Path]:
+    """The directories that may hold this user's key; the first that does counts.
+
+    The first is where everybody looks. In the others weightsync 0.1 does, and one of them outlives what a login manager
+    removes from shared memory when its user has logged out.
+    """
+    base, own = os.environ.get("XDG_RUNTIME_DIR"), f"{_PREFIX}{os.geteuid()}"
+    older = [Path(base) / "weightsync"] if base else []
+    return [SHM_DIRECTORY / own, *older, Path(tempfile.gettempdir()) / own]
 
 
-def _read_token(path: Path) -> str:
+def _read_key(path: Path) -> str:
+    """The key in a file, empty where there is none. Raises `AuthenticationFailed` for one that others can read."""
+    if _not_private(path.parent):
+        return ""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -83,6 +108,22 @@ def _read_token(path: Path) -> str:
         return usable(file.read())
 
 
+def _write_key(path: Path, key: str) -> None:
+    """Write a key file, unless there is one. Raises `AuthenticationFailed` if that cannot be done."""
+    try:
+        # Several engines may start at once: the link is atomic, the losers read the winner's key.
+        descriptor, draft = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(key)
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            os.unlink(draft)
+    except OSError as error:
+        raise AuthenticationFailed(f"the key file {path} cannot be written: {error.strerror}") from error
+
+
 def usable(token: str) -> str:
     """The key without white space around it. Raises `AuthenticationFailed`, not naming it, if HTTP cannot carry it."""
     token = token.strip()
@@ -92,28 +133,52 @@ def usable(token: str) -> str:
 
 
 def engine_token() -> str:
-    """The key an engine asks for: ``$WEIGHTSYNC_TOKEN``, else this user's key file, written if absent (0600)."""
+    """The key an engine asks for: ``$WEIGHTSYNC_TOKEN``, else that of this user's key file, written if absent (0600).
+
+    Where from is logged. Raises `AuthenticationFailed` if no directory can hold a key file, or others can read it.
+    """
     if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
+        logger.warning("weightsync asks for the key of %s", TOKEN_VARIABLE)
         return token
-    path = _token_file()
-    # Several engines may start at once: the link is atomic, the losers read the winner's key.
-    descriptor, draft = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(32))
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(draft)
-    return _read_token(path)
+    homes, faults = [], []
+    for home in _homes():
+        try:
+            homes.append(_private(home))
+        except AuthenticationFailed as error:
+            faults.append(str(error))
+    if not homes:
+        raise AuthenticationFailed(f"there is no place for the key; set {TOKEN_VARIABLE}: {'; '.join(faults)}")
+    first = homes[0] / _KEY_NAME
+    found = (key for home in homes if (key := _read_key(home / _KEY_NAME)))
+    _write_key(first, next(found, "") or secrets.token_urlsafe(32))
+    token = _read_key(first)
+    for home in homes[1:]:
+        with contextlib.suppress(AuthenticationFailed):  # it is for older senders, and for later
+            _write_key(home / _KEY_NAME, token)
+    # Engines show what libraries say from warnings on.
+    logger.warning("weightsync asks for the key in %s%s", first, "".join(f"; {fault}" for fault in faults))
+    return token
 
 
 def sender_token() -> str:
-    """The key a sender shows; empty where neither the variable nor the key file exists."""
+    """The key a sender shows; empty where neither the variable nor a key file exists."""
     if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
         return token
-    return _read_token(_token_file())
+    return next((key for home in _homes() if (key := _read_key(home / _KEY_NAME))), "")
+
+
+def origin(token: str) -> str:
+    """Where a sender's key is from, for an error; the key itself is not told."""
+    files = [home / _KEY_NAME for home in _homes()]
+    if not token:
+        return f"missing ({TOKEN_VARIABLE} is not set, and there is no key file {' or '.join(map(str, files))})"
+    if same(token, os.environ.get(TOKEN_VARIABLE, "").strip()):
+        return f"that of {TOKEN_VARIABLE}"
+    with contextlib.suppress(AuthenticationFailed):
+        for file in files:
+            if same(token, _read_key(file)):
+                return f"that in {file}"
+    return "the one that the sender was given"
 
 
 def shown_key(authorization: str) -> str:
@@ -128,21 +193,31 @@ def same(shown: str, token: str) -> bool:
 
 
 def private_directory() -> Path:
-    """A new directory, mode 0700, for one sender's socket; the caller removes it."""
-    root = runtime_directory()
-    if len(str(root)) > _MAX_SOCKET_DIRECTORY - 20:
-        root = Path(tempfile.gettempdir())
-    sweep(root)
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    """A new directory, mode 0700, for one sender's socket; the caller removes it by `remove`."""
+    root = directory()
+    sweep()
+    path = root / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
-def sweep(root: Path, older_than_s: float = _SWEEP_AFTER_S) -> None:
-    """Remove this user's directories below ``root`` at whose socket nobody listens any more."""
-    for directory in root.glob(f"{_PREFIX}*"):
+def remove(path: Path) -> None:
+    """Remove a sender's directory and its socket; one that holds anything else is left as it is."""
+    with contextlib.suppress(OSError):
+        if set(os.listdir(path)) <= {SOCKET_NAME}:
+            (path / SOCKET_NAME).unlink(missing_ok=True)
+            path.rmdir()
+
+
+def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
+    """Remove this user's directories at whose socket nobody listens any more; nothing that a sender has not made."""
+    for path in directory().iterdir():
+        if not OWN_NAME.fullmatch(path.name) or _not_private(path):
+            continue
         with contextlib.suppress(OSError):
-            old = time.time() - directory.lstat().st_ctime >= older_than_s
-            if old and not _not_private(directory) and not listens(directory / SOCKET_NAME):
-                shutil.rmtree(directory)
+            old = time.time() - path.lstat().st_ctime >= older_than_s
+            if old and not listens(path / SOCKET_NAME):
+                remove(path)
 
 
 def listens(path: Path) -> bool:

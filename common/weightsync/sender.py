@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -13,9 +12,10 @@ from weightsync import room, security, staging, wire
 from weightsync.carrier import Carrier, Sent
 from weightsync.crew import crew
 from weightsync.delivery import Delivery, introduce, release
-from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights
-from weightsync.fleet import Fleet
+from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights, WeightSyncError
+from weightsync.fleet import Fleet, joined
 from weightsync.layout import ALIGN_BYTES
+from weightsync.names import check_label, plain_url
 from weightsync.preparation import Options, Preparation
 from weightsync.reception import Reception
 from weightsync.results import EngineResult, PushResult
@@ -25,10 +25,14 @@ from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
 from weightsync.transports.base import Deadline, Progress
+from weightsync.transports.control import own_address
+from weightsync.turns import Turns
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
 _T = TypeVar("_T")
 
+#: A call that fails by its deadline has ended by then.
+_OTHERS_S: Final = 2.0
 #: What takes the sender to be where this move of `session.PUSH` may follow.
 _MOVES: Final = {
     "push": "push", "add_engine": "push", "remove_engine": "push", "catch_up": "push", "rollback": "rollback",
@@ -48,7 +52,8 @@ class Sender:
     then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before, for `rollback` and
     for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes`` is the size of each
     of two buckets that hold bytes on their way; by default there are as many as the model fills where memory allows, so
-    that on one host nothing is copied twice. ``progress`` shows a bar.
+    that on one host nothing is copied twice. ``progress`` shows a bar. ``address``, a number or a name, is that of this
+    host at which engines elsewhere find the trainer; by default the one from which the trainer reaches each.
 
     Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`,
     `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the
@@ -75,9 +80,13 @@ class Sender:
         keep_previous: bool = False,
         bucket_bytes: int | None = None,
         progress: bool = False,
+        address: str | None = None,
     ):
-        if isinstance(engines, str) or not engines or len(set(engines)) != len(engines):
+        if isinstance(engines, str) or not engines:
             raise UnsupportedOption("engines: give a list of one or more different URLs")
+        urls = [plain_url(url) for url in engines]
+        if twice := sorted({url for url in urls if urls.count(url) > 1}):
+            raise UnsupportedOption(f"engines: give different URLs; {', '.join(twice)} is there more than once")
         for name, value, known in (
             ("transport", transport, get_args(Transport)),
             ("pause", pause, get_args(wire.PauseMode)),
@@ -94,7 +103,8 @@ class Sender:
             raise UnsupportedOption(f"timeout_s must be above 0 and at most {wire.MAX_TIMEOUT_S:g}")
         self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
         self._options = Options(timeout_s, staging, verify, keep_previous, bucket_bytes)
-        self._urls, self._transport = list(engines), transport
+        self._urls, self._transport = urls, transport
+        self._address = "" if address is None else own_address(address)
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         self._carrier: Carrier | None = None
         self._source: Source | Seen | None = None
@@ -102,7 +112,7 @@ class Sender:
         self._served = ""
         self._crew = crew()
         #: What asks for engines to take part waits for a push to end, and the other way round.
-        self._turn = threading.RLock()
+        self._turns = Turns()
         self._reception: Reception | None = None
         try:
             self._together("build a Sender", type(None), lambda _, deadline: self._open(token, deadline))
@@ -124,10 +134,11 @@ class Sender:
         offer: Callable[[], Source] | None = None,
     ) -> _T:  # fmt: skip
         """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes. See `crew.Crew`."""
-        with self._turn:
+        deadline = Deadline(self._timeout_s)
+        with self._turns.take(what, deadline):
+            self._recover()
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
-            deadline = Deadline(self._timeout_s)
             if self._crew is None:
                 return act(offer() if offer is not None else None, deadline)
             return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
@@ -140,8 +151,8 @@ class Sender:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, or an object in the shape
-        of vLLM's ``WeightSource``. On return every rank of every engine serves exactly these weights. On error see
-        `WeightSyncError.engines` for what each engine serves.
+        of vLLM's ``WeightSource``. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
+        every engine serves exactly these weights. On error see `WeightSyncError.engines` for what each engine serves.
         """
         start = time.perf_counter()
 
@@ -155,7 +166,12 @@ class Sender:
                 self._fleet.reopen(deadline)
                 return self._push(source, version, deadline, start)
 
-        return self._together("push", PushResult, act, lambda: self._source_of(model))
+        def offer() -> Source:
+            if version is not None:  # before any engine is asked for anything
+                check_label(version, self._untouched())
+            return self._source_of(model)
+
+        return self._together("push", PushResult, act, offer)
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._source)
@@ -176,7 +192,6 @@ class Sender:
             staging.synchronize(source.device)
             return carrier.send(source.tensors() if push.lent is None else push.lent, progress, push.mark)
 
-        self._machine.move("push")
         delivery = self._delivery(carrier, deadline)
         sent, commits = delivery.push(push.request, label, send, push.layout.nbytes, push.lent)
         self._served = label
@@ -212,6 +227,7 @@ class Sender:
             try:
                 return self._catch_up(known, deadline)
             except BaseException:
+                self._release([known], deadline)
                 self._fleet.remove(known)
                 raise
 
@@ -220,9 +236,9 @@ class Sender:
     def remove_engine(self, url: str) -> None:
         """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
 
-        def act(*_: object) -> None:
+        def act(_: Source | None, deadline: Deadline) -> None:
             known = self._fleet.removable(url)
-            self._release([known])
+            self._release([known], deadline)
             self._fleet.remove(known)
 
         self._together("remove_engine", type(None), act)
@@ -239,25 +255,37 @@ class Sender:
         return self._reception.url
 
     def _admit(self, url: str) -> str:
-        with self._turn:
-            known = url.rstrip("/")
+        with self._turns.take("join", Deadline(self._timeout_s)):
+            known = plain_url(url)
             if known in self._fleet.engines:
-                self.catch_up()
+                self._bring_up(known)
             else:
                 self.add_engine(known)
             version = self._fleet.engines[known].version
             return version if version == self._served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
-        """Bring the engines that were restarted since to the version that the others serve. Raises as `push`.
+        """Bring the engines that do not serve what was pushed last, having been restarted for one, to that version.
 
         The bytes come from the memory that still holds them; nothing of the model is needed. Where that does not hold a
-        whole version nothing happens, and the next push reaches them.
+        whole version nothing happens, and the next push reaches them. An engine that is gone, or fails, keeps none of
+        the others: all that can be are brought up first. Raises as `push` for those that could not be.
         """
+        return self._bring_up()
 
+    def _bring_up(self, only: str = "") -> dict[str, EngineResult]:
         def act(_: Source | None, deadline: Deadline) -> dict[str, EngineResult]:
-            results = {url: self._catch_up(url, deadline) for url in self._fleet.reopen(deadline)}
-            return {url: result for url, result in results.items() if result is not None}
+            results: dict[str, EngineResult] = {}
+            behind, failed = self._fleet.behind(self._served, deadline)
+            for url in behind:
+                try:
+                    if only in ("", url) and (result := self._catch_up(url, deadline)) is not None:
+                        results[url] = result
+                except WeightSyncError as error:
+                    failed[url] = error
+            if told := {url: error for url, error in failed.items() if only in ("", url)}:
+                raise joined(told, {**self._fleet.untouched(), **dict.fromkeys(results, "committed")})
+            return results
 
         return self._together("catch_up", dict[str, EngineResult], act)
 
@@ -267,7 +295,6 @@ class Sender:
         if carrier is None or plan is None:
             return None
         with self._fleet.only(url):
-            self._machine.move("push")
             _, commits = self._delivery(carrier, deadline).push(plan, self._served, carrier.resend, 0)
             return self._results(commits)[url]
 
@@ -286,12 +313,12 @@ class Sender:
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
                 engines=dict.fromkeys(self._fleet.engines, "unchanged"),
             )
-        self._machine.move("rollback")
         delivery = self._delivery(self._carrier, deadline)
-        self._served = kept.pop()
-        commits = delivery.rollback(self._served)
+        (label,) = kept
+        commits = delivery.rollback(label)
+        self._served = label
         seconds = {**delivery.seconds, "total": time.perf_counter() - start}
-        return PushResult(self._served, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
+        return PushResult(label, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
 
     def status(self, *, digest: bool = False) -> dict[str, wire.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
@@ -307,24 +334,33 @@ class Sender:
         if self._reception is not None:
             self._reception.close()
             self._reception = None
-        with self._turn:
+        # Another thread's call ends by its own deadline.
+        with self._turns.take("close", Deadline(self._timeout_s + _OTHERS_S)):
             self._close()
 
+    def _recover(self) -> None:
+        """After a call that was interrupted (Ctrl-C) even while it cleaned up: nothing that it used is used again."""
+        if self._machine.allows("interrupted"):
+            if self._carrier is not None:
+                self._carrier.close()
+            self._machine.move("interrupted")
+
     def _close(self) -> None:
+        self._recover()
         if not self._machine.allows("close"):
             return
         self._machine.move("close")
         if hasattr(self, "_fleet"):
-            self._release(self._fleet.engines)
+            self._release(self._fleet.engines, Deadline(self._timeout_s))
             if self._carrier is not None:
                 self._carrier.close()
             self._fleet.close()
         if self._crew is not None:
             self._crew.close()
 
-    def _release(self, urls: Iterable[str]) -> None:
+    def _release(self, urls: Iterable[str], deadline: Deadline) -> None:
         if self._carrier is not None:
-            release(self._carrier, self._fleet, urls)
+            release(self._carrier, self._fleet, urls, deadline)
 
     def __enter__(self) -> Sender:
         return self
@@ -339,7 +375,7 @@ class Sender:
             device = None if source is None else source.device
             arena = room.arena_device(self._fleet.ranks, device, remote=remote)
             # Several processes can fill one in the host's memory alone.
-            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"), self._crew)
+            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"), self._crew, self._address)
             self._preparation.choose_again()
         return self._carrier
 

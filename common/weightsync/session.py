@@ -35,14 +35,15 @@ REPLICA: Final[Mapping[State, Mapping[str, State]]] = {
 #: A sender. Events: ``push`` · ``rollback`` · ``accepted`` every engine took the manifest · ``refused`` one did not, or
 #: cannot be reached · ``staged`` every rank has everything, verified · ``lost`` the transfer failed · ``stream`` every
 #: engine is asked to commit while the bytes travel · ``committed`` every engine has · ``failed`` one has not ·
-#: ``aborted`` the engines were told to forget it · ``close``.
+#: ``aborted`` the engines were told to forget it · ``interrupted`` the sender's own thread was (Ctrl-C), before it
+#: could do so: they find out by themselves · ``close``.
 PUSH: Final[Table] = {
     "idle": {"push": "preparing", "rollback": "committing", "close": "closed"},
-    "preparing": {"accepted": "transferring", "stream": "streaming", "refused": "aborting"},
-    "transferring": {"staged": "committing", "lost": "aborting"},
-    "committing": {"committed": "idle", "failed": "aborting"},
-    "streaming": {"committed": "idle", "failed": "aborting"},
-    "aborting": {"aborted": "idle"},
+    "preparing": {"accepted": "transferring", "stream": "streaming", "refused": "aborting", "interrupted": "idle"},
+    "transferring": {"staged": "committing", "lost": "aborting", "interrupted": "idle"},
+    "committing": {"committed": "idle", "failed": "aborting", "interrupted": "idle"},
+    "streaming": {"committed": "idle", "failed": "aborting", "interrupted": "idle"},
+    "aborting": {"aborted": "idle", "interrupted": "idle"},
     "closed": {},
 }
 

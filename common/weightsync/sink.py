@@ -29,6 +29,15 @@ class Opened(NamedTuple):
     """What the engine needs to be done before and after weights are written by somebody else than its loader."""
 
 
+class Sealed(NamedTuple):
+    """A loader that nobody else can do the work of."""
+
+    model: torch.nn.Module
+    """What it writes to."""
+    why: str
+    """Why nothing but `Sink.load` will do: ``"it packs layers"``."""
+
+
 class Sink(Protocol):
     """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's own loop."""
 
@@ -40,8 +49,8 @@ class Sink(Protocol):
     def expected(self) -> Expected:
         """What a push must consist of. Raises `ManifestMismatch` if that cannot be known."""
 
-    def opened(self) -> Opened | str:
-        """The engine's loader, or why nothing but `load` will do: ``"it packs layers"``."""
+    def opened(self) -> Opened | Sealed | str:
+        """The engine's loader, or why nothing but `load` will do, without the model where there is not one."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a complete checkpoint through the engine's own path, post-load steps included.

@@ -23,7 +23,7 @@ from weightsync.wire import UpdateRequest
 class Staged:
     """A version in memory: all of it, or the ``parts`` that this rank keeps.
 
-    ``arena`` names the sender's memory, empty where the memory is this rank's own.
+    ``arena`` names the memory of the sender that is called ``owner``, empty where the memory is this rank's own.
     """
 
     push: str
@@ -31,6 +31,7 @@ class Staged:
     data: Stream
     arena: str = ""
     version: str = ""
+    owner: str = ""
 
     @property
     def layout(self) -> Layout:
@@ -112,7 +113,8 @@ class Stages:
             # A transport that was interrupted may still write there: the next push gets other memory.
             self._own = [memory for memory in self._own if memory.data_ptr() != key(stage)]
             raise
-        return Staged(request.push, parts, stage, incoming.arena if own is None else ""), check.seconds
+        arena = incoming.arena if own is None else ""
+        return Staged(request.push, parts, stage, arena, owner=request.owner), check.seconds
 
     def _ready(self, stage: Stream, parts: Parts, request: UpdateRequest) -> _Ready:
         """How to hash this stage; what was made ready for the push before, where that still holds."""

@@ -21,21 +21,32 @@ from typing import Final
 import psutil
 import torch
 
-from weightsync import cuda_ipc
+from weightsync import cgroups, cuda_ipc, forks
 from weightsync.errors import TransferFailed
 from weightsync.handles import CudaHandle, ShmHandle
 from weightsync.in_place import InPlaceArena
+from weightsync.security import OWN_NAME, SHM_DIRECTORY
 
-SHM_DIRECTORY: Final = Path("/dev/shm")
 _SHM_PREFIX: Final = "weightsync-"
 #: Between making and locking its file an owner looks dead; that takes far less than this.
 _SWEEP_AFTER_S: Final = 10.0
 
 
 def host_id() -> str:
-    """Equal for two processes that can share memory: same boot, same shared-memory mount."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{SHM_DIRECTORY.stat().st_dev}"
+    """Equal for two processes of one user that can share memory: same boot, same shared-memory mount."""
+    return f"{_boot()}:{SHM_DIRECTORY.stat().st_dev}"
+
+
+def network_id() -> str:
+    """Equal for two processes that have the same network interfaces, the loopback too; empty where none can tell."""
+    try:
+        return f"{_boot()}:{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def process_space() -> str:
@@ -47,13 +58,19 @@ def free_bytes(device: torch.device) -> int:
     """Memory that a stage could take on a device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return _free_host_bytes()
+
+
+def _free_host_bytes() -> int:
+    limit = cgroups.free_bytes()
+    available = int(psutil.virtual_memory().available)
+    return available if limit is None else min(limit, available)
 
 
 def free_shared_bytes() -> int:
-    """Memory that an arena could take, in bytes: free in the mount and in the machine."""
+    """Memory that an arena could take, in bytes: free in the mount, in the machine and in the container."""
     mount = os.statvfs(SHM_DIRECTORY)
-    return min(mount.f_bavail * mount.f_frsize, psutil.virtual_memory().available)
+    return min(mount.f_bavail * mount.f_frsize, _free_host_bytes())
 
 
 def _map(descriptor: int, nbytes: int) -> torch.Tensor:
@@ -71,14 +88,20 @@ class ShmArena:
     def __init__(self, nbytes: int):
         sweep()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = forks.own(lambda: os.open(path, flags, 0o600))
         #: Removes the file; also runs when the arena is forgotten and when the interpreter exits.
         self.close = weakref.finalize(self, _remove, path, descriptor, os.getpid())
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserves the pages, so that a full mount is an error here and not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
-            self.bytes = _map(descriptor, nbytes)
+            # By a descriptor of its own: Python's mmap keeps one, and a forked child would inherit that with the lock.
+            mapped = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self.bytes = _map(mapped, nbytes)
+            finally:
+                os.close(mapped)
         except OSError as error:
             self.close()
             raise TransferFailed(
@@ -96,17 +119,21 @@ class ShmArena:
 def _remove(path: Path, descriptor: int, owner: int) -> None:
     if os.getpid() == owner:  # and not a forked child that forgets what is its parent's
         path.unlink(missing_ok=True)
+        forks.disown(descriptor)
         os.close(descriptor)
 
 
 def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
-    """Remove this user's arenas whose owners have died."""
-    for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
+    """Remove this user's arenas whose owners have died; nothing that a sender has not made."""
+    for path in SHM_DIRECTORY.iterdir():
+        if not OWN_NAME.fullmatch(path.name):
+            continue
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 info = os.fstat(descriptor)
-                if info.st_uid == os.geteuid() and time.time() - info.st_ctime >= older_than_s:
+                ours = info.st_uid == os.geteuid() and info.st_mode == stat.S_IFREG | 0o600
+                if ours and time.time() - info.st_ctime >= older_than_s:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
                     path.unlink()
             finally:
@@ -136,6 +163,11 @@ class CudaArena:
 
 
 Arena = ShmArena | CudaArena | InPlaceArena
+
+
+def reachable(arena: Arena) -> bool:
+    """Whether a rank could still map it: login managers remove a user's shared memory once it has logged out."""
+    return not isinstance(arena, ShmArena) or os.path.lexists(arena.handle().path)
 
 
 def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:

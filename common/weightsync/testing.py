@@ -28,10 +28,11 @@ import torch
 
 from weightsync import security, wire
 from weightsync.calls import COMMIT_CALL_S, Calls, settle
+from weightsync.dispatch import handle
 from weightsync.errors import EngineUnreachable, WeightSyncError
 from weightsync.expected import expected_of
 from weightsync.layout import digest_of
-from weightsync.receiver import Receiver, handle
+from weightsync.receiver import Receiver
 from weightsync.replica import Replica, restored
 from weightsync.sink import Expected, Opened
 
@@ -99,6 +100,7 @@ class ReferenceFrontEnd:
         self.model = str(folder)
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
+        self.off: dict[str, str] = {}
         self._sink = sink
         self._receiver = Receiver(sink)
         self._version = "default"

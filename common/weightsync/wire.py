@@ -19,6 +19,8 @@ PROTOCOL: Final[tuple[int, int]] = (1, 0)
 #: Version of this package, which the sides tell each other for error messages alone.
 PACKAGE_VERSION: Final = version("weightsync")
 
+UPDATE: Final = "update_weights_via_"  #: What begins the name of every method that announces a push.
+
 PREFIX: Final = "/weightsync"  #: Where every engine carries its admin routes.
 
 #: What happens to requests in flight when a version commits; see the README.
@@ -36,9 +38,11 @@ State = Literal[
 MAX_BODY_BYTES: Final = 64 << 20
 MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 100,000 tensors take less than 1 MB.
 MAX_TIMEOUT_S: Final = 86400.0  #: Longest that anything may be asked to take, in seconds.
+LOOK_S: Final = 5.0  #: For what only looks or forgets, where nobody says how long it may take, in seconds.
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
+MAX_TEXT_CHARS: Final = 1024
 #: Names, labels and addresses that are kept, logged, or told to others.
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 #: torch has no tensor of more dimensions.
 Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 
@@ -66,7 +70,8 @@ class RankInfo(Message, frozen=True):
     ``device`` is a torch device type (``"cpu"``, ``"cuda"``), ``device_uuid`` names the accelerator under any
     remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device. ``transports`` are
     those it has what it needs for, ``settings`` the environment variables that both ends should agree on,
-    ``process_space`` the name of the space in which ``pid`` is unique.
+    ``process_space`` the name of the space in which ``pid`` is unique, on the ``host`` that `staging.host_id` names;
+    ``started`` is when that process was, see `calls.started`. Where these are empty, nobody looks for the process.
     """
 
     rank: int
@@ -77,20 +82,27 @@ class RankInfo(Message, frozen=True):
     transports: tuple[Text, ...] = ("ipc_zmq",)
     settings: dict[Text, Text] = {}
     process_space: str = ""
+    host: Text = ""
+    started: int = 0
 
 
 # --- HTTP: trainer -> engine front end --------------------------------------------------------------------------------
 
 
 class OpenRequest(Message, frozen=True):
-    """First message of a sender to an engine."""
+    """First message of a sender to an engine; ``timeout_s``, here and below, is how long it waits for the ranks."""
 
     protocol: tuple[int, int]
     package_version: str = ""
+    timeout_s: Timeout = LOOK_S
 
 
 class OpenReply(Message, frozen=True):
-    """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason."""
+    """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason.
+
+    ``host`` is where it runs, as `staging.host_id` names it, ``user`` whose directory it meets trainers in there, as
+    `security.meeting` does, ``network`` its network interfaces, as `staging.network_id` does.
+    """
 
     protocol: tuple[int, int]
     engine: str
@@ -102,6 +114,8 @@ class OpenReply(Message, frozen=True):
     ranks: tuple[RankInfo, ...]
     pause_refused: dict[str, str] = {}
     instance: str = ""
+    user: str = ""
+    network: str = ""
 
 
 class UpdateRequest(Message, frozen=True):
@@ -195,11 +209,15 @@ class JoinReply(Message, frozen=True):
 
 
 class UpdateReply(Message, frozen=True):
-    """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push."""
+    """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push.
+
+    ``record_s``: of its slowest rank, as in `Accepted`.
+    """
 
     version: str = ""
     instance: str = ""
     stopped: bool = False
+    record_s: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class CommitRequest(Message, frozen=True):
@@ -254,18 +272,49 @@ class AbortRequest(Message, frozen=True):
     push: Text = ""
     release: Text = ""
     owner: Text = ""
+    timeout_s: Timeout = LOOK_S
 
 
 class StatusRequest(Message, frozen=True):
-    """``digest`` asks each rank for a hash of the weights it computes with, which reads all of them."""
+    """``digest`` asks each rank for a hash of the weights it computes with, which reads all of them.
+
+    ``timeout_s`` is how long the ranks are waited for; by default as long as the engine thinks fit.
+    """
 
     digest: bool = False
+    timeout_s: Timeout | None = None
+
+
+class Comparison(Message, frozen=True):
+    """What was compared with a load plan last, and in which push; ``fault`` is empty if it was the same."""
+
+    what: str
+    push: str = ""
+    fault: str = ""
+
+
+class ModelStatus(Message, frozen=True):
+    """What one rank's part of the model gets of the manifest that it accepted last, as far as its loader tells.
+
+    ``parameters`` of which ``written`` are loaded as a whole; 0, if what the loader does could not be recorded.
+    ``unwritten`` are a few names of the others, ``unread`` a few of the ``unread_tensors`` that this rank does not
+    read. ``pushes`` have been loaded by the plan since it was recorded.
+    """
+
+    parameters: int = 0
+    written: int = 0
+    unwritten: tuple[str, ...] = ()
+    unread_tensors: int = 0
+    unread: tuple[str, ...] = ()
+    pushes: int = 0
+    compared: tuple[Comparison, ...] = ()
 
 
 class RankStatus(Message, frozen=True):
     """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before.
 
-    ``failed`` is the push that ended here without being applied, ``detail`` says why, ``loading`` how pushes get in.
+    ``failed`` is the push that ended here without being applied, ``detail`` says why, ``loading`` how pushes get in,
+    ``model`` what they fill.
     """
 
     rank: int
@@ -276,13 +325,15 @@ class RankStatus(Message, frozen=True):
     previous: str = ""
     failed: str = ""
     loading: str = ""
+    model: ModelStatus | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(Message, frozen=True):
     """What an engine serves and what its ranks are doing.
 
     ``committed`` is the push that the served weights came with, ``holder`` who holds the lease, ``detail`` why the
-    engine does not generate, or which ranks do not answer.
+    engine does not generate, or which ranks do not answer. ``off`` is what the engine lacks or what of it a push leaves
+    as it is, by name, and why.
     """
 
     engine: str
@@ -293,6 +344,7 @@ class StatusReply(Message, frozen=True):
     committed: str = ""
     holder: str = ""
     detail: str = ""
+    off: dict[str, str] = {}
 
 
 class Done(Message, frozen=True):
@@ -305,6 +357,15 @@ class ErrorReply(Message, frozen=True):
     error: str
     message: str
     weights: Weights = "unchanged"
+
+
+class _Verified(Message, frozen=True):
+    verify: Verify = "off"
+
+
+def verify_of(payload: bytes | str) -> Verify:
+    """``verify`` of an `UpdateRequest`, without reading its manifest."""
+    return from_json(payload, _Verified).verify
 
 
 def error_reply(error: BaseException) -> ErrorReply:
@@ -324,7 +385,22 @@ class RankReply(Message, frozen=True):
     error: ErrorReply | None = None
 
 
-class Accepted(Message, frozen=True):
-    """One rank takes part in a push. ``unread`` names tensors that it has no use for; some other rank must have."""
+class Accepted(Message, frozen=True, omit_defaults=True):
+    """One rank takes part in a push. ``unread`` names tensors that it has no use for; some other rank must have.
+
+    Where a checkpoint says what is expected, ``skipped`` has a bit for each tensor that it does not read, in the
+    manifest's order, and ``unwritten`` the parameters that are not loaded as a whole, each with the bits of those
+    tensors that could be for it: no parameter may lack what all ranks skip. ``record_s`` is how long the engine stood
+    still while its loader was recorded.
+    """
 
     unread: tuple[str, ...] = ()
+    skipped: bytes = b""
+    unwritten: dict[str, bytes] = {}
+    record_s: float = 0.0
+
+
+class Ready(Message, frozen=True, omit_defaults=True):
+    """One rank can load. ``record_s`` as in `Accepted`, if its loader had to be recorded again."""
+
+    record_s: float = 0.0

@@ -21,8 +21,7 @@ def transport(request, monkeypatch):
 
 
 @pytest.fixture
-def rig(transport, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def rig(transport):
     rig = Rig(transport)
     yield rig
     rig.close()

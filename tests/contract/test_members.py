@@ -31,8 +31,7 @@ class Counting(Rig):
 
 
 @pytest.fixture
-def make(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def make():
     made = []
 
     def make(transport):

@@ -1,6 +1,7 @@
 """Real engines, started once for each configuration and shared by the tests that use it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -178,20 +179,22 @@ def without_plugin(engine, kind):
 
 def with_plugin(engine, kind, tp, folder, scratch):
     """How to start the server that is pushed to: configurations differ in what else they show."""
+    # vLLM's worker RPC, and its routes that pause, resume and sleep; SGLang has its own always.
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
     if (kind, tp) == ("qwen3", 2):
         # From a configuration alone: no checkpoint tells what a complete push is.
         for file in folder.iterdir():
             if file.suffix != ".safetensors":
                 shutil.copy(file, scratch)
-        return scratch, {"args": [*CACHING[engine], "--load-format", "dummy"]}
+        return scratch, {"args": [*CACHING[engine], "--load-format", "dummy"], "env": env}
     if kind == "llama":
         args = [*NO_CACHING[engine], *WAITING[engine]]
         if engine == "vllm":
-            # A user's own extension class, derived from ours; developer mode shows vLLM's worker RPC.
+            # A user's own extension class, derived from ours.
             args = [*args, "--worker-extension-cls", "user_extension.UserExtension"]
-            return folder, {"args": args, "env": {"PYTHONPATH": str(HERE), "VLLM_SERVER_DEV_MODE": "1"}}
-        return folder, {"args": args}
-    return folder, {"args": CACHING[engine]}
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        return folder, {"args": args, "env": env}
+    return folder, {"args": CACHING[engine], "env": env}
 
 
 @pytest.fixture(scope="package")

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,7 @@ def main() -> int:
         return subprocess.call(again, env={**os.environ, "OWN_SHM": "1"})
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="ws-") as scratch:
-        os.environ["XDG_RUNTIME_DIR"] = scratch
-        os.environ.pop("WEIGHTSYNC_TOKEN", None)
+        os.environ["WEIGHTSYNC_TOKEN"] = secrets.token_urlsafe(32)
         print(ROW.format("fault", "engine", "by", "phase", "outcome", "detected", "mixed", "restarted", "mended", ""))
         for engine in asked.engine or ["vllm", "sglang"]:
             found = _one(engine, asked, Path(scratch) / engine)

@@ -7,6 +7,9 @@ import pytest
 
 from tests.hosts.network import Network, refusal
 from tests.hosts.programs import Engine, Trainer
+from tools import models
+from weightsync.layout import digest_of
+from weightsync.transports import agents
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +61,16 @@ def trainer(running_trainer):
     """Without a sender yet."""
     yield running_trainer
     assert not running_trainer.let_go()["error"]
+
+
+@pytest.fixture(params=["nixl", "nccl"])
+def transport(request):
+    if request.param == "nixl" and not agents.available():
+        pytest.skip("needs nixl: pip install 'weightsync[nixl]'")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def digest(model_folder):
+    """Of what an engine computes with that serves the model of this seed."""
+    return lambda seed: digest_of(models.load_reference(model_folder("llama", seed)).state_dict().items())

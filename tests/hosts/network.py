@@ -10,7 +10,6 @@ import ipaddress
 import os
 import secrets
 import subprocess
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,14 +44,12 @@ def refusal(error):
 
 
 class Host:
-    """One host: an address, a /dev/shm, a run-time directory and a name that are its own."""
+    """One host: an address, a /dev/shm and a name that are its own."""
 
     def __init__(self, name, namespace, address, token):
         self.name, self.namespace, self.address = name, namespace, address
-        #: Short: a Unix socket's path takes 107 characters at most.
-        self._runtime = tempfile.TemporaryDirectory(prefix="wsh-")
-        ours = {"WEIGHTSYNC_TOKEN": token, "XDG_RUNTIME_DIR": self._runtime.name, "PYTHONPATH": str(ROOT)}
-        self._env = {**os.environ, **ours, "UCX_TLS": "tcp,self"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._env = {**os.environ, "WEIGHTSYNC_TOKEN": token, "PYTHONPATH": path, "UCX_TLS": "tcp,self"}
         self._holder = subprocess.Popen(
             ["ip", "netns", "exec", namespace, "unshare", *NAMESPACES, "sh", "-c", HOLD, name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -70,10 +67,9 @@ class Host:
         return subprocess.Popen([*into, *command], env=self._env, **options)
 
     def close(self):
-        """Give its memory and its directory back."""
+        """Give its memory back."""
         self._holder.kill()
         self._holder.communicate(timeout=DEADLINE_S)
-        self._runtime.cleanup()
 
 
 class Network:

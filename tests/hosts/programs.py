@@ -121,3 +121,9 @@ class Trainer:
         self._reader.join(ASK_S)
         self._process.stdin.close()
         self._process.stdout.close()
+
+
+def served(engine):
+    """The digest of what an engine computes with."""
+    (rank,) = engine.status()["ranks"]
+    return rank["digest"]

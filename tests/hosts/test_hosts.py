@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.hosts.programs import PORT
+from tests.hosts.programs import PORT, served
 from tools import models
-from weightsync.layout import digest_of
 from weightsync.transports import agents
 
 PROMPT = list(b"across hosts")
@@ -12,24 +11,6 @@ PROMPT = list(b"across hosts")
 BUCKET_BYTES = 96 * 1024
 #: A push's limit where the network is cut.
 LIMIT_S = 8.0
-
-
-@pytest.fixture(params=["nixl", "nccl"])
-def transport(request):
-    if request.param == "nixl" and not agents.available():
-        pytest.skip("needs nixl: pip install 'weightsync[nixl]'")
-    return request.param
-
-
-@pytest.fixture(scope="session")
-def digest(model_folder):
-    """Of what an engine computes with that serves the model of this seed."""
-    return lambda seed: digest_of(models.load_reference(model_folder("llama", seed)).state_dict().items())
-
-
-def served(engine):
-    (rank,) = engine.status()["ranks"]
-    return rank["digest"]
 
 
 def test_every_push_reaches_engines_on_two_hosts(trainer, far, model_folder, digest, transport):

@@ -30,7 +30,7 @@ def test_nothing_unpickles_or_evaluates():
 
 def test_names_of_vllm_are_imported_in_compat_alone():
     for path in tracked("vllm_weightsync/*.py"):
-        if path.name != "compat.py":
+        if not path.name.startswith("compat"):
             lines = path.read_text().splitlines()
             assert not [
                 line for line in lines if line.strip().startswith(("import vllm\n", "from vllm.", "import vllm."))

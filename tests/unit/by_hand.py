@@ -7,8 +7,9 @@ import torch
 from tests.helpers import plan_of
 from weightsync import wire
 from weightsync.carrier import Carrier
+from weightsync.dispatch import handle
 from weightsync.layout import Layout, digest_of
-from weightsync.receiver import Receiver, handle
+from weightsync.receiver import Receiver
 from weightsync.sources import open_source
 from weightsync.testing import ModelSink
 from weightsync.transports.base import Deadline, Peer

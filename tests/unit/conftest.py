@@ -1,12 +1,16 @@
 """What these tests share."""
 
 import logging
+import os
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from tests import fuzz
 from tools import models
+from weightsync import security
 from weightsync.testing import ReferenceEngine
 
 
@@ -50,3 +54,19 @@ def deaf():
         yield server.getsockname()[1]
         for caller in waiting:
             caller.close()
+
+
+@pytest.fixture
+def own_homes(monkeypatch, tmp_path_factory):
+    """Directories of the test's own for the user's key, in the order in which they are looked at, and no variable."""
+    tmp_path_factory.getbasetemp()  # pytest's own is made when it is first used, and not to lie in this test's
+    with tempfile.TemporaryDirectory(prefix="ws-") as folder:  # short: a Unix socket's path takes 107 characters
+        shared, session, temporary = (Path(folder, name) for name in ("shm", "run", "tmp"))
+        for base in (shared, session, temporary):
+            base.mkdir()
+        monkeypatch.delenv("WEIGHTSYNC_TOKEN")
+        monkeypatch.setattr(security, "SHM_DIRECTORY", shared)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        own = f"weightsync-{os.geteuid()}"
+        yield shared / own, session / "weightsync", temporary / own

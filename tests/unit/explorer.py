@@ -3,10 +3,9 @@
 The model takes what is legal from `session.REPLICA` and `session.PUSH`, and the order of calls from the drivers:
 prepare all, transfer, commit all, on failure abort all. A request may arrive at any time, also when its trainer has
 given up on it, or never; so may its reply. A step is *fair* if it happens by itself sooner or later (a delivery, an end
-of waiting for what cannot come any more, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that
-passes although all is well), or a *start* that somebody has to want. Steps whose order nobody can tell are one: bytes
-arrive and are verified, a reply is read, a commit whose reply is missing is looked after. An engine is one machine: a
-load that fails on some of its ranks is one that fails after the first write.
+of waiting in vain, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that passes although all is
+well), or a *start* that somebody has to want. Steps whose order nobody can tell are one: bytes arrive and are verified,
+a reply is read, a commit whose reply is missing is looked after. An engine is one machine: some ranks' load fails.
 
 Bounds: two engines; two pushes, by one trainer or one each by two; no rollback; and what `Model` says of faults.
 """
@@ -91,7 +90,7 @@ def put(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Model:
-    """The protocol. ``restarts`` (of engines), ``crashes`` (of trainers) and ``faults`` (of any kind) bound a run.
+    """The protocol. ``restarts`` (of engines), ``crashes`` (of trainers, or Ctrl-C) and ``faults`` bound a run.
 
     ``wrong`` names a rule that is broken on purpose.
     """
@@ -126,6 +125,10 @@ class Model:
         if trainer.state not in ("closed", "crashed") and known and world.crashes < self.crashes:
             crashed = _with(world, t, Trainer(state="crashed"))._replace(crashes=world.crashes + 1)
             yield FAULT, (who, "crashes"), _lapse(crashed, t)
+        if trainer.state not in RESTING and world.crashes < self.crashes:
+            gone = {"calls": ("", ""), "confirmed": 0, "told": ("unknown",) * 2}
+            interrupted = _with(world, t, trainer._replace(state=PUSH[trainer.state]["interrupted"], **gone))
+            yield FAULT, (who, "is interrupted"), interrupted._replace(crashes=world.crashes + 1)
         if "asked" in trainer.calls:
             yield from self._waiting(world, t, trainer)
         elif trainer.state == "idle":

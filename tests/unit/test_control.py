@@ -101,3 +101,15 @@ def test_a_rank_finds_out_that_its_sender_went_without_a_word(remote):
         trainer.close()
         with pytest.raises(TransferFailed, match="the sender is gone; it was to announce bucket 0"):
             call.next("bucket 0")
+
+
+@ways
+def test_a_rank_that_is_busy_for_thousands_of_buckets_is_not_gone_and_nor_is_the_trainer(remote):
+    buckets = 20_000
+    with met(remote) as (_, talk, call):
+        for index in range(buckets):
+            talk.announce(index, {"": (2**63 + index,) * 3})
+        for index in range(buckets):
+            assert call.filled(index).digests == (2**63 + index,) * 3
+            call.taken(index)
+        talk.all_taken(buckets - 1)

@@ -21,13 +21,8 @@ LIFE = 3
 WARM_UP = 4
 
 
-@pytest.fixture
-def directory(own_runtime_directory):
-    return own_runtime_directory / "weightsync"
-
-
 class Held(NamedTuple):
-    """What a process holds; the last two are names, of all that is this user's in its run-time directory."""
+    """What a process holds; the last two are names."""
 
     files: list[str]
     threads: int
@@ -46,17 +41,17 @@ def files_of(pid):
     return sorted(found)
 
 
-def held(directory, pid=None):
+def held(pid=None):
     pid = pid or os.getpid()
     shared = [path.name for path in staging.SHM_DIRECTORY.glob(f"weightsync-{pid}-*")]
-    private = [path.name for path in directory.glob("weightsync-*")]
+    private = [path.name for path in security.directory().glob(f"weightsync-{pid}-*")]
     return Held(files_of(pid), psutil.Process(pid).num_threads(), shared, private)
 
 
-def settled(before, directory):
+def settled(before):
     """What is held now; threads that are about to end are given a moment."""
     end = time.monotonic() + 5
-    while (now := held(directory)).threads > before.threads and time.monotonic() < end:
+    while (now := held()).threads > before.threads and time.monotonic() < end:
         time.sleep(0.05)
     return now
 
@@ -83,42 +78,42 @@ def forget(engine, trained):
     sender.push(trained)
 
 
-def test_many_pushes_hold_no_more_than_a_few(engine, trained, directory):
+def test_many_pushes_hold_no_more_than_a_few(engine, trained):
     for _ in range(WARM_UP):
         everything(engine, trained)
     gc.collect()
-    before, engines_before = held(directory), held(directory, engine.process.pid)
+    before, engines_before = held(), held(engine.process.pid)
     for _ in range(PUSHES // LIFE):
         everything(engine, trained)
     gc.collect()
-    now, engines_now = settled(before, directory), held(directory, engine.process.pid)
+    now, engines_now = settled(before), held(engine.process.pid)
     assert now == before
     assert (now.shared, now.directories) == ([], [])
     assert engines_now.files == engines_before.files
     assert engines_now.threads <= engines_before.threads + 1
 
 
-def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained, directory):
+def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained):
     everything(engine, trained)
     gc.collect()
-    before = held(directory)
+    before = held()
     for _ in range(3):
         forget(engine, trained)
         gc.collect()
         everything(engine, trained)  # its lease is free as well: the next pushes without waiting
     gc.collect()
-    assert settled(before, directory) == before
+    assert settled(before) == before
     assert (before.shared, before.directories) == ([], [])
 
 
-def test_a_sender_that_closes_unmaps_its_memory_at_once(engine, trained, directory):
+def test_a_sender_that_closes_unmaps_its_memory_at_once(engine, trained):
     everything(engine, trained)
     gc.collect()
     gc.disable()
     try:
         with Sender([engine.url]) as sender:
             sender.push(trained)
-            name = held(directory).shared[0]
+            name = held().shared[0]
         mapped = [line.path for line in psutil.Process().memory_maps(grouped=False) if name in line.path]
         assert mapped == []
         assert not [file for file in files_of(os.getpid()) if name in file]
@@ -141,18 +136,18 @@ def trainer_that_ends(engine, folder, how):
     return process
 
 
-def test_a_trainer_that_exits_without_close_leaves_nothing(engine, model_folder, directory):
+def test_a_trainer_that_exits_without_close_leaves_nothing(engine, model_folder):
     process = trainer_that_ends(engine, model_folder("llama", 1), "")
     assert process.returncode == 0
     assert not list(staging.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*"))
-    assert not list(directory.glob("weightsync-*"))
+    assert not list(security.directory().glob(f"weightsync-{process.pid}-*"))
 
 
-def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained, model_folder, directory, monkeypatch):
+def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained, model_folder, monkeypatch):
     process = trainer_that_ends(engine, model_folder("llama", 1), "os.kill(os.getpid(), signal.SIGKILL)")
     assert process.returncode == -signal.SIGKILL
     (left,) = staging.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
-    (private,) = directory.glob("weightsync-*")
+    (private,) = security.directory().glob(f"weightsync-{process.pid}-*")
     # As if the age were reached at which the next one no longer takes them for somebody's who has only begun.
     for module in (staging, security):
         sweep = module.sweep
@@ -161,14 +156,14 @@ def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained,
         sender.push(trained)
         assert not left.exists()
         assert not private.exists()
-        assert len(held(directory).shared) == len(held(directory).directories) == 1
+        assert len(held().shared) == len(held().directories) == 1
         sender.push(trained)  # what is alive was spared
-    assert (held(directory).shared, held(directory).directories) == ([], [])
+    assert (held().shared, held().directories) == ([], [])
 
 
-def test_memory_that_no_arena_can_be_made_of_leaves_no_file(directory):
-    before = held(directory)
+def test_memory_that_no_arena_can_be_made_of_leaves_no_file():
+    before = held()
     for _ in range(3):
         with pytest.raises(TransferFailed, match="shared memory could not be had"):
             staging.ShmArena(1 << 60)
-    assert held(directory) == before
+    assert held() == before

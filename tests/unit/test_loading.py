@@ -9,11 +9,11 @@ import torch
 
 from tools import models
 from weightsync import Sender
+from weightsync.coverage import check_read
 from weightsync.errors import ManifestMismatch
 from weightsync.layout import Layout, digest_of, spec_of
 from weightsync.loading import Loading
 from weightsync.parts import Parts
-from weightsync.replica import check_read
 from weightsync.sink import Expected, Opened
 from weightsync.stage import Staged
 from weightsync.testing import ModelSink, ReferenceEngine
@@ -229,10 +229,10 @@ def test_without_a_checkpoint_a_push_is_complete_if_it_fills_the_model(folder, c
         loading.accept([*specs(checkpoints[1]), *specs(checkpoints[1])[-1:]])
     extra = torch.zeros(2)
     loading.accept(specs(checkpoints[1], **{"model.extra.weight": extra}))
-    assert loading.unread == ("model.extra.weight",)
+    assert loading.accepted().unread == ("model.extra.weight",)
     assert sink.digest() == before
     push(loading, checkpoints[1])
-    assert loading.unread == ()
+    assert loading.accepted().unread == ()
     assert sink.digest() == digest_of(checkpoints[1].items())
 
 

@@ -14,10 +14,11 @@ from tests.unit.loaders import Model, plan_for
 from weightsync import wire
 from weightsync.boxes import Box, hull, narrowed
 from weightsync.carrier import Carrier
+from weightsync.dispatch import handle
 from weightsync.errors import TransferFailed
 from weightsync.layout import Layout, digest_of, spec_of
 from weightsync.parts import Demand, Parts, widened
-from weightsync.receiver import Receiver, handle
+from weightsync.receiver import Receiver
 from weightsync.sink import Expected, Opened
 from weightsync.transports.base import Deadline, Peer
 from weightsync.transports.registry import TRAINER_ENDS
@@ -272,8 +273,7 @@ class Pair:
 
 
 @pytest.fixture(params=TRAINER_ENDS)
-def pair(request, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def pair(request):
     pair = Pair(request.param)
     yield pair
     pair.close()

@@ -112,7 +112,8 @@ def test_in_every_state_that_can_be_reached_the_contract_holds_and_a_way_leads_o
 
 def test_the_exploration_takes_every_edge_of_both_tables():
     moves = set()
-    for model in (Model(pushes=1), Model(pushes=1, stream=True), Model(faults=2, unsynced=True)):
+    one = {"pushes": 1, "crashes": 1}
+    for model in (Model(**one), Model(stream=True, **one), Model(faults=2, unsynced=True)):
         moves |= explore(model, violation).moves
     # No rollback is explored; loading the kept version again is what a rank does inside its engine's commit.
     skipped = {("serving", "applying"), ("dirty", "dirty_applying"), ("idle", "committing")}

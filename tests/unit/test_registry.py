@@ -1,9 +1,12 @@
 """Which transport leads to which engine, and why."""
 
+import os
+
+import msgspec
 import pytest
 
 from tests.unit.by_hand import HERE, hello_of
-from weightsync import staging, wire
+from weightsync import security, staging, wire
 from weightsync.errors import UnsupportedOption
 from weightsync.transports import agents
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS, available, pick
@@ -84,6 +87,34 @@ def test_a_transport_that_the_engine_lacks_is_refused_with_those_that_it_has():
 def test_a_transport_that_the_trainer_lacks_is_refused_with_what_installs_it(without_nixl):
     with pytest.raises(UnsupportedOption, match=r"the trainer has no transport nixl: pip install 'weightsync\[nixl\]'"):
         pick("nixl", HERE, engine(ALL))
+
+
+@pytest.mark.parametrize(
+    ("user", "why", "advice"),
+    [
+        ("65534 7", "the same host, but user 65534's and not user {}'s", "run both as the same"),
+        ("65534", "the same host, but user 65534's and not user {}'s", "run both as the same"),
+        ("{} 7", "the same host, but in another user namespace", "--userns=host"),
+        ("{}", "the same host, but in another user namespace", "--userns=host"),
+    ],
+)
+def test_an_engine_that_does_not_share_the_trainers_directory_is_reached_over_the_network(user, why, advice):
+    own = os.geteuid()
+    hello = msgspec.structs.replace(engine(ALL, host=staging.host_id()), user=user.format(own))
+    assert pick("auto", HERE, hello) == ("nixl", f"{why.format(own)}, and both sides have NIXL")
+    with pytest.raises(UnsupportedOption, match=rf"{HERE} runs on {why.format(own)}: transport ipc_zmq .*{advice}"):
+        pick("ipc_zmq", HERE, hello)
+
+
+def test_a_trainer_without_a_directory_of_its_own_reaches_engines_over_the_network(own_homes):
+    whole = msgspec.structs.replace(engine(ALL, host=staging.host_id()), user=security.meeting())
+    assert pick("auto", HERE, whole)[0] == "ipc_zmq"
+    own_homes[0].chmod(0o777)  # as if somebody else had taken its name
+    assert security.meeting() == str(os.geteuid())
+    for hello in (whole, msgspec.structs.replace(whole, user=security.meeting())):
+        transport, reason = pick("auto", HERE, hello)
+        assert transport == "nixl"
+        assert f"{own_homes[0]} cannot be trusted: its mode is 0777" in reason
 
 
 def test_an_engine_of_before_there_were_others_is_reached_through_memory_or_not_at_all():

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
-import requests
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -21,8 +20,24 @@ from tests.helpers import plan_of
 from tests.unit import by_hand
 from tests.unit.test_session import DictSink
 from tools import models
-from weightsync import Sender, calls, client, errors, layout, lease, receiver, replica, routes, security, testing, wire
-from weightsync.transports.base import Peer
+from weightsync import (
+    Sender,
+    calls,
+    client,
+    dispatch,
+    errors,
+    exchange,
+    layout,
+    lease,
+    receiver,
+    replica,
+    routes,
+    security,
+    staging,
+    testing,
+    wire,
+)
+from weightsync.transports.base import Deadline, Peer
 
 FORGET = wire.AbortRequest(push="v1", owner="one")
 SERVING = {x: [("serving", x)] * 2 for x in range(4)}
@@ -39,7 +54,7 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
     async def call(self, method, payload):
         if gate := self.gates.get(method):
             await asyncio.to_thread(gate.wait, 5)
-        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, receiver.handle)
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, dispatch.handle)
         return [await run(lambda r=rank: r, method, payload) for rank in self.ranks]
 
     def seen(self):  # the state of each rank, and the numbers its weights are made of: one, unless it is torn
@@ -167,17 +182,18 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
 def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference, model_folder, monkeypatch, told):
     model, broken = models.load_reference(model_folder("llama", 1 if told == "unchanged" else 2)), []
     with Sender([reference.url]) as sender, monkeypatch.context() as patch:
-        before, session = sender.status(digest=True)[reference.url], sender._fleet._clients[0]._session
+        before, server = sender.status(digest=True)[reference.url], sender._fleet._clients[0]._server
 
-        def breaking(post, url, **options):
+        def breaking(ask, method, path, *more, **options):
             """Lose the request, the reply, or the reply and all that is said from then on."""
-            if not url.endswith("/commit") and not (broken and told == "unknown"):
-                return post(url, **options)
-            broken.append(functools.partial(post, url, **options))
-            assert told == "unchanged" or len(broken) > 1 or broken[0]().ok
-            raise requests.ConnectionError("the connection broke")
+            if not path.endswith("/commit") and not (broken and told == "unknown"):
+                return ask(method, path, *more, **options)
+            until = Deadline(30.0)
+            broken.append(functools.partial(ask, method, path, *more[:1], until, **options))
+            assert told == "unchanged" or len(broken) > 1 or broken[0]().status == 200
+            raise exchange.NoAnswer("the connection broke")
 
-        patch.setattr(session, "post", functools.partial(breaking, session.post))
+        patch.setattr(server, "ask", functools.partial(breaking, server.ask))
         if told == "committed":
             assert sender.push(model, version=told).version == told
         else:
@@ -185,7 +201,7 @@ def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference
                 sender.push(model, version=told)
             assert raised.value.engines == {reference.url: told}
         patch.undo()
-        assert told != "unchanged" or broken[0]().status_code == 409  # the request may still arrive
+        assert told != "unchanged" or broken[0]().status == 409  # the request may still arrive
         after = sender.status(digest=True)[reference.url]
     unchanged = (before.version, before.ranks[0].digest)
     committed = (told, layout.digest_of(model.state_dict().items()))
@@ -299,7 +315,8 @@ async def test_a_call_that_takes_too_long_names_the_stopped_rank_and_the_next_ge
         return [await rank.stdout.readline() or await asyncio.Event().wait()]  # engines do not notice its end
 
     call, who = calls.Calls(raw), rf"rank 0 \(process {rank.pid}\)"
-    call.ranks = (wire.RankInfo(rank=0, pid=rank.pid, device="cpu"),)
+    where = {"host": staging.host_id(), "process_space": staging.process_space()}
+    call.ranks = (wire.RankInfo(rank=0, pid=rank.pid, device="cpu", **where),)
     try:
         rank.send_signal(signal.SIGSTOP)
         with pytest.raises(errors.PushTimeout, match=f"not answer first within 0.3 s: {who} is stopped"):

@@ -1,7 +1,11 @@
 """The key file, the private directory, and what is never dialled or mapped."""
 
+import errno
 import os
+import shutil
+import socket
 import stat
+import tempfile
 import threading
 
 import pytest
@@ -12,21 +16,52 @@ from weightsync.handles import ShmHandle
 
 
 @pytest.fixture(autouse=True)
-def own_runtime(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv("WEIGHTSYNC_TOKEN", raising=False)
-    return tmp_path
+def homes(own_homes):
+    return own_homes
 
 
-def test_engine_and_sender_of_one_user_find_the_same_key(own_runtime):
+def token_of(home):
+    return (home / "token").read_text()
+
+
+def test_engine_and_sender_of_one_user_find_the_same_key(homes):
     assert security.sender_token() == ""
     token = security.engine_token()
     assert len(token) >= 32
     assert security.engine_token() == security.sender_token() == token
-    file = own_runtime / "weightsync" / "token"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    assert os.listdir(file.parent) == ["token"]
+    for home in homes:
+        assert stat.S_IMODE((home / "token").stat().st_mode) == 0o600
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        assert os.listdir(home) == ["token"]
+
+
+@pytest.mark.parametrize("sets", ["engine", "sender"])
+def test_they_do_so_where_one_of_them_alone_has_a_run_time_directory(homes, monkeypatch, sets):
+    base = os.environ["XDG_RUNTIME_DIR"]
+    for side, read in (("engine", security.engine_token), ("sender", security.sender_token)):
+        if side == sets:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        else:
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+            monkeypatch.setattr(tempfile, "tempdir", f"{base}-elsewhere")
+        token = read()
+        assert token == token_of(homes[0])
+
+
+def test_the_key_that_an_older_engine_has_written_stays_the_key(homes):
+    homes[1].mkdir(mode=0o700, parents=True)
+    (homes[1] / "token").touch(mode=0o600)
+    (homes[1] / "token").write_text("from before")
+    assert security.sender_token() == "from before"
+    assert security.engine_token() == "from before"
+    assert [token_of(home) for home in homes] == ["from before"] * 3
+
+
+def test_the_key_outlives_a_logout_that_takes_run_time_directory_and_shared_memory(homes):
+    token = security.engine_token()
+    for home in homes[:2]:
+        shutil.rmtree(home)
+    assert security.sender_token() == security.engine_token() == token
 
 
 def test_engines_that_start_together_agree_on_the_key():
@@ -51,34 +86,109 @@ def test_the_variable_comes_first(monkeypatch):
     assert security.engine_token() == security.sender_token() == "mine"
 
 
-def test_a_key_file_that_others_can_read_is_refused(own_runtime):
+def test_an_engine_says_at_start_which_key_it_asks_for(homes, caplog, monkeypatch):
+    token = security.engine_token()
+    assert caplog.messages == [f"weightsync asks for the key in {homes[0] / 'token'}"]
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
     security.engine_token()
-    (own_runtime / "weightsync" / "token").chmod(0o644)
+    assert caplog.messages[1:] == ["weightsync asks for the key of WEIGHTSYNC_TOKEN"]
+    assert token not in caplog.text
+
+
+def test_a_sender_can_say_where_its_key_is_from(homes, monkeypatch):
+    none = security.origin("")
+    assert all(str(home / "token") in none for home in homes)
+    security.engine_token()
+    assert security.origin(security.sender_token()) == f"that in {homes[0] / 'token'}"
+    assert security.origin("given") == "the one that the sender was given"
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
+    assert security.origin(security.sender_token()) == "that of WEIGHTSYNC_TOKEN"
+
+
+def test_a_key_file_that_others_can_read_is_refused(homes):
+    security.engine_token()
+    (homes[0] / "token").chmod(0o644)
     with pytest.raises(AuthenticationFailed, match="0600"):
         security.sender_token()
 
 
-def test_a_runtime_directory_that_others_can_enter_is_refused(own_runtime):
-    (own_runtime / "weightsync").mkdir(mode=0o755)
-    with pytest.raises(AuthenticationFailed, match="0755"):
+def test_a_directory_that_others_can_enter_holds_no_key(homes):
+    for home in homes:
+        home.mkdir(mode=0o755, parents=True)
+    with pytest.raises(AuthenticationFailed, match=r"WEIGHTSYNC_TOKEN.*(0755.*){3}"):
         security.engine_token()
+    with pytest.raises(AuthenticationFailed, match="0755"):
+        security.private_directory()
 
 
-def test_a_linked_runtime_directory_is_refused(own_runtime, tmp_path_factory):
+def test_a_directory_that_somebody_else_took_is_passed_over_and_named(homes, caplog):
+    homes[0].mkdir(mode=0o777)
+    token = security.engine_token()
+    assert token == security.sender_token() == token_of(homes[1]) == token_of(homes[2])
+    assert os.listdir(homes[0]) == []
+    assert f"{homes[0]} cannot be trusted" in caplog.text
+
+
+def test_a_linked_directory_is_refused(homes, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     elsewhere.chmod(0o700)
-    (own_runtime / "weightsync").symlink_to(elsewhere)
+    homes[0].symlink_to(elsewhere)
     with pytest.raises(AuthenticationFailed, match="not a directory"):
-        security.engine_token()
-
-
-def test_a_linked_key_file_is_refused(own_runtime):
+        security.directory()
     security.engine_token()
-    file = own_runtime / "weightsync" / "token"
-    file.rename(own_runtime / "real")
-    file.symlink_to(own_runtime / "real")
+    assert os.listdir(elsewhere) == []
+
+
+def test_a_linked_key_file_is_refused(homes):
+    security.engine_token()
+    file = homes[0] / "token"
+    file.rename(homes[0] / "real")
+    file.symlink_to(homes[0] / "real")
     with pytest.raises(AuthenticationFailed, match="symbolic"):
         security.sender_token()
+
+
+def test_a_full_mount_is_told_as_such_and_leaves_no_draft(homes, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(AuthenticationFailed, match=f"{homes[0]}/token cannot be written: No space left"):
+        security.engine_token()
+    assert os.listdir(homes[0]) == []
+
+
+def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
+    root = security.directory()
+    dead = security.private_directory()
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(dead / "control"))
+    mine = root / "weightsync-1-0123456789abcdef"  # called as a sender's, and holding what is not one's
+    kept = [root / "weightsync-checkpoints", root / "weightsync-12-ab", mine]
+    for folder in kept:
+        folder.mkdir(mode=0o700)
+        (folder / "step-1000.safetensors").write_text("precious")
+    outside = root.parent / "weightsync-mine"
+    outside.mkdir(mode=0o700)
+    alive = security.private_directory()
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(str(alive / "control"))
+        living.listen()
+        security.sweep(older_than_s=0.0)
+        assert (alive / "control").exists()
+    assert not dead.exists()
+    assert all((folder / "step-1000.safetensors").read_text() == "precious" for folder in kept)
+    assert outside.exists()
+
+
+def test_sweeping_spares_files_that_are_not_called_as_an_arena():
+    notes = staging.SHM_DIRECTORY / f"weightsync-notes-of-{os.getpid()}"
+    notes.touch(mode=0o600)
+    try:
+        staging.sweep(older_than_s=0.0)
+        assert notes.exists()
+    finally:
+        notes.unlink()
 
 
 def test_keys_compare_whole_and_empty_never_matches():
@@ -93,16 +203,16 @@ def test_a_senders_address_passes():
     assert security.check_ipc_address(f"ipc://{directory}/control")
 
 
-def test_addresses_that_are_not_a_senders_are_not_dialled(own_runtime):
-    open_directory = own_runtime / "weightsync-open"
+def test_addresses_that_are_not_a_senders_are_not_dialled(tmp_path):
+    open_directory = tmp_path / "weightsync-open"
     open_directory.mkdir(mode=0o755)
-    link = own_runtime / "weightsync-link"
+    link = tmp_path / "weightsync-link"
     link.symlink_to(security.private_directory())
     for address in (
         "tcp://127.0.0.1:5555",
         "ipc://@abstract",
         "ipc:///etc/passwd",
-        f"ipc://{own_runtime}/weightsync-absent/control",
+        f"ipc://{tmp_path}/weightsync-absent/control",
         f"ipc://{open_directory}/control",
         f"ipc://{link}/control",
         f"ipc://{security.private_directory()}/other",

@@ -48,13 +48,6 @@ testing.main()
 """
 
 
-@pytest.fixture
-def own_runtime(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv("WEIGHTSYNC_TOKEN", raising=False)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def engine(model_folder, tmp_path_factory):
     """An engine that asks for `KEY` and writes everything it can say into ``log``."""
@@ -98,33 +91,33 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     assert compared == [(b"right", b"right"), (b"wrong", b"right")]
 
 
-def test_the_key_file_is_0600_whatever_the_umask(own_runtime):
+def test_the_key_file_is_0600_whatever_the_umask(own_homes):
     before = os.umask(0)
     try:
         security.engine_token()
     finally:
         os.umask(before)
-    info = (own_runtime / "weightsync" / "token").stat()
+    info = (own_homes[0] / "token").stat()
     assert (info.st_mode & 0o777, info.st_uid) == (0o600, os.geteuid())
 
 
-def test_an_empty_key_file_opens_nothing(own_runtime):
+def test_an_empty_key_file_opens_nothing(own_homes):
     security.engine_token()
-    (own_runtime / "weightsync" / "token").write_text("\n")
+    (own_homes[0] / "token").write_text("\n")
     assert security.engine_token() == ""
     assert not security.same("", security.engine_token())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to somebody else")
-def test_what_belongs_to_somebody_else_is_refused(own_runtime):
+def test_what_belongs_to_somebody_else_is_refused(own_homes):
     security.engine_token()
-    token = own_runtime / "weightsync" / "token"
+    token = own_homes[0] / "token"
     os.chown(token, 65534, 65534)
     with pytest.raises(AuthenticationFailed, match="not this user's alone"):
         security.sender_token()
     os.chown(token.parent, 65534, 65534)
     with pytest.raises(AuthenticationFailed, match="belongs to user 65534"):
-        security.sender_token()
+        security.private_directory()
 
 
 def test_a_key_with_a_line_end_is_taken_without_it(monkeypatch):
@@ -243,27 +236,27 @@ def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_ke
 
 
 @pytest.mark.parametrize("place", ["{0}/./weightsync-a", "{0}//weightsync-a", "{0}/weightsync-b/../weightsync-a"])
-def test_a_path_in_other_words_is_refused(own_runtime, place):
+def test_a_path_in_other_words_is_refused(tmp_path, place):
     for name in ("weightsync-a", "weightsync-b"):
-        (own_runtime / name).mkdir(mode=0o700)
-    assert security.check_ipc_address(f"ipc://{own_runtime}/weightsync-a/control")
+        (tmp_path / name).mkdir(mode=0o700)
+    assert security.check_ipc_address(f"ipc://{tmp_path}/weightsync-a/control")
     with pytest.raises(TransferFailed, match="not a sender's ipc address"):
-        security.check_ipc_address(f"ipc://{place.format(own_runtime)}/control")
+        security.check_ipc_address(f"ipc://{place.format(tmp_path)}/control")
 
 
-def test_a_linked_socket_is_refused(own_runtime):
-    directory = own_runtime / "weightsync-a"
+def test_a_linked_socket_is_refused(tmp_path):
+    directory = tmp_path / "weightsync-a"
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as elsewhere:
-        elsewhere.bind(str(own_runtime / "elsewhere"))
-        (directory / "control").symlink_to(own_runtime / "elsewhere")
+        elsewhere.bind(str(tmp_path / "elsewhere"))
+        (directory / "control").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(TransferFailed, match="it is a link"):
             security.check_ipc_address(f"ipc://{directory}/control")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to somebody else")
-def test_a_directory_of_somebody_else_is_refused(own_runtime):
-    directory = own_runtime / "weightsync-a"
+def test_a_directory_of_somebody_else_is_refused(tmp_path):
+    directory = tmp_path / "weightsync-a"
     directory.mkdir(mode=0o700)
     os.chown(directory, 65534, 65534)
     with pytest.raises(TransferFailed, match="belongs to user 65534"):

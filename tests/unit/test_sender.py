@@ -311,7 +311,7 @@ def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, traine
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained, own_runtime_directory):
+def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained):
     code = (
         "import sys, os; from weightsync import Sender; from tools import models\n"
         f"sender = Sender([{engine.url!r}]); sender.push(models.load_reference({str(model_folder('llama', 0))!r}))\n"
@@ -325,10 +325,10 @@ def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained, ow
         sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
         staging.sweep(older_than_s=0.0)
-        security.sweep(own_runtime_directory / "weightsync", older_than_s=0.0)
+        security.sweep(older_than_s=0.0)
         assert not left[0].exists()
         sender.push(trained)  # what is alive was spared
-    assert os.listdir(own_runtime_directory / "weightsync") == ["token"]
+    assert not list(security.directory().glob(f"weightsync-{killed.pid}-*"))
 
 
 def test_a_sender_that_closes_is_forgotten_by_the_ranks(engine, trained):
@@ -341,13 +341,13 @@ def test_a_sender_that_closes_is_forgotten_by_the_ranks(engine, trained):
     assert not mapped()
 
 
-def test_nothing_is_left_when_senders_close(engine, trained, own_runtime_directory):
+def test_nothing_is_left_when_senders_close(engine, trained):
     with Sender([engine.url]) as sender:
         sender.push(trained)
     sender.close()
     mine = f"weightsync-{os.getpid()}-"
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(mine)]
-    assert os.listdir(own_runtime_directory / "weightsync") == ["token"]
+    assert not list(security.directory().glob(f"{mine}*"))
 
 
 def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_folder, trained):

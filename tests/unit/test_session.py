@@ -8,9 +8,10 @@ import torch
 from tests.helpers import plan_of
 from tests.unit.by_hand import Trainer
 from weightsync import errors, receiver, wire
+from weightsync.dispatch import handle
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.layout import Layout, digest_of, spec_of
-from weightsync.receiver import Receiver, handle
+from weightsync.receiver import Receiver
 from weightsync.session import PUSH, REPLICA, Machine, diagram
 from weightsync.sink import Expected
 from weightsync.transports.base import Peer

@@ -1,5 +1,6 @@
 """Messages: what they look like on the wire is frozen."""
 
+import json
 from typing import get_args
 
 import msgspec
@@ -10,12 +11,28 @@ from weightsync.wire import TensorSpec
 
 FILE = handles.FileHandle(7, 3, 9)
 GOLDEN_JSON = [
-    (wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
+    (
+        wire.OpenRequest(protocol=(1, 0), package_version="0.1.0", timeout_s=1.5),
+        b'{"protocol":[1,0],"package_version":"0.1.0","timeout_s":1.5}',
+    ),
+    (
+        wire.AbortRequest(push="p", release="r", owner="o", timeout_s=1.5),
+        b'{"push":"p","release":"r","owner":"o","timeout_s":1.5}',
+    ),
+    (wire.StatusRequest(digest=True, timeout_s=1.5), b'{"digest":true,"timeout_s":1.5}'),
     (
         wire.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
-                      settings={"NCCL": "2.27.5"}),
+                      settings={"NCCL": "2.27.5"}, process_space="s", host="h", started=4),
         b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
-        b'"settings":{"NCCL":"2.27.5"},"process_space":""}',
+        b'"settings":{"NCCL":"2.27.5"},"process_space":"s","host":"h","started":4}',
+    ),
+    (
+        wire.OpenReply(
+            protocol=(1, 0), engine="vllm", engine_version="0.32", package_version="0.1.0", host="b:1", model="m",
+            version="7", ranks=(), pause_refused={"keep": "why"}, instance="i", user="0 5", network="b:net:[1]",
+        ),
+        b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
+        b'"version":"7","ranks":[],"pause_refused":{"keep":"why"},"instance":"i","user":"0 5","network":"b:net:[1]"}',
     ),
     (
         wire.UpdateRequest(
@@ -59,9 +76,27 @@ GOLDEN_JSON = [
         b'"loading":"load plan, 3 copies"}',
     ),
     (
+        wire.StatusReply(engine="e", version="7", state="serving", ranks=(), off={"draft model": "why"}),
+        b'{"engine":"e","version":"7","state":"serving","ranks":[],"instance":"","committed":"","holder":"","detail":"",'
+        b'"off":{"draft model":"why"}}',
+    ),
+    (
         wire.ErrorReply(error="ManifestMismatch", message="m"),
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',
     ),
+]  # fmt: skip
+
+#: As they were before fields were added: what the others sent then, and all that the others understand now.
+EARLIER_JSON = [
+    (wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
+    (
+        wire.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
+                      settings={"NCCL": "2.27.5"}),
+        b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
+        b'"settings":{"NCCL":"2.27.5"},"process_space":""}',
+    ),
+    (wire.AbortRequest(push="p", release="r", owner="o"), b'{"push":"p","release":"r","owner":"o"}'),
+    (wire.StatusRequest(digest=True), b'{"digest":true}'),
 ]  # fmt: skip
 
 FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
@@ -132,6 +167,13 @@ def test_json_is_frozen(message, raw):
     assert wire.from_json(raw, type(message)) == message
 
 
+@pytest.mark.parametrize(**named(EARLIER_JSON))
+def test_messages_from_before_a_field_was_added_are_understood_and_the_other_way_round(message, raw):
+    assert wire.from_json(raw, type(message)) == message
+    # Whoever knows no more than these fields ignores the others.
+    assert json.loads(raw).items() <= json.loads(wire.to_json(message)).items()
+
+
 @pytest.mark.parametrize(**named(GOLDEN_MSGPACK))
 def test_msgpack_is_frozen(message, raw):
     frame = bytes.fromhex(raw)
@@ -165,6 +207,15 @@ def test_a_message_of_a_sender_before_there_were_other_transports_is_understood(
         "",
     )
     assert wire.from_json(b'{"rank":0,"pid":1,"device":"cpu"}', wire.RankInfo).transports == ("ipc_zmq",)
+
+
+def test_an_engine_of_before_it_said_whose_it_is_is_understood():
+    old = wire.from_json(
+        b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
+        b'"version":"7","ranks":[],"pause_refused":{},"instance":"i"}',
+        wire.OpenReply,
+    )
+    assert (old.user, old.network) == ("", "")
 
 
 def test_a_pickle_is_no_message():

@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import torch
@@ -21,19 +20,17 @@ import torch
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.handles import NixlHandle
 from weightsync.parts import Parts
+from weightsync.transports.nics import nic_for
 
 #: Between two looks at what is under way, which is also what keeps it going.
 SPIN_S: Final = 0.0001
 #: What both sides say when they connect.
 WARM: Final = b"warm"
 
-_INFINIBAND: Final = Path("/sys/class/infiniband")
 _LOCAL: Final = "NIXL_INIT_AGENT"
 _CHECKSUM_BYTES: Final = 16
 #: How long a thread may take to notice that it is over.
 _END_S: Final = 1.0
-#: What UCX calls transports through which processes of one host share memory.
-_SHARED: Final = {"all", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem"}
 _HINTS: Final = {
     "REMOTE_DISCONNECT": "the peer has ended, or the network between is down",
     "BACKEND": "the transport below NIXL failed; run with UCX_LOG_LEVEL=info on both sides, and see that a device of "
@@ -69,42 +66,6 @@ def explained(error: BaseException) -> str:
     return text + next((f" ({hint})" for mark, hint in _HINTS.items() if mark in str(error).upper()), "")
 
 
-def nic_for(device: torch.device, rank: int) -> str:
-    """The network device that a rank is given, where the host has RDMA devices; empty leaves the choice to UCX.
-
-    The one nearest to a GPU by its place on the PCI bus, else one after another by rank: left to themselves all ranks
-    of a host take the first.
-    """
-    devices = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
-    if not devices:
-        return ""
-    node = _numa_node(device)
-    near = [name for name in devices if node and _read(_INFINIBAND / name / "device" / "numa_node") == node] or devices
-    return f"{near[rank % len(near)]}:1"
-
-
-def shares_memory() -> bool:
-    """Whether UCX may reach other processes of this host through memory, or was told by ``UCX_TLS`` not to."""
-    asked = os.environ.get("UCX_TLS", "all")
-    named = set(asked.removeprefix("^").split(","))
-    return not named & _SHARED if asked.startswith("^") else bool(named & _SHARED)
-
-
-def _numa_node(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    properties: Any = torch.cuda.get_device_properties(device)
-    bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    return _read(Path("/sys/bus/pci/devices") / bus / "numa_node")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _checksum(metadata: bytes) -> bytes:
     return hashlib.blake2b(metadata, digest_size=_CHECKSUM_BYTES).digest()
 
@@ -126,10 +87,11 @@ class Agent:
         self.memory = "VRAM" if device.type == "cuda" else "DRAM"
         self._device_id = (device.index or 0) if device.type == "cuda" else 0
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        with translated("a NIXL agent could not be made"):
+        on = f" on {self.nic}" if self.nic else ""
+        with translated(f"a NIXL agent could not be made{on}"):
             config = nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
             self.nixl: Any = nixl_agent(self.name, config)
-            self.nixl.create_backend("UCX", {"ucx_devices": self.nic} if self.nic else {})
+            self.nixl.create_backend("UCX", {"device_list": self.nic} if self.nic else {})
 
     def metadata(self) -> bytes:
         """What others need to reach this agent and the memory it has registered, with a checksum before it."""

@@ -35,6 +35,10 @@ class Deadline:
         """Seconds left, never negative."""
         return 0.0 if self._reason else max(0.0, self._end - time.monotonic())
 
+    def extended(self, seconds: float) -> Deadline:
+        """One that ends ``seconds`` after this one would have, ended early or not."""
+        return Deadline(max(0.0, self._end + seconds - time.monotonic()))
+
     def end(self, reason: WeightSyncError) -> None:
         """Spend the budget at once: what is waited for will not come."""
         self._reason = self._reason or reason

@@ -7,15 +7,18 @@ authenticated request, so that both sides know whom they talk to and nobody list
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket as sockets
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
 import psutil
 import zmq
 
-from weightsync import errors, wire
-from weightsync.errors import TransferFailed
+from weightsync import errors, staging, wire
+from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.frames import Failed
 
 #: How long either side sleeps at most before it looks whether the push is over.
@@ -25,6 +28,8 @@ SILENCE_S: Final = 1.0
 #: How long a sender that closes sees to it that its last word, why it gives up maybe, is sent, and a rank that loses it
 #: listens for that.
 LAST_WORD_S: Final = 0.5
+#: A rank tries so long to reach the trainer before it says that it cannot.
+_REACH_S: Final = 2.0
 #: TCP tells of a peer that is gone only when asked.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 10000
 
@@ -34,6 +39,9 @@ Socket = zmq.Socket[bytes]
 def limit(socket: Socket) -> None:
     """Bound what a socket takes in, and how long it lives on."""
     socket.setsockopt(zmq.LINGER, 0)
+    # What is sent is bounded by the push: a few bytes for each bucket and 8 for each tensor. At ZMQ's own bound, 1000
+    # messages, a peer that is busy for a moment would be taken for one that is gone.
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
 
 
@@ -62,12 +70,81 @@ def local_address(host: str) -> str:
         raise TransferFailed(f"there is no way from here to {host}: {error}") from error
 
 
+def own_address(given: str) -> str:
+    """The address ``given``, by number or by name, as a number. Raises `UnsupportedOption` unless it is this host's."""
+    try:
+        found = [str(one[4][0]) for one in sockets.getaddrinfo(given, 0, type=sockets.SOCK_STREAM)]
+    except (OSError, ValueError) as error:
+        raise UnsupportedOption(f"address {given!r} is none: {error}") from error
+    for number in found:
+        # Ranks dial it by number alone, and of everybody's address they learn nothing.
+        if "%" in number or ipaddress.ip_address(number).is_unspecified:
+            continue
+        family = sockets.AF_INET6 if ":" in number else sockets.AF_INET
+        with contextlib.suppress(OSError), sockets.socket(family) as probe:
+            probe.bind((number, 0))
+            return number
+    raise UnsupportedOption(
+        f"address {given!r} ({', '.join(found)}) is none of this host's, at which engines could reach the trainer; "
+        f"it has {', '.join(_own_addresses())}"
+    )
+
+
+def _own_addresses() -> list[str]:
+    kinds = (sockets.AF_INET, sockets.AF_INET6)
+    found = [one for those in psutil.net_if_addrs().values() for one in those if one.family in kinds]
+    return [one.address for one in found if "%" not in one.address]
+
+
+def check_ways(given: str, engines: Mapping[str, wire.OpenReply]) -> None:
+    """Raise `UnsupportedOption` for an engine, by URL, that cannot dial this trainer, at ``given`` if that is set."""
+    for url, hello in engines.items():
+        here = given or local_address(host_of(url))
+        if "%" in here:
+            raise UnsupportedOption(
+                f"{url} is reached from the link-local address {here}, which means nothing to it; use another address "
+                'of the engine in its URL, or pass Sender(..., address="an address of this host")'
+            )
+        if ipaddress.ip_address(here).is_loopback and hello.network not in ("", staging.network_id()):
+            raise UnsupportedOption(
+                f"{url} is reached from {here}, this host's loopback, but the engine runs in another network: a port "
+                "is forwarded to it (docker -p, kubectl port-forward, ssh -L), and its ranks cannot dial back; pass "
+                f'Sender(..., address="an address of this host that the engine reaches"), such as '
+                f"{' or '.join(a for a in _own_addresses() if not ipaddress.ip_address(a).is_loopback) or 'none yet'}, "
+                "or start the engine's container with --network=host, or with --ipc=host to use shared memory"
+            )
+
+
+def check_reachable(rank: int, host: str, port: int, what: str) -> str:
+    """This host's address towards the trainer. Raises `TransferFailed` where the trainer's ``what`` does not answer."""
+    here = local_address(host)
+    try:
+        sockets.create_connection((host, port), timeout=_REACH_S).close()
+    except OSError as error:
+        hint = "is that the trainer's address as the engine sees it, and is the port open?"
+        if ipaddress.ip_address(here).is_loopback:
+            hint = (
+                "that is the engine's own loopback: the trainer is on another host, or reaches the engine through a "
+                "forwarded port"
+            )
+        raise TransferFailed(
+            f"rank {rank} cannot reach the trainer's {what} at {host} port {port} from {interface_of(here)}: {error}; "
+            f'{hint} The trainer can pass another: Sender(..., address="host")'
+        ) from error
+    return here
+
+
 def interface_of(address: str) -> str:
     """The network interface that has this address, as people read it."""
     for name, found in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in found):
             return f"{name} ({address})"
     return address
+
+
+def bracketed(address: str) -> str:
+    """An address as it stands before a port."""
+    return f"[{address}]" if ":" in address else address
 
 
 def host_of(url: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +22,9 @@ import torch.distributed as dist
 from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.transports.base import Deadline
-from weightsync.transports.control import interface_of, local_address
+from weightsync.transports.control import check_reachable
 from weightsync.wire import InitNcclGroup
 
-#: A rank tries so long to reach the store before it says that it cannot.
-_REACH_S: Final = 2.0
 #: Between two looks at the store.
 _STORE_S: Final = 0.002
 #: Between two looks at what is pending in a group that was dropped.
@@ -238,15 +235,6 @@ def check_world(asked: InitNcclGroup, ranks: int) -> None:
 
 def reach(asked: InitNcclGroup, rank: int) -> str:
     """This host's address towards the store. Raises `UnsupportedOption` or `TransferFailed` where there is no way."""
-    where = f"{asked.master_address} port {asked.master_port}"
     if asked.master_address in ("", "0.0.0.0", "::", "*"):
         raise UnsupportedOption(f"master_address {asked.master_address!r} is nobody's: give the trainer's own address")
-    here = local_address(asked.master_address)
-    try:
-        sockets.create_connection((asked.master_address, asked.master_port), timeout=_REACH_S).close()
-    except OSError as error:
-        raise TransferFailed(
-            f"rank {rank} cannot reach the trainer's store at {where} from {interface_of(here)}: {error}; is that the "
-            "trainer's address as the engine sees it, and is the port open?"
-        ) from error
-    return here
+    return check_reachable(rank, asked.master_address, asked.master_port, "store")

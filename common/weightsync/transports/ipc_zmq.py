@@ -27,7 +27,7 @@ from weightsync.wire import UpdateRequest
 class Trainer:
     """Trainer end, see `base.TrainerEnd`."""
 
-    def __init__(self, device: torch.device, _: Helpers | None = None):
+    def __init__(self, device: torch.device, _: Helpers | None = None, address: str = ""):
         self._control = TrainerControl(remote=False)
         self.address, self.request = self._control.address, self._control.invite
         self._talk: Talk | None = None

@@ -27,7 +27,7 @@ from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
 from weightsync.transports import groups, lanes
 from weightsync.transports.base import Bucket, Deadline, Helpers, Introduction, Peer
-from weightsync.transports.control import LOOK_UP_S, host_of, interface_of, local_address
+from weightsync.transports.control import LOOK_UP_S, check_ways, host_of, interface_of, local_address
 from weightsync.transports.engine_control import Call, EngineControl
 from weightsync.transports.groups import Group, Joining
 from weightsync.transports.trainer_control import Talk, TrainerControl
@@ -37,11 +37,12 @@ NAME: Final = "nccl"
 
 
 class Trainer:
-    """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is."""
+    """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is, ``address`` this
+    host's own by which the ranks find it, if not that on the way to each."""
 
-    def __init__(self, device: torch.device, helpers: Helpers | None = None):
-        self._device, self._helpers = device, helpers
-        self._control = TrainerControl(remote=True)
+    def __init__(self, device: torch.device, helpers: Helpers | None = None, address: str = ""):
+        self._device, self._helpers, self._given = device, helpers, address
+        self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.invite
         self._group: Group | None = None
         self._asked: InitNcclGroup | None = None
@@ -62,7 +63,9 @@ class Trainer:
         on_gpus = self._device.type == "cuda" and all(rank.device == "cuda" for _, rank in named)
         if on_gpus:
             groups.preflight(groups.settings(), device_uuid(self._device), named)
-        ways = sorted({local_address(host_of(url)) for url in engines}, key=lambda a: a.startswith(("127.", "::1")))
+        check_ways(self._given, engines)
+        found = {self._given or local_address(host_of(url)) for url in engines}
+        ways = sorted(found, key=lambda a: a.startswith(("127.", "::1")))
         self._here = ways[0]
         family = sockets.AF_INET6 if ":" in self._here else sockets.AF_INET
         listening = sockets.create_server((self._here, 0), family=family, backlog=1024)

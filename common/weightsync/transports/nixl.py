@@ -22,10 +22,11 @@ from weightsync.layout import Layout
 from weightsync.parts import Digests, Parts
 from weightsync.staging import Arena
 from weightsync.transports import base
-from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, shares_memory, spans_of
+from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, spans_of
 from weightsync.transports.base import Deadline, Helpers, Introduction, Peer
-from weightsync.transports.control import interface_of, local_address
+from weightsync.transports.control import check_reachable, check_ways, interface_of
 from weightsync.transports.engine_control import EngineControl
+from weightsync.transports.nics import shares_memory
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
 from weightsync.transports.nixl_writing import KEPT, Writer
 from weightsync.transports.trainer_control import Talk, TrainerControl
@@ -36,11 +37,11 @@ _WARM_S: Final = 30.0
 
 
 class Trainer:
-    """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is."""
+    """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is, ``address`` as for `nccl.Trainer`."""
 
-    def __init__(self, device: torch.device, _: Helpers | None = None):
-        self._device = device
-        self._control = TrainerControl(remote=True)
+    def __init__(self, device: torch.device, _: Helpers | None = None, address: str = ""):
+        self._device, self._given = device, address
+        self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.invite
         self._agent = Agent(device, 0)
         #: What is registered, by the name of the arena.
@@ -58,6 +59,7 @@ class Trainer:
     def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
         asked: dict[str, Introduction] = {}
+        check_ways(self._given, engines)
         for url, hello in engines.items():
             if self._known.get(url) != hello.instance:
                 self._known.pop(url, None)
@@ -230,19 +232,22 @@ class Engine:
         """See `base.EngineEnd`."""
         if not isinstance(asked, RegisterNixl):
             raise UnsupportedOption(f"nixl has no use for {type(asked).__name__}")
+        here = ""
+        if asked.address:
+            host, _, port = asked.address.removeprefix("tcp://").rpartition(":")
+            here = interface_of(check_reachable(rank, host.strip("[]"), int(port), "socket"))
         self._drop()
         if self._agent is None:
             self._agent = Agent(self._device, rank)
         agent = self._agent
-        here = asked.host == staging.host_id() and shares_memory()
-        self._written = bool(asked.host) and not here and not (agent.nic and asked.rdma)
+        near = asked.host == staging.host_id() and shares_memory()
+        self._written = bool(asked.host) and not near and not (agent.nic and asked.rdma)
         agent.know(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
         self._trainer = asked.agent
         self._warming = WarmUp(agent, asked.agent, min(asked.timeout_s, _WARM_S))
-        way = asked.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        interface = agent.nic or (interface_of(local_address(way)) if way else "")
         return wire.RankJoined(
-            rank=rank, device=str(self._device), interface=interface, agent=agent.name, metadata=agent.metadata(),
+            rank=rank, device=str(self._device), interface=agent.nic or here, agent=agent.name,
+            metadata=agent.metadata(),
         )  # fmt: skip
 
     def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> base.Incoming:

@@ -7,13 +7,13 @@ from typing import Final
 
 import torch
 
-from weightsync import staging, wire
-from weightsync.errors import UnsupportedOption
+from weightsync import security, staging, wire
+from weightsync.errors import AuthenticationFailed, UnsupportedOption
 from weightsync.transports import agents, ipc_zmq, lanes, nccl, nixl
 from weightsync.transports.base import Assistant, EngineEnd, Helpers, TrainerEnd
 
-#: The device is where the trainer's arena is.
-TRAINER_ENDS: Final[dict[str, Callable[[torch.device, Helpers | None], TrainerEnd]]] = {
+#: The device is where the trainer's arena is, the text this host's own address that ranks are to dial, if one is given.
+TRAINER_ENDS: Final[dict[str, Callable[[torch.device, Helpers | None, str], TrainerEnd]]] = {
     "ipc_zmq": ipc_zmq.Trainer,
     "nccl": nccl.Trainer,
     "nixl": nixl.Trainer,
@@ -33,23 +33,44 @@ def available() -> tuple[str, ...]:
     return tuple(name for name in TRAINER_ENDS if name != "nixl" or agents.available())
 
 
+def _apart(hello: wire.OpenReply) -> tuple[str, str]:
+    """Why an engine cannot be reached through memory, and what can be done about it; empty if it can."""
+    if hello.host != staging.host_id():
+        return "another host", (
+            " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
+            "containers with --ipc=host"
+        )
+    try:
+        security.directory()
+    except AuthenticationFailed as error:
+        return f"the same host, but {error}", " (on the trainer's side)"
+    ours, theirs = security.meeting(), hello.user
+    if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
+        return "", ""
+    uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]
+    if uid != own:
+        return f"the same host, but user {uid}'s and not user {own}'s", (
+            ": transport ipc_zmq needs engine and trainer to be of one user; run both as the same"
+        )
+    return "the same host, but in another user namespace", (
+        ": transport ipc_zmq needs a directory that both sides can trust; run containers with --userns=host"
+    )
+
+
 def pick(asked: str, url: str, hello: wire.OpenReply) -> tuple[str, str]:
     """The transport to an engine, and why that one. Raises `UnsupportedOption` where the one asked for cannot be."""
-    same_host = hello.host == staging.host_id()
+    apart, advice = _apart(hello)
     there = set(TRAINER_ENDS).intersection(*(rank.transports for rank in hello.ranks))
-    if asked == "ipc_zmq" and not same_host:
-        raise UnsupportedOption(
-            f"{url} runs on another host (or in a container with its own /dev/shm): transport ipc_zmq needs engine and "
-            'trainer to share one; run containers with --ipc=host, or pass transport="nixl", "nccl" or "auto"'
-        )
+    if asked == "ipc_zmq" and apart:
+        raise UnsupportedOption(f'{url} runs on {apart}{advice}, or pass transport="nixl", "nccl" or "auto"')
     if asked not in ("auto", *there):
         raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(there))}")
     if asked not in ("auto", *available()):
         raise UnsupportedOption(f"the trainer has no transport {asked}: pip install 'weightsync[{asked}]'")
     if asked != "auto":
         return asked, "asked for"
-    if same_host:
+    if not apart:
         return "ipc_zmq", "the same host: the ranks read the trainer's memory where it is"
     if "nixl" in available() and "nixl" in there:
-        return "nixl", "another host, and both sides have NIXL"
-    return "nccl", f"another host, and {'the engine' if 'nixl' in available() else 'the trainer'} has no NIXL"
+        return "nixl", f"{apart}, and both sides have NIXL"
+    return "nccl", f"{apart}, and {'the engine' if 'nixl' in available() else 'the trainer'} has no NIXL"

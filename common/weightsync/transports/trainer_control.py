@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
+import socket as sockets
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 import msgspec
 import zmq
 
-from weightsync import frames, security
+from weightsync import forks, frames, security
 from weightsync.boxes import Box
 from weightsync.errors import TransferFailed
 from weightsync.frames import Explain, Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken
@@ -26,6 +28,7 @@ from weightsync.transports.control import (
     SILENCE_S,
     Socket,
     beat,
+    bracketed,
     close,
     host_of,
     limit,
@@ -34,43 +37,79 @@ from weightsync.transports.control import (
 )
 from weightsync.wire import UpdateRequest
 
+#: Ranks that connect at one moment; ZMQ takes each at once.
+_BACKLOG: Final = 1024
+
 
 class TrainerControl:
-    """The trainer's side; lives as long as its transport's trainer end. ``remote`` engines are on other hosts."""
+    """The trainer's side; lives as long as its transport's trainer end. ``remote`` engines are on other hosts.
 
-    def __init__(self, *, remote: bool):
+    ``address`` is this host's own, as a number, that they are told; by default that on the way to each.
+    """
+
+    def __init__(self, *, remote: bool, address: str = ""):
         self._context: zmq.Context[Socket] = zmq.Context()
         self.socket: Socket = self._context.socket(zmq.ROUTER)
         limit(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._remote = remote
+        self._remote, self._given = remote, address
         #: One for each of this host's addresses that engines see.
         self._addresses: dict[str, str] = {}
-        self._server_key = directory = ""
+        self._directories: list[Path] = []
+        self._listening: list[int] = []
+        self._server_key = ""
         if remote:
             public, private = zmq.curve_keypair()
             self.socket.curve_server, self.socket.curve_secretkey = True, private
             beat(self.socket)
             self._server_key = public.decode()
-        else:
-            directory = str(security.private_directory())
-            self._addresses[""] = f"ipc://{directory}/{security.SOCKET_NAME}"
-            self.socket.bind(self._addresses[""])
         self._push = ""
         self._secrets: dict[str, str] = {}
         #: What ranks keep, by name, as far as they have said: those of the last push, and of the one before.
         self.kept: dict[str, Parts] = {}
-        self.close = weakref.finalize(self, _close_trainer, self._context, self.socket, directory, os.getpid())
+        self.close = weakref.finalize(
+            self, _close_trainer, self._context, self.socket, self._directories, self._listening, os.getpid()
+        )
+        if not remote:
+            self.address("")
 
     def address(self, engine: str) -> str:
         """Where the ranks of the engine at this URL find the trainer."""
-        here = local_address(host_of(engine)) if self._remote else ""
+        if not self._remote:
+            # Login managers remove what a user has in shared memory once it has logged out.
+            if not self._directories or not self._directories[-1].exists():
+                self._directories.append(security.private_directory())
+                self._addresses[""] = self._listen(sockets.AF_UNIX, str(self._directories[-1] / security.SOCKET_NAME))
+            return self._addresses[""]
+        here = self._given or local_address(host_of(engine))
         if here not in self._addresses:
-            shown = f"[{here}]" if ":" in here else here
-            self.socket.setsockopt(zmq.IPV6, int(":" in here))
-            self.socket.bind(f"tcp://{shown}:*")
-            self._addresses[here] = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            family = sockets.AF_INET6 if ":" in here else sockets.AF_INET
+            self.socket.setsockopt(zmq.IPV6, int(family == sockets.AF_INET6))
+            self._addresses[here] = self._listen(family, (here, 0))
         return self._addresses[here]
+
+    def _listen(self, family: sockets.AddressFamily, place: str | tuple[str, int]) -> str:
+        """Have the socket listen at a place, by a descriptor of ours; the address of that."""
+
+        def opened() -> int:
+            with sockets.socket(family) as listening:
+                listening.bind(place)
+                listening.listen(_BACKLOG)
+                return listening.detach()
+
+        try:
+            # A forked child that had it would go on saying that this trainer lives.
+            descriptor = forks.own(opened)
+        except OSError as error:
+            raise TransferFailed(f"the trainer cannot listen at {place}: {error.strerror}") from error
+        self._listening.append(descriptor)
+        listening = sockets.socket(fileno=descriptor)
+        name = listening.getsockname()
+        listening.detach()
+        address = f"ipc://{name}" if family == sockets.AF_UNIX else f"tcp://{bracketed(name[0])}:{name[1]}"
+        self.socket.setsockopt(zmq.USE_FD, descriptor)
+        self.socket.bind(address)
+        return address
 
     def invite(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
         """The message that makes an engine's ranks come: ``plan`` with this socket's address and a secret."""
@@ -85,12 +124,16 @@ class TrainerControl:
         return self._secrets.get(secret, "")
 
 
-def _close_trainer(context: zmq.Context[Socket], socket: Socket, directory: str, owner: int) -> None:
+def _close_trainer(
+    context: zmq.Context[Socket], socket: Socket, directories: list[Path], listening: list[int], owner: int
+) -> None:
     if os.getpid() != owner:
         return  # a forked child, of a data loader say, that forgets what is its parent's
+    for descriptor in listening:
+        forks.disown(descriptor)  # the socket closes them
     close(context, [socket], LAST_WORD_S)
-    if directory:
-        shutil.rmtree(directory, ignore_errors=True)
+    for directory in directories:
+        security.remove(directory)
 
 
 class Talk:

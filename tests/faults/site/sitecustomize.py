@@ -228,19 +228,19 @@ def client(module):
     @around(module.EngineClient, "__init__")
     def made(original, self, url, token):
         original(self, url, token)
-        post = self._session.post
+        ask = self._server.ask
 
-        def faulty(address, **kwargs):
-            route = address.rpartition("/")[2]
+        def faulty(method, path, body, *more, **options):
+            route = path.rpartition("/")[2]
             at("trainer asks", route=route)
-            if kwargs.get("data") and at("trainer is cut off", route=route) == "cut":
-                raise module.requests.ConnectionError("injected before the request")
-            reply = post(address, **kwargs)
+            if body and at("trainer is cut off", route=route) == "cut":
+                raise module.exchange.NoAnswer("injected before the request")
+            reply = ask(method, path, body, *more, **options)
             if at("trainer was answered", route=route) == "cut":
-                raise module.requests.ConnectionError("injected before the reply")
+                raise module.exchange.NoAnswer("injected before the reply")
             return reply
 
-        self._session.post = faulty
+        self._server.ask = faulty
 
 
 def replica(module):

@@ -1,0 +1,93 @@
+"""As `compat`: what an engine was started with that weights cannot be pushed into, or that a push leaves as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from weightsync.private_names import missing_below
+
+
+def unsupported(server_args: Any) -> str:
+    """Why a push is refused, which setting that is, and what to do; empty if it is not."""
+    return next(_reasons(server_args), "")
+
+
+def _reasons(args: Any) -> Iterator[str]:
+    if gone := missing_below(args, _ASKED):
+        yield f"SGLang's server arguments lack {', '.join(gone)}, by which weightsync tells what it can push into"
+        return
+    for name in ("dp_size", "pp_size"):
+        if getattr(args, name) > 1:
+            yield (
+                f"--{name.replace('_', '-')} {getattr(args, name)}: only the ranks of one tensor-parallel group are "
+                "reached; start one server per replica and name them all"
+            )
+    if args.tokenizer_worker_num > 1:
+        yield (
+            f"--tokenizer-worker-num {args.tokenizer_worker_num}: who may push is remembered in one server's memory; "
+            "start the engine with --tokenizer-worker-num 1"
+        )
+    if args.weight_cache_mode != "off":
+        yield (
+            f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines; start it with "
+            "--weight-cache-mode off"
+        )
+    if args.enable_eplb or args.elastic_ep_backend not in (None, "none"):
+        name = "--enable-eplb" if args.enable_eplb else f"--elastic-ep-backend {args.elastic_ep_backend}"
+        yield f"{name}: experts change their places while the engine serves; start it without"
+    yield from _kv_elsewhere(args)
+
+
+def _kv_elsewhere(args: Any) -> Iterator[str]:
+    """KV and embeddings of the old weights that a push cannot drop."""
+    if args.disaggregation_mode != "null" or args.enable_pd_role_switch:
+        name = "enable-pd-role-switch"
+        if args.disaggregation_mode != "null":
+            name = f"disaggregation-mode {args.disaggregation_mode}"
+        yield (
+            f"--{name}: KV of the old weights would go to an engine with the new ones, or come from one with the old; "
+            "start it without"
+        )
+    if args.decoupled_spec_role != "null":
+        yield f"--decoupled-spec-role {args.decoupled_spec_role}: the other half keeps its weights; start it without"
+    for name in ("encoder_only", "language_only", "enable_mm_global_cache"):
+        if getattr(args, name):
+            yield (
+                f"--{name.replace('_', '-')}: embeddings of the old weights would stay with other processes; start it "
+                "without"
+            )
+    for name in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')}: {_KEEPS}; start it without"
+    if args.hicache_storage_backend is not None:
+        yield f"--hicache-storage-backend {args.hicache_storage_backend}: {_KEEPS}; start it without a storage back end"
+    if args.radix_cache_backend is not None:
+        yield f"--radix-cache-backend {args.radix_cache_backend}: {_UNTOLD}; start it without"
+
+
+_KEEPS = "KV of the old weights stays there under keys that do not tell the version"
+_UNTOLD = "nothing tells that it drops all KV of the old weights"
+_ASKED = (
+    "dp_size", "pp_size", "tokenizer_worker_num", "weight_cache_mode", "enable_eplb", "elastic_ep_backend",
+    "disaggregation_mode", "enable_pd_role_switch", "decoupled_spec_role", "encoder_only", "language_only",
+    "enable_mm_global_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
+    "hicache_storage_backend", "radix_cache_backend", "speculative_algorithm", "speculative_draft_model_path",
+    "model_path",
+)  # fmt: skip
+
+
+def is_of_its_own(draft: str | None, target: str) -> bool:
+    """Whether a draft model has a checkpoint of its own; else its weights are in the target's (NEXTN, MTP)."""
+    return draft is not None and os.path.realpath(draft) != os.path.realpath(target)
+
+
+def left_as_it_is(server_args: Any) -> dict[str, str]:
+    """What a push does not reach, by name, and why."""
+    if not is_of_its_own(server_args.speculative_draft_model_path, server_args.model_path):
+        return {}
+    return {
+        "draft model": f"--speculative-draft-model-path ({server_args.speculative_algorithm}): a push leaves it as it "
+        "is; it proposes tokens, and the pushed model decides which are taken"
+    }

@@ -1,0 +1,212 @@
+"""Run by SGLang's Python: ``inside_sglang.py FOLDER`` prints, as JSON, what compat does with SGLang's real parts."""
+
+import contextlib
+import json
+import os
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.lora.layers import FusedMoEWithLoRA
+from sglang.srt.managers import mm_schedule
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
+from starlette.testclient import TestClient
+
+from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, hooks
+from weightsync import security
+
+FOLDER = sys.argv[1]
+PATH = "SGLANG_HTTP_SERVER_APP_PATH"
+
+
+def arguments(**more):
+    return ServerArgs(model_path=FOLDER, device="cpu", **more)
+
+
+def settings():
+    """Why each is refused; empty where it is not."""
+    wanted = {
+        "none": {},
+        "host tier": {"enable_hierarchical_cache": True},
+        "storage": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+        "lmcache": {"enable_lmcache": True},
+        "prefill": {"disaggregation_mode": "prefill"},
+        "decode": {"disaggregation_mode": "decode"},
+        "encoder": {"encoder_only": True},
+        "weight cache": {"weight_cache_mode": "daemon"},
+        "eplb": {"enable_eplb": True},
+        "replicas": {"dp_size": 2},
+        "pipeline": {"pp_size": 2},
+        "tokenizers": {"tokenizer_worker_num": 2},
+    }
+    return {name: compat_config.unsupported(arguments(**args)) for name, args in wanted.items()}
+
+
+def drafts():
+    """What status says of a draft."""
+    wanted = {
+        "none": {},
+        "nextn": {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": FOLDER + "/"},
+        "standalone": {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": FOLDER + "-draft"},
+    }
+    return {name: compat_config.left_as_it_is(arguments(**args)) for name, args in wanted.items()}
+
+
+def embeddings():
+    """How many the commit's flush leaves of an image that the old vision tower has seen."""
+    mm_schedule.init_mm_embedding_cache(1 << 20)
+    mm_schedule.embedding_cache.set(1234, EmbeddingResult(embedding=torch.ones(4, 8)))
+    idle = MagicMock()
+    idle.is_fully_idle.return_value = True
+    idle.flush_cache = lambda **options: Scheduler.flush_cache(idle, **options)
+    return {"flushed": compat.flush_cache(idle), "left": len(mm_schedule.embedding_cache)}
+
+
+def pauses():
+    """Whether a scheduler is paused: after each step of a push, or of somebody else."""
+    hooks.place()
+    HookRegistry.apply_hooks()
+    go_on, pause = ContinueGenerationReqInput(torch_empty_cache=False), PauseGenerationReqInput(mode="in_place")
+    said = {}
+    for who in ("nobody", "before", "meanwhile"):
+        scheduler = Scheduler.__new__(Scheduler)
+        scheduler._engine_paused, scheduler._pause_started_at, scheduler._pause_intervals = False, None, []
+        scheduler.disaggregation_mode = None
+        seen = []
+        if who == "before":
+            scheduler.pause_generation(pause)
+        compat_pause.hold(scheduler, retract=False)
+        seen.append(scheduler._engine_paused)
+        if who == "meanwhile":
+            scheduler.pause_generation(pause)
+        if who == "nobody":
+            scheduler.continue_generation(go_on)
+        seen.append(scheduler._engine_paused)  # a dirty scheduler is not resumed
+        compat_pause.let_go(scheduler)
+        seen.append(scheduler._engine_paused)
+        scheduler.continue_generation(go_on)
+        said[who] = [*seen, scheduler._engine_paused]
+    return said
+
+
+class Packed(QuantizeMethodBase):
+    """Counts how often SGLang unpacks a layer before a load and packs it after."""
+
+    def __init__(self):
+        self.unpacked = self.packed = 0
+
+    def create_weights(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def apply(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def restore_weights_before_loading(self, layer):
+        self.unpacked += 1
+
+    def process_weights_after_loading(self, layer):
+        self.packed += 1
+
+
+class Model(torch.nn.Module):
+    """Fails to load."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.inner.quant_method = Packed()
+
+    def load_weights(self, weights):
+        raise ValueError("not these")
+
+
+def scheduler_of(models):
+    """As far as loading looks at it, around SGLang's own updaters."""
+
+    def runner(model):
+        updater = WeightUpdater(
+            tp_rank=0, device="cpu", gpu_id=0, model_config=None, custom_weight_loaders={}, get_model=lambda: model,
+            update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
+        )  # fmt: skip
+        return SimpleNamespace(model=model, weight_updater=updater)
+
+    runners = {role: runner(model) for role, model in models.items()}
+    select = lambda wanted: [(role, found) for role, found in runners.items() if wanted in ("all", role)]  # noqa: E731
+    return SimpleNamespace(weight_updater=SimpleNamespace(_select_runners=select))
+
+
+def loads():
+    """How often each model is unpacked and packed by a load that fails, by whose checkpoint the draft's is."""
+    runtime_context.publish(arguments(), role="scheduler")
+    said = {}
+    for draft in (None, FOLDER + "-draft"):
+        models = {"target": Model(), "draft": Model()}
+        with runtime_context.get_spec().override(speculative_draft_model_path=draft):
+            try:
+                compat_loading.load(scheduler_of(models), [])
+            except RuntimeError as error:
+                said["error"] = str(error)
+            whose = "own" if draft else "shared"
+            said[f"models, {whose} checkpoint"] = len(compat_loading._runners(scheduler_of(models)))
+        method = models["target"].inner.quant_method
+        said["unpacked, packed"] = [method.unpacked, method.packed]
+    return said
+
+
+def guards():
+    """What SGLang's own guards say before a push, and ours of LoRA on experts."""
+    model = Model()
+    scheduler = scheduler_of({"target": model})
+    said = {"none": compat_loading.refused(scheduler)}
+    model.inner._derived_weight_cache_error = "derived weights are kept"
+    said["derived"] = compat_loading.refused(scheduler)
+    with runtime_context.get_model().override(weight_cache_mode="client"):
+        said["weight cache"] = compat_loading.refused(scheduler)
+    del model.inner._derived_weight_cache_error
+    model.experts = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
+    torch.nn.Module.__init__(model.experts)
+    said["experts"] = compat_loading.refused(scheduler)
+    memory = SimpleNamespace(offload_tags={"kv_cache"})
+    said["attached"] = compat.refused(SimpleNamespace(weight_updater=memory, enable_hicache_storage=True))
+    said["KV sleeps"] = compat.refused(SimpleNamespace(weight_updater=memory, enable_hicache_storage=False))
+    return said
+
+
+def worker():
+    """What a sender is told by one of several tokenizer workers."""
+    from sglang.srt.entrypoints import http_server
+
+    from sglang_weightsync import refusing
+
+    args = arguments(tokenizer_worker_num=2)
+    http_server._global_state = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
+    headers = {"Authorization": f"Bearer {security.engine_token()}"}
+    reply = TestClient(refusing.app).post("/weightsync/open", content=b'{"protocol": [1, 0]}', headers=headers)
+    several = [compat.serve_by_workers(found, "ours:app") for found in (arguments(), args)]
+    return {"status": reply.status_code, "text": reply.text, "several": several, "app": os.environ.get(PATH)}
+
+
+def deep():
+    """With a name gone that only ``verify="deep"`` needs."""
+    del factory._ROPE_DICT
+    return {"core": compat.check(compat.NEEDED), "deep": compat.check(compat.DEEP)}
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        found = {
+            "settings": settings(), "drafts": drafts(), "embeddings": embeddings(), "pauses": pauses(),
+            "worker": worker(), "loads": loads(), "guards": guards(), "deep": deep(),
+        }  # fmt: skip
+    print(json.dumps(found))

@@ -1,0 +1,88 @@
+"""Run by vLLM's Python: ``inside_vllm.py FOLDER`` prints, as JSON, what compat says of real configurations of vLLM."""
+
+import contextlib
+import json
+import sys
+
+from vllm.config import ECTransferConfig, KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
+
+from vllm_weightsync import compat, compat_config
+from vllm_weightsync.sink import check_deep
+from weightsync import wire
+from weightsync.errors import UnsupportedOption
+
+
+def config(**args):
+    return EngineArgs(model=sys.argv[1], max_model_len=256, **args).create_engine_config()
+
+
+def connector(name, role="kv_both", **extra):
+    return KVTransferConfig(kv_connector=name, kv_role=role, kv_connector_extra_config=extra)
+
+
+def settings():
+    """Why each is refused; empty where it is not."""
+    said = {"none": compat_config.unsupported(config(), 1), "several servers": compat_config.unsupported(config(), 2)}
+    found = config()
+    connectors = {
+        "cpu tier": connector("OffloadingConnector", cpu_bytes_to_use=1 << 20),
+        "second tier": connector("OffloadingConnector", spec_name="TieringOffloadingSpec"),
+        "lmcache": connector("LMCacheConnectorV1"),
+        "producer": connector("NixlConnector", role="kv_producer"),
+        "nixl": connector("NixlConnector"),
+        "store": connector("MooncakeStoreConnector"),
+        "several, all dropped": connector(
+            "MultiConnector", connectors=[{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}]
+        ),
+        "several, one kept": connector(
+            "MultiConnector",
+            connectors=[
+                {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"},
+                {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+            ],
+        ),
+    }
+    for name, found.kv_transfer_config in connectors.items():
+        said[name] = compat_config.unsupported(found, 1)
+    found.kv_transfer_config = None
+    found.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
+    said["encoder"] = compat_config.unsupported(found, 1)
+    # On a CPU vLLM takes neither as an argument.
+    found = config()
+    found.parallel_config.enable_eplb = True
+    said["eplb"] = compat_config.unsupported(found, 1)
+    found = config()
+    found.parallel_config.data_parallel_size = 2
+    said["data parallel"] = compat_config.unsupported(found, 1)
+    return said
+
+
+def deep():
+    """With a name gone that only ``verify="deep"`` needs: what a push without it is told, and one with it."""
+    del rotary_embedding._ROPE_DICT
+    said = {"core": compat.check(compat.WORKER) or compat.check(compat.SERVER)}
+    for verify in ("digest", "deep"):
+        said[verify] = ""
+        try:
+            check_deep(wire.to_json({"push": "p", "verify": verify, "manifest": []}))
+        except UnsupportedOption as error:
+            said[verify] = str(error)
+    return said
+
+
+def drafts():
+    """What status says of a draft."""
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    model = {"method": "draft_model", "model": sys.argv[1], "num_speculative_tokens": 2}
+    return {
+        name: compat_config.left_as_it_is(config(speculative_config=wanted))
+        for name, wanted in (("none", None), ("ngram", drafting), ("model", model))
+    }
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        found = {"settings": settings(), "drafts": drafts(), "deep": deep()}
+    print(json.dumps(found))

@@ -1,0 +1,130 @@
+"""What the parts of the engines that no test here can start do: their real classes, run by their own Python."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import servers
+
+HERE = Path(__file__).parent
+
+
+def run(engine, folder):
+    env = {
+        **os.environ,
+        **servers._environment(engine, 1, plugin=True),
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT)))),
+    }
+    python = servers.ROOT / f".venv-{engine}" / "bin" / "python"
+    command = [str(python), str(HERE / f"inside_{engine}.py"), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def vllm(model_folder):
+    return run("vllm", model_folder("qwen3", 0))
+
+
+@pytest.fixture(scope="module")
+def sglang(model_folder):
+    return run("sglang", model_folder("qwen3", 0))
+
+
+VLLM = {
+    "none": "",
+    "several servers": "--api-server-count 2.*start the engine with --api-server-count 1",
+    "cpu tier": "",
+    "second tier": "--kv-transfer-config.*TieringOffloadingSpec.*the CPU tier alone",
+    "lmcache": "--kv-transfer-config.*LMCacheConnectorV1.*start the engine without it",
+    "producer": "--kv-transfer-config.*kv_producer.*start the engine without it",
+    "nixl": "--kv-transfer-config.*NixlConnector.*start the engine without it",
+    "store": "--kv-transfer-config.*MooncakeStoreConnector.*start the engine without it",
+    "several, all dropped": "",
+    "several, one kept": "--kv-transfer-config.*ExampleConnector.*start the engine without it",
+    "encoder": "--ec-transfer-config.*start this one without it",
+    "eplb": "--enable-eplb.*start it without",
+    "data parallel": "--data-parallel-size 2.*one server per replica",
+}
+SGLANG = {
+    "none": "",
+    "host tier": "",
+    "storage": "--hicache-storage-backend file.*start it without a storage back end",
+    "lmcache": "--enable-lmcache.*start it without",
+    "prefill": "--disaggregation-mode prefill.*start it without",
+    "decode": "--disaggregation-mode decode.*start it without",
+    "encoder": "--encoder-only.*start it without",
+    "weight cache": "--weight-cache-mode daemon.*start it with --weight-cache-mode off",
+    "eplb": "--enable-eplb.*start it without",
+    "replicas": "--dp-size 2.*one server per replica",
+    "pipeline": "--pp-size 2.*one server per replica",
+    "tokenizers": "--tokenizer-worker-num 2.*start the engine with --tokenizer-worker-num 1",
+}
+
+
+def assert_said(settings, wanted):
+    assert settings.keys() == wanted.keys()
+    for name, pattern in wanted.items():
+        assert bool(settings[name]) == bool(pattern), (name, settings[name])
+        assert re.search(pattern, settings[name]), (name, settings[name])
+
+
+def test_vllm_is_refused_by_the_name_of_the_setting(vllm):
+    assert_said(vllm["settings"], VLLM)
+
+
+def test_sglang_is_refused_by_the_name_of_the_setting(sglang):
+    assert_said(sglang["settings"], SGLANG)
+
+
+def test_what_only_a_deep_push_needs_refuses_no_other(vllm, sglang):
+    assert (vllm["deep"]["core"], vllm["deep"]["digest"]) == ("", "")
+    assert "lacks vllm.model_executor.layers.rotary_embedding._ROPE_DICT" in vllm["deep"]["deep"]
+    assert sglang["deep"]["core"] == ""
+    assert sglang["deep"]["deep"].endswith("lacks sglang.srt.layers.rotary_embedding.factory._ROPE_DICT")
+
+
+def test_a_draft_with_a_checkpoint_of_its_own_stays_as_it_is_and_status_says_so(vllm, sglang):
+    assert [name for name, said in vllm["drafts"].items() if "draft model" in said] == ["model"]
+    assert [name for name, said in sglang["drafts"].items() if "draft model" in said] == ["standalone"]
+    assert (sglang["loads"]["models, shared checkpoint"], sglang["loads"]["models, own checkpoint"]) == (2, 1)
+
+
+def test_embeddings_of_the_old_vision_tower_are_dropped(sglang):
+    assert sglang["embeddings"] == {"flushed": True, "left": 0}
+
+
+def test_a_load_that_fails_leaves_no_session_open(sglang):
+    assert "not these" in sglang["loads"]["error"]
+    assert sglang["loads"]["unpacked, packed"] == [1, 1]
+
+
+def test_sglangs_own_guards_are_asked_before_anything_stops(sglang):
+    guards = sglang["guards"]
+    assert guards["none"] == ""
+    assert guards["derived"] == "derived weights are kept"
+    assert "--weight-cache-mode client" in guards["weight cache"]
+    assert "--lora-target-modules" in guards["experts"]
+    assert "storage back end of HiCache is attached" in guards["attached"]
+    assert guards["KV sleeps"] == ""
+
+
+def test_several_tokenizer_workers_say_by_name_why_nothing_is_pushed(sglang):
+    worker = sglang["worker"]
+    assert worker["status"] == 422
+    assert "--tokenizer-worker-num 2" in worker["text"]
+    assert (worker["several"], worker["app"]) == ([False, True], "ours:app")
+
+
+def test_a_scheduler_is_left_as_its_users_want_it(sglang):
+    # Held by a push; when somebody continues it; when the push lets go; when somebody continues it then.
+    assert sglang["pauses"] == {
+        "nobody": [True, True, False, False],
+        "before": [True, True, True, False],
+        "meanwhile": [True, True, True, False],
+    }

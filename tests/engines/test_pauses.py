@@ -1,0 +1,148 @@
+"""A push undoes nothing of others', and nobody makes an engine generate that holds what it must not serve."""
+
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import requests
+
+from tools import models, servers
+from weightsync.errors import UnsupportedOption, WeightSyncError
+from weightsync.transports.packing import Packer
+
+from .conftest import CACHES, NEW_TOKENS, PROMPT, assert_same, configurations
+
+pytestmark = configurations(CACHES)
+
+#: How users pause an engine so that it can go on where it was, and how they resume it.
+PAUSE = {"vllm": ("/pause?mode=keep", None), "sglang": ("/pause_generation", {"mode": "retract"})}
+RESUME = {"vllm": ("/resume", None), "sglang": ("/continue_generation", {})}
+#: How they put the memory of weights, and of KV, to sleep, and how they wake it.
+SLEEP = {
+    "vllm": [("/sleep?level=1", None)],
+    "sglang": [
+        ("/release_memory_occupation", {"tags": ["weights"]}),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+    ],
+}
+WAKE = {
+    "vllm": [("/wake_up?tags=weights", None), ("/wake_up?tags=kv_cache", None)],
+    "sglang": [
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ],
+}
+#: Long for an answer of a few tokens, where there is one.
+QUIET_S = 2.0
+
+
+def call(served, route, body):
+    return requests.post(served.server.url + route, json=body, timeout=60)
+
+
+def calls(served, table):
+    for route, body in table[served.server.engine]:
+        assert call(served, route, body).ok, route
+
+
+def greedy(served):
+    return servers.greedy(served.server, PROMPT, NEW_TOKENS)
+
+
+def spoil(monkeypatch):
+    """Have trainers send one bit of the second bucket other than it was hashed."""
+    pack = Packer.fill
+
+    def fill(self, tensors, acquire):
+        for packed in pack(self, tensors, acquire):
+            if packed.number == 1:
+                self._arena[packed.number % 2 * self._bucket_bytes + 700] ^= 4
+            yield packed
+
+    monkeypatch.setattr(Packer, "fill", fill)
+
+
+def make_dirty(served, monkeypatch):
+    with monkeypatch.context() as patch:
+        spoil(patch)
+        with pytest.raises(WeightSyncError) as raised:
+            served.push(served.a, staging="none", bucket_bytes=8192)
+    assert raised.value.engines == {served.server.url: "dirty"}
+    assert served.state().state == "dirty"
+
+
+def test_an_engine_that_somebody_has_paused_stays_paused(served):
+    served.push(served.a, version="before")
+    assert call(served, *PAUSE[served.server.engine]).ok
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(greedy, served)
+        for pause in ("retract", "wait"):
+            served.push(served.b, version="while-paused", pause=pause)
+            assert (served.state().version, served.state().state) == ("while-paused", "serving")
+        assert not wait([answer], timeout=QUIET_S).done
+        assert call(served, *RESUME[served.server.engine]).ok
+        assert_same(answer.result(60), served.fresh_b.short)
+
+
+def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
+    served.push(served.a)
+    make_dirty(served, monkeypatch)
+    engine = served.server.engine
+    for route in ("/health", "/ping"):
+        assert requests.get(served.server.url + route, timeout=30).status_code == 503
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(greedy, served)
+        refused = call(served, *RESUME[engine])
+        assert refused.status_code in (500, 503)
+        assert "weightsync" in refused.text
+        assert "push a full version" in refused.text
+        if engine == "vllm":
+            assert call(served, "/pause?mode=wait", None).ok  # which lets requests in flight go on
+            assert call(served, "/resume", None).status_code == 500
+            assert call(served, "/sleep?level=1&mode=keep", None).ok
+            calls(served, {"vllm": WAKE["vllm"][:1]})
+            assert call(served, *WAKE["vllm"][1]).status_code == 500
+        assert not wait([answer], timeout=QUIET_S).done
+        assert served.state().state == "dirty"
+        served.push(served.b)
+        assert served.state().state == "serving"
+        if engine == "vllm":
+            assert call(served, "/resume", None).ok  # it was paused by the calls above
+        assert_same(answer.result(60), served.fresh_b.short)
+
+
+def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, monkeypatch):
+    make_dirty(served, monkeypatch)
+    assert call(served, *PAUSE[served.server.engine]).ok
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(greedy, served)
+        served.push(served.b)
+        assert served.state().state == "serving"
+        assert not wait([answer], timeout=QUIET_S).done
+        assert call(served, *RESUME[served.server.engine]).ok
+        assert_same(answer.result(60), served.fresh_b.short)
+
+
+def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(served):
+    served.push(served.a, version="awake")
+    assert call(served, *PAUSE[served.server.engine]).ok
+    calls(served, SLEEP)
+    with pytest.raises(
+        UnsupportedOption, match=r"weights sleeps.*wake it first.*(wake_up|resume_memory_occupation)"
+    ) as raised:
+        served.push(served.b)
+    assert raised.value.engines == {served.server.url: "unchanged"}
+    assert served.state().version == "awake"
+    calls(served, {key: table[:1] for key, table in WAKE.items()})
+    served.push(served.b)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(greedy, served)
+        assert not wait([answer], timeout=QUIET_S).done
+        calls(served, {key: table[1:] for key, table in WAKE.items()})
+        assert call(served, *RESUME[served.server.engine]).ok
+        assert_same(answer.result(60), served.fresh_b.short)
+
+
+def test_status_says_nothing_is_off(served):
+    assert served.state().off == {}
+    with served.sender(verify="deep") as sender:
+        sender.push(models.load_reference(served.b))

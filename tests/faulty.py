@@ -1,0 +1,82 @@
+"""Reference engines that suffer what is ordered of them."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.rig import SITE
+from tools import servers
+from weightsync import Sender
+from weightsync.layout import digest_of
+from weightsync.testing import ReferenceEngine
+
+SETTLE_S = 60.0
+
+
+def digest(model):
+    """What an engine that holds this model computes with."""
+    return digest_of(model.state_dict().items())
+
+
+def faulty(model, folder):
+    """An engine, to be entered, started on ``model``; ``folder`` is for its orders."""
+    orders = folder / "order"
+    path = os.pathsep.join([str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
+    return Faulty(ReferenceEngine(model, env={**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(orders)}), orders)
+
+
+@dataclass
+class Faulty:
+    """A reference engine that suffers what is ordered of it, once."""
+
+    engine: ReferenceEngine
+    orders: Path
+
+    def __enter__(self):
+        self.engine.__enter__()
+        return self
+
+    def __exit__(self, *_):
+        self.thaw()
+        self.engine.close()
+
+    @property
+    def url(self):
+        return self.engine.url
+
+    def order(self, action, tensor=9):
+        """Suffer it after this tensor of the next load."""
+        self.orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": tensor}, "action": action}))
+
+    def suffered(self):
+        return not self.orders.exists()
+
+    def thaw(self):
+        os.kill(self.engine.process.pid, signal.SIGCONT)
+
+    def settled(self):
+        """Its status once it does not load any more."""
+        give_up = time.monotonic() + SETTLE_S
+        with Sender([self.url], timeout_s=SETTLE_S) as sender:
+            while (reply := sender.status(digest=True)[self.url]).state.endswith("applying"):
+                assert time.monotonic() < give_up, "it loads for ever"
+                time.sleep(0.05)
+        return reply
+
+    def heal(self, model):
+        with Sender([self.url]) as sender:
+            sender.push(model, version="healed")
+        reply = self.settled()
+        assert (reply.state, reply.version) == ("serving", "healed")
+        assert reply.ranks[0].digest == digest(model)
+
+
+def assert_no_mixture(reply, label, model):
+    """It serves what was pushed under that label, or says that it is dirty."""
+    if reply.state == "serving" and reply.version == label:
+        assert reply.ranks[0].digest == digest(model)
+    else:
+        assert reply.state == "dirty"

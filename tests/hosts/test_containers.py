@@ -1,0 +1,91 @@
+"""Containers of one host: what they share with the trainer and what they do not."""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from weightsync import Sender, security
+from weightsync.errors import UnsupportedOption
+from weightsync.layout import digest_of
+from weightsync.testing import ReferenceEngine
+from weightsync.transports import agents
+
+#: A user's number that no host gives to anybody.
+NOBODY = 1_954_321
+OVER_THE_NETWORK = "nixl" if agents.available() else "nccl"
+
+
+@contextlib.contextmanager
+def contained(folder, *into):
+    """An engine that ``into`` starts, a command that others follow."""
+    if (tried := subprocess.run([*into, "true"], capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"needs to make a container, run the tests as root: {tried.stderr.strip()}")
+    with ReferenceEngine(folder, launcher=(*into, sys.executable, "-m", "weightsync.testing")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def elsewhere(model_folder):
+    """A folder with a model in it, which is to be a container's /tmp, and which others can read."""
+    with tempfile.TemporaryDirectory(prefix="ws-") as folder:
+        shutil.copytree(model_folder("llama", 0), f"{folder}/model")
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield folder
+
+
+def serves(sender, engine, weights):
+    return sender.status(digest=True)[engine.url].ranks[0].digest == digest_of(weights.items())
+
+
+@pytest.fixture(scope="module")
+def weights(model_folder):
+    from safetensors.torch import load_file
+
+    return load_file(model_folder("llama", 1) / "model.safetensors")
+
+
+def test_an_engine_that_shares_the_memory_and_not_the_temporary_folder(elsewhere, weights):
+    """As with ``docker run --ipc=host``, or a pod's volume at /dev/shm."""
+    into = ("unshare", "--mount", "sh", "-c", f'mount --bind {elsewhere} /tmp && exec "$0" "$@"')
+    with contained("/tmp/model", *into) as engine, Sender([engine.url]) as sender:
+        for _ in range(2):
+            result = sender.push(weights).engines[engine.url]
+            assert (result.transport, result.transport_reason.partition(":")[0]) == ("ipc_zmq", "the same host")
+        assert serves(sender, engine, weights)
+
+
+def test_an_engine_with_shared_memory_of_its_own(model_folder, weights):
+    into = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
+    with contained(model_folder("llama", 0), *into) as engine, Sender([engine.url]) as sender:
+        result = sender.push(weights).engines[engine.url]
+        assert (result.transport, result.transport_reason.partition(",")[0]) == (OVER_THE_NETWORK, "another host")
+        assert serves(sender, engine, weights)
+        with pytest.raises(UnsupportedOption, match=r"container with its own /dev/shm.*--ipc=host"):
+            Sender([engine.url], transport="ipc_zmq")
+
+
+@pytest.fixture
+def stranger():
+    """A user's number; what is made for it goes with the test."""
+    yield NOBODY
+    shutil.rmtree(security.SHM_DIRECTORY / f"weightsync-{NOBODY}", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "into", ["env HOME=/ setpriv --reuid {0} --clear-groups", "env HOME=/ unshare --user --map-user={0}"]
+)
+def test_an_engine_of_another_user_of_the_host(elsewhere, weights, stranger, into):
+    with contained(f"{elsewhere}/model", *into.format(stranger).split()) as engine:
+        with Sender([engine.url]) as sender:
+            result = sender.push(weights).engines[engine.url]
+            assert result.transport == OVER_THE_NETWORK
+            assert f"the same host, but user {stranger}'s" in result.transport_reason
+            assert serves(sender, engine, weights)
+        with pytest.raises(UnsupportedOption, match=f"{engine.url} runs on the same host, but user {stranger}'s"):
+            Sender([engine.url], transport="ipc_zmq")

@@ -1,0 +1,282 @@
+"""No call outlasts its deadline: whatever a server, a name server, a rank or another thread does."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from tests.unit.test_replica import WEIGHTS, Engine, until
+from weightsync import Sender, cli, wire
+from weightsync.client import EngineClient
+from weightsync.errors import EngineUnreachable, PushTimeout, WeightSyncError
+from weightsync.transports.base import Deadline
+
+#: Far more than any call here may take, and less than the servers below go on for.
+SOON_S = 20.0
+LONG_S = 40.0
+#: Of a manifest that fills every buffer between two processes.
+MANY = tuple(wire.TensorSpec(f"{'w' * 900}{number}", "float32", (1,)) for number in range(20_000))
+
+
+class Slow:
+    """A server that keeps a connection busy without end: says ``begin``, then ``more`` again and again."""
+
+    def __init__(self, begin, more, reads=True):
+        self._begin, self._more, self._reads = begin, more, reads
+        self._over = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.asked = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        with self._listening, ThreadPoolExecutor(16) as threads:
+            while not self._over.is_set():
+                connection, _ = self._listening.accept()
+                self.asked += 1
+                threads.submit(self._serve, connection)
+
+    def _serve(self, connection):
+        with connection:
+            end = time.monotonic() + LONG_S
+            if self._reads:
+                connection.recv(1 << 16)
+            try:
+                connection.sendall(self._begin)
+                while time.monotonic() < end and not self._over.wait(0.1):
+                    connection.sendall(self._more)
+            except OSError:
+                return
+
+    def close(self):
+        self._over.set()
+        with socket.create_connection(self._listening.getsockname()):
+            pass
+
+
+SLOW = {
+    "says nothing": (b"", b""),
+    "trickles its headers": (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+    "trickles one header": (b"HTTP/1.1 200 OK\r\nX: ", b"y"),
+    "trickles its body": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "),
+    "trickles chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "trickles until it hangs up": (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+    "goes on and on": (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("how", SLOW)
+def test_a_server_that_is_slow_in_any_way_is_left_at_the_deadline(how):
+    with closing(Slow(*SLOW[how])) as slow, ThreadPoolExecutor(1) as thread:
+        built = thread.submit(Sender, [slow.url], timeout_s=0.7, token="k")
+        with pytest.raises(PushTimeout, match=f"{slow.url} did not answer open within 0.7 s") as raised:
+            built.result(SOON_S)
+        assert raised.value.engines == {slow.url: "unknown"}
+
+
+def test_a_server_that_does_not_read_is_left_at_the_deadline():
+    request = wire.UpdateRequest(
+        push="p", address="", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=MANY
+    )  # fmt: skip
+    with closing(Slow(b"", b"", reads=False)) as slow, ThreadPoolExecutor(1) as thread:
+        client = EngineClient(slow.url, "k")
+        with pytest.raises(PushTimeout, match="did not answer update_weights_via_ipc_zmq"):
+            thread.submit(client.prepare, request, "ipc_zmq", Deadline(0.7)).result(SOON_S)
+
+
+def test_a_reply_without_end_is_cut_off():
+    endless = Slow(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (32 << 20))
+    with closing(endless), pytest.raises(EngineUnreachable, match="its reply is larger than"):
+        EngineClient(endless.url, "k").status(Deadline(LONG_S))
+
+
+def test_who_takes_no_connection_is_not_waited_for_longer(deaf):
+    with ThreadPoolExecutor(1) as thread, pytest.raises(EngineUnreachable, match="it took no connection in time"):
+        thread.submit(Sender, [f"http://127.0.0.1:{deaf}"], timeout_s=0.7).result(SOON_S)
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for_and_asked_once(monkeypatch):
+    over, asked, ask = threading.Event(), [], socket.getaddrinfo
+
+    def getaddrinfo(host, *more, **options):
+        if options.get("flags") == socket.AI_NUMERICHOST:
+            return ask(host, *more, **options)
+        asked.append(host)
+        over.wait(LONG_S)
+        raise socket.gaierror("there is no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    client = EngineClient("http://engine.invalid:80", "k")
+    with ThreadPoolExecutor(4) as threads:
+        try:
+            for call in [threads.submit(client.status, Deadline(0.5)) for _ in range(4)]:
+                with pytest.raises(EngineUnreachable, match="it took no connection in time"):
+                    call.result(SOON_S)
+            assert asked == ["engine.invalid"]
+        finally:
+            over.set()
+    until(lambda: "weightsync-name" not in {thread.name for thread in threading.enumerate()}, "it lives on")
+    with pytest.raises(EngineUnreachable, match="there is no such name"):
+        client.status(Deadline(SOON_S))
+
+
+class TarPit:
+    """Passes on what is said to an engine; once ``stuck``, whoever asks is answered byte by byte, without end."""
+
+    def __init__(self, engine):
+        self._target = engine.url.removeprefix("http://").split(":")
+        self._listening, self._over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.stuck = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        with self._listening, ThreadPoolExecutor(64) as threads:
+            while not self._over.is_set():
+                threads.submit(self._serve, self._listening.accept()[0], threads)
+
+    def _serve(self, connection, threads):
+        with connection:
+            if self.stuck:
+                self._trickle(connection)
+                return
+            with socket.create_connection((self._target[0], int(self._target[1]))) as engine:
+                back = threads.submit(self._pass, engine, connection)
+                self._pass(connection, engine)
+                back.result()
+
+    def _pass(self, one, other):
+        try:
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def _trickle(self, connection):
+        try:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not self._over.wait(0.05):
+                connection.sendall(b" ")
+        except OSError:
+            return
+
+    def close(self):
+        self._over.set()
+        with socket.create_connection(self._listening.getsockname()):
+            pass
+
+
+@contextmanager
+def through_a_tar_pit(timeout_s):
+    """A sender with two versions pushed, to an engine and to one behind a tar pit; that pit, and another engine's."""
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(Engine())) for _ in range(3)]
+        pits = [stack.enter_context(closing(TarPit(engine))) for engine in engines[1:]]
+        sender = stack.enter_context(closing(Sender([engines[0].url, pits[0].url], keep_previous=True, timeout_s=30.0)))
+        for value in (1, 2):
+            sender.push(WEIGHTS[value])
+        sender._timeout_s = timeout_s
+        yield sender, *pits
+
+
+CALLS = {
+    "push": lambda sender, other: sender.push(WEIGHTS[3]),
+    "rollback": lambda sender, other: sender.rollback(),
+    "status": lambda sender, other: sender.status(),
+    "catch_up": lambda sender, other: sender.catch_up(),
+    "add_engine": lambda sender, other: sender.add_engine(other),
+    "remove_engine": lambda sender, other: sender.remove_engine(sender._urls[1]),
+    "close": lambda sender, other: sender.close(),
+}
+#: What they ask for is given up without their failing.
+BEST_EFFORT = ("remove_engine", "close")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_ends_by_its_deadline_where_an_engine_trickles(call):
+    with through_a_tar_pit(1.0) as (sender, pit, other), ThreadPoolExecutor(1) as thread:
+        pit.stuck = other.stuck = True
+        called = thread.submit(CALLS[call], sender, other.url)
+        error = called.exception(SOON_S)
+        if call in BEST_EFFORT:
+            assert error is None
+        else:
+            assert isinstance(error, PushTimeout)
+            assert (other if call == "add_engine" else pit).url in str(error)
+        pit.stuck = other.stuck = False
+        if call != "close":
+            sender._timeout_s = 30.0
+            sender.push(WEIGHTS[3])  # nothing of it stands in the way of the next
+
+
+def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_names_it():
+    with closing(Engine()) as engine, Sender([engine.url], timeout_s=30.0) as sender, ThreadPoolExecutor(2) as threads:
+        gate = engine.gates["update_weights_via_ipc_zmq"] = threading.Event()
+        push = threads.submit(sender.push, WEIGHTS[1])
+        until(lambda: engine.replica._lease.owner, "it is not asked to prepare")
+        sender._timeout_s = 0.5
+        with pytest.raises(PushTimeout, match="status: another thread is in push of this sender") as raised:
+            threads.submit(sender.status).result(SOON_S)
+        assert raised.value.weights == "unchanged"
+        assert not push.done()
+        sender._timeout_s = 30.0
+        gate.set()
+        push.result(SOON_S)
+
+
+def test_a_step_that_takes_long_is_waited_for_as_long_as_the_caller_would(monkeypatch):
+    # Longer than an engine waits for its ranks by itself: whoever asks says how long it may take.
+    step_s = wire.LOOK_S + 0.5
+    gates = {"weightsync_open": 0, "weightsync_status": 1, "weightsync_abort": 2}
+    with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
+        engines = [stack.enter_context(closing(Engine())) for _ in gates]
+        senders = [stack.enter_context(Sender([engine.url], timeout_s=60.0)) for engine in engines]
+        senders[2].push(WEIGHTS[1])
+        step = threading.Event()
+        monkeypatch.setattr(step, "wait", lambda _: threading.Event.wait(step, LONG_S))
+        for method, number in gates.items():
+            engines[number].gates[method] = step
+        built = threads.submit(Sender, [engines[0].url], timeout_s=60.0)
+        status = threads.submit(senders[1].status)
+        aborted = threads.submit(cli.main, ["abort", engines[2].url, "--timeout", "60"])
+        time.sleep(step_s)  # what is waited for is that nothing happens
+        step.set()
+        built.result(SOON_S).close()
+        assert len(status.result(SOON_S)[engines[1].url].ranks) == 2
+        assert aborted.result(SOON_S) == 0
+
+
+def test_an_engine_whose_ranks_do_not_answer_says_so_while_the_caller_still_listens():
+    with closing(Engine()) as engine:
+        gate = engine.gates["weightsync_open"] = threading.Event()
+        with pytest.raises(PushTimeout, match="the ranks did not answer weightsync_open") as raised:
+            Sender([engine.url], timeout_s=2.0)
+        gate.set()
+        assert raised.value.engines == {engine.url: "unknown"}
+
+
+def test_a_commit_whose_time_is_up_before_its_turn_comes_changes_nothing():
+    with closing(Engine()) as engine, Sender([engine.url], timeout_s=2.0) as sender, ThreadPoolExecutor(1) as thread:
+        sender.push(WEIGHTS[1])
+        before = engine.seen()
+        gate = engine.gates["weightsync_ready"] = threading.Event()
+        push = thread.submit(sender.push, WEIGHTS[2])
+        error = push.exception(SOON_S)
+        gate.set()
+        assert isinstance(error, WeightSyncError)
+        sender._timeout_s = 30.0
+        until(lambda: engine.replica._machine.state == "serving", "it does not end")
+        assert engine.seen() == before
+
+
+def test_a_streamed_push_reaches_more_engines_than_there_were_threads_once():
+    with ExitStack() as stack:
+        urls = [stack.enter_context(closing(Engine())).url for _ in range(36)]
+        sender = stack.enter_context(Sender(urls[:1], staging="none", timeout_s=60.0))
+        for url in urls[1:]:
+            sender.add_engine(url)
+        assert len(sender.push(WEIGHTS[1]).engines) == len(urls)

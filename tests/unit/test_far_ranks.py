@@ -1,0 +1,88 @@
+"""Ranks whose processes the front end cannot see: an engine over several hosts, or in several containers."""
+
+import asyncio
+import os
+import subprocess
+import threading
+from contextlib import closing
+
+import msgspec
+import pytest
+
+from tests.unit.test_replica import SERVING, WEIGHTS, Engine, until
+from weightsync import Sender, calls, errors, staging, wire
+
+#: No process has this number, here.
+NOBODY = 1 << 22
+#: What inode the first space of processes has on every host.
+FIRST_SPACE = "pid:[4026531836]"
+
+
+class TwoHosts(Engine):
+    """Its second rank is said to be ``elsewhere``, under a number that is nobody's here."""
+
+    def __init__(self, **elsewhere):
+        super().__init__()
+        info = self.ranks[1].info
+        self.ranks[1].info = lambda: msgspec.structs.replace(info(), pid=NOBODY, **elsewhere)
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """Counts how often ranks that take long are looked at; that is often."""
+    found, look = [], calls.Calls.check_alive
+    monkeypatch.setattr(calls, "_LOOK_UP_S", 0.02)
+    monkeypatch.setattr(calls.Calls, "check_alive", lambda self: found.append(1) or look(self))
+    return found
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"host": "another", "process_space": "pid:[1]", "started": 1},
+        {"host": "another", "process_space": FIRST_SPACE, "started": 1},
+        {"host": "", "process_space": ""},  # as a rank says it that knows neither
+    ],
+)
+def test_a_commit_that_takes_long_on_another_host_is_no_commit_that_failed(looked, monkeypatch, elsewhere):
+    monkeypatch.setattr(staging, "process_space", lambda: FIRST_SPACE)
+    with closing(TwoHosts(**elsewhere)) as engine, Sender([engine.url]) as sender:
+        gate = engine.gates["weightsync_commit"] = threading.Event()
+        thread = threading.Thread(target=lambda: (until(lambda: len(looked) > 3, "nobody looks"), gate.set()))
+        thread.start()
+        sender.push(WEIGHTS[1])
+        thread.join()
+        assert engine.seen() == SERVING[1]
+        assert engine.replica.stopped == ""
+
+
+def test_a_rank_on_this_host_that_has_ended_is_still_seen(looked):
+    with closing(TwoHosts()) as engine, Sender([engine.url]) as sender:
+        gate = engine.gates["weightsync_commit"] = threading.Event()
+        with pytest.raises(errors.WeightSyncError, match=rf"rank 1 \(process {NOBODY}\) has ended"):
+            sender.push(WEIGHTS[1])
+        gate.set()
+
+
+def test_a_number_that_is_another_process_by_now_is_not_the_rank():
+    seen = calls.Calls(None)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        since = calls.started(process.pid)
+        assert since > calls.started(os.getppid()) > 0
+        where = {"host": staging.host_id(), "process_space": staging.process_space()}
+        rank = wire.RankInfo(rank=0, pid=process.pid, device="cpu", started=since, **where)
+        seen.ranks = (rank,)
+        seen.check_alive()
+        seen.ranks = (msgspec.structs.replace(rank, started=since - 1),)
+        with pytest.raises(errors.EngineUnreachable, match="has ended"):
+            seen.check_alive()
+        process.kill()
+    assert calls.started(NOBODY) == 0
+
+
+def test_every_rank_says_where_its_process_is():
+    with closing(Engine()) as engine:
+        opened = asyncio.run(engine.replica.open(wire.OpenRequest(wire.PROTOCOL)))
+    assert [(rank.pid, rank.host, rank.process_space, rank.started) for rank in opened.ranks] == [
+        (os.getpid(), staging.host_id(), staging.process_space(), calls.started(os.getpid()))
+    ] * 2

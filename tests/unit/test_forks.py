@@ -1,0 +1,95 @@
+"""Who lives: a trainer that was killed is dead at once, whatever its children still hold."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from weightsync import Sender, forks, security, staging
+from weightsync.layout import digest_of
+from weightsync.transports.base import Deadline
+from weightsync.transports.trainer_control import TrainerControl
+
+#: Pushes, then has a child that does nothing, as a data loader's worker has; says who that is and is killed.
+TRAINER = """
+import os, signal, sys
+from weightsync import Sender
+url, folder, transport = sys.argv[1:]
+sender = Sender([url], transport=transport)
+sender.push(folder)
+child = os.fork()
+if not child:
+    os.close(1)
+    signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def children():
+    """Process numbers that are to be killed in the end."""
+    found = []
+    yield found
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+def forked():
+    """A child of this process that does nothing."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    return child
+
+
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nixl", "nccl"])
+def test_a_killed_trainer_is_succeeded_at_once_although_its_child_lives(
+    engine, model_folder, trained, children, transport
+):
+    command = [sys.executable, "-c", TRAINER, engine.url, str(model_folder("llama", 0)), transport]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        children.append(int(trainer.stdout.readline()))
+        trainer.kill()
+    os.kill(children[0], 0)  # it is there
+    # Neither was heard of for long enough: the lease of who does not push lapses after ten minutes.
+    with Sender([engine.url], timeout_s=60) as sender:
+        assert sender.status()[engine.url].holder == ""
+        sender.push(trained)
+        assert sender.status(digest=True)[engine.url].ranks[0].digest == digest_of(trained.state_dict().items())
+        staging.sweep(older_than_s=0.0)
+        security.sweep(older_than_s=0.0)
+        for place in (staging.SHM_DIRECTORY, security.directory()):
+            assert not list(place.glob(f"weightsync-{trainer.pid}-*"))
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
+    control = TrainerControl(remote=remote)
+    try:
+        address = control.address("http://127.0.0.1:1")
+        children.append(forked())
+        assert security.owner_lives(address)
+        (descriptor,) = control._listening
+        assert "socket" in os.readlink(f"/proc/self/fd/{descriptor}")
+        # The child's copy is gone before `fork` returns there; this process may be the faster.
+        deadline = Deadline(30)
+        while os.path.lexists(f"/proc/{children[0]}/fd/{descriptor}"):
+            deadline.check("the child to close its copy")
+    finally:
+        control.close()
+    assert not security.owner_lives(address)
+
+
+def test_a_descriptor_that_was_given_up_is_no_concern_of_later_children():
+    with socket.socket() as one:
+        number = forks.own(one.fileno)
+        forks.disown(number)
+        child = os.fork()
+        if not child:
+            os._exit(0 if os.path.lexists(f"/proc/self/fd/{number}") else 1)
+        assert os.waitpid(child, 0)[1] == 0

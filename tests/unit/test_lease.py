@@ -1,0 +1,119 @@
+"""Who holds an engine, and who asks what it serves."""
+
+import asyncio
+import threading
+from contextlib import closing
+
+import pytest
+import requests
+import torch
+
+from tests.unit.test_replica import SERVING, WEIGHTS, Engine, driven, until
+from weightsync import Sender, security, wire
+from weightsync.errors import ManifestMismatch, TransferFailed
+from weightsync.lease import Lease
+
+SOON_S = 20.0
+
+
+@pytest.fixture
+def engine():
+    with closing(Engine()) as engine:
+        yield engine
+
+
+def test_an_engine_that_could_not_be_added_is_free_for_others_at_once(engine):
+    with closing(Engine()) as other, Sender([engine.url]) as first, Sender([other.url]) as second:
+        first.push(WEIGHTS[1])
+        for rank in other.ranks:
+            rank._sink.weights["more"] = torch.zeros(1)
+        with pytest.raises(ManifestMismatch, match="more"):
+            first.add_engine(other.url)
+        assert other.replica._lease.owner == ""
+        second.push({**WEIGHTS[2], "more": torch.full((1,), 2.0)})
+        first.push(WEIGHTS[3])
+        assert (engine.seen(), other.seen()) == (SERVING[3], SERVING[2])
+
+
+class Probe:
+    """Whether an owner lives, as somebody says who takes time over it."""
+
+    def __init__(self, says):
+        self.says, self.begun, self.gate, self.threads = says, threading.Event(), threading.Event(), []
+
+    def __call__(self, address):
+        self.threads.append(threading.current_thread())
+        self.begun.set()
+        assert self.gate.wait(SOON_S)
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+
+@pytest.mark.parametrize(("says", "lapsed"), [(True, False), (False, True), (TransferFailed("not its own"), True)])
+@driven
+async def test_an_owner_is_looked_after_beside_the_servers_loop_and_once_for_all_who_ask(says, lapsed):
+    probe = Probe(says)
+    lease = Lease(lives=probe)
+    await lease.take("one", "one", "tcp://10.0.0.1:7")
+    asked = [asyncio.ensure_future(lease.lapsed()) for _ in range(5)]
+    while not probe.begun.is_set():
+        await asyncio.sleep(0.01)  # the loop goes on meanwhile
+    assert not any(task.done() for task in asked)
+    probe.gate.set()
+    assert await asyncio.gather(*asked) == [lapsed] * 5
+    assert len(probe.threads) == 1
+    assert probe.threads[0] is not threading.current_thread()
+    assert await lease.lapsed() is lapsed
+    assert len(probe.threads) == 2
+
+
+@driven
+async def test_what_is_found_out_of_an_owner_says_nothing_of_the_next():
+    probe = Probe(False)
+    lease = Lease(lives=lambda address: probe(address) if address.endswith("7") else True)
+    await lease.take("one", "one", "tcp://10.0.0.1:7")
+    asked = asyncio.ensure_future(lease.lapsed())
+    await asyncio.to_thread(probe.begun.wait, SOON_S)
+    lease.drop()
+    await lease.take("two", "two", "tcp://10.0.0.1:8")
+    probe.gate.set()
+    assert await asked is False
+
+
+def test_others_are_served_while_a_far_trainer_is_looked_for(engine):
+    probe = Probe(True)
+    with Sender([engine.url]) as sender:
+        sender.push(WEIGHTS[1])
+        engine.replica._lease._lives = probe
+        slow = threading.Thread(target=sender.status)
+        slow.start()
+        until(probe.begun.is_set, "the trainer is not looked for")
+        with Sender([engine.url], timeout_s=SOON_S / 2):
+            assert slow.is_alive()
+        probe.gate.set()
+        slow.join()
+
+
+@pytest.mark.parametrize(
+    ("query", "digests"), [("", 0), ("?digest=1", 2), ("?digest=true&timeout_s=5", 2), ("?x=y", 0)]
+)
+def test_status_answers_a_get(engine, query, digests):
+    url = f"{engine.url}/weightsync/status{query}"
+    reply = requests.get(url, headers={"Authorization": f"Bearer {security.engine_token()}"}, timeout=SOON_S)
+    status = wire.from_json(reply.content, wire.StatusReply)
+    assert (reply.status_code, status.state, status.version) == (200, "serving", "default")
+    assert len([rank for rank in status.ranks if rank.digest]) == digests
+
+
+@pytest.mark.parametrize("query", ["?digest=perhaps", "?timeout_s=0", "?timeout_s=long"])
+def test_a_get_that_asks_for_nonsense_is_refused(engine, query):
+    head = {"Authorization": f"Bearer {security.engine_token()}"}
+    assert requests.get(f"{engine.url}/weightsync/status{query}", headers=head, timeout=SOON_S).status_code == 400
+
+
+def test_a_get_needs_the_key_and_reaches_nothing_but_status(engine):
+    assert requests.get(f"{engine.url}/weightsync/status", timeout=SOON_S).status_code == 401
+    head = {"Authorization": f"Bearer {security.engine_token()}"}
+    for route in ("open", "commit", "abort", "lease", "register_nixl"):
+        assert requests.get(f"{engine.url}/weightsync/{route}", headers=head, timeout=SOON_S).status_code == 405

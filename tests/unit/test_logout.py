@@ -1,0 +1,98 @@
+"""Engine and trainer of one user find each other whatever started them, and go on when their user logs out."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from weightsync import Sender, security, staging
+from weightsync.errors import AuthenticationFailed
+from weightsync.layout import digest_of
+from weightsync.testing import ReferenceEngine
+
+
+def environment(**changes):
+    """This process's, without a key and a session; what is given is added."""
+    left_out = ("WEIGHTSYNC_TOKEN", "XDG_RUNTIME_DIR")
+    return {**{name: value for name, value in os.environ.items() if name not in left_out}, **changes}
+
+
+def served_digest(sender, engine):
+    return sender.status(digest=True)[engine.url].ranks[0].digest
+
+
+@pytest.mark.parametrize("session", ["engine", "trainer"])
+def test_a_login_session_of_one_of_them_makes_no_difference(model_folder, trained, tmp_path, monkeypatch, session):
+    """The other was started by cron, slurm, sudo or docker exec, and has no ``XDG_RUNTIME_DIR``."""
+    monkeypatch.delenv("WEIGHTSYNC_TOKEN")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    if session == "trainer":
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    env = environment(XDG_RUNTIME_DIR=str(tmp_path)) if session == "engine" else environment()
+    with ReferenceEngine(model_folder("llama", 0), env=env) as engine, Sender([engine.url]) as sender:
+        sender.push(trained)
+        assert served_digest(sender, engine) == digest_of(trained.state_dict().items())
+
+
+def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folder, own_homes, tmp_path):
+    log = tmp_path / "log"
+    launcher = ("sh", "-c", f'exec "$0" -m weightsync.testing "$@" 2>{log}', sys.executable)
+    env = environment(WEIGHTSYNC_TOKEN="the engine's own")
+    with ReferenceEngine(model_folder("llama", 0), launcher=launcher, env=env) as engine:
+        missing = " or ".join(re.escape(str(home / "token")) for home in own_homes)
+        with pytest.raises(
+            AuthenticationFailed, match=f"this side's is missing .WEIGHTSYNC_TOKEN is not set.*{missing}"
+        ):
+            Sender([engine.url])
+        security.engine_token()  # another engine's
+        with pytest.raises(
+            AuthenticationFailed, match=f"this side's is that in {own_homes[0]}/token, and the engine's log"
+        ):
+            Sender([engine.url])
+        assert "weightsync asks for the key of WEIGHTSYNC_TOKEN" in log.read_text()
+
+
+def log_out(pid):
+    """What a login manager removes once the last session of a user has ended: its shared memory."""
+    for place in (staging.SHM_DIRECTORY, security.directory()):
+        for path in place.glob(f"weightsync-{pid}-*"):
+            (shutil.rmtree if path.is_dir() else os.unlink)(path)
+
+
+@pytest.mark.parametrize("keep_previous", [False, True])
+def test_a_trainer_goes_on_when_its_user_has_logged_out(engine, model_folder, trained, keep_previous):
+    with Sender([engine.url], keep_previous=keep_previous) as sender:
+        sender.push(trained)
+        log_out(os.getpid())
+        for seed in (0, 1, 0):
+            sender.push(model_folder("llama", seed))
+        log_out(os.getpid())
+        with ReferenceEngine(model_folder("llama", 1)) as late:
+            assert sender.add_engine(late.url) is None  # what holds the version is out of its reach
+            sender.push(trained)
+            assert served_digest(sender, late) == digest_of(trained.state_dict().items())
+
+
+def test_a_trainer_under_nohup_outlives_the_session_that_started_it(engine, model_folder, tmp_path):
+    """The session's run-time directory goes, and cannot be made again."""
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    code = (
+        "import sys; from weightsync import Sender\n"
+        f"with Sender([{engine.url!r}]) as sender:\n"
+        "    for folder in sys.argv[1:]:\n"
+        "        print(sender.push(folder).version, flush=True); sys.stdin.readline()\n"
+    )
+    command = [sys.executable, "-c", code, *(str(model_folder("llama", seed)) for seed in (0, 1, 0))]
+    env = environment(XDG_RUNTIME_DIR=str(session), WEIGHTSYNC_TOKEN=os.environ["WEIGHTSYNC_TOKEN"])
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        first = int(trainer.stdout.readline())
+        shutil.rmtree(session)
+        session.touch()  # nobody may make it again
+        log_out(trainer.pid)
+        said, _ = trainer.communicate("\n\n\n", timeout=120)
+    assert [first, *map(int, said.split())] == [first, first + 1, first + 2]
+    assert trainer.returncode == 0

@@ -1,0 +1,33 @@
+"""Names of an engine, looked up in modules that are there."""
+
+from types import SimpleNamespace
+
+from weightsync import wire
+from weightsync.private_names import lacks, missing, missing_below
+
+
+def test_what_is_gone_is_named_with_its_module():
+    needed = {"weightsync.layout": ("Layout.name", "Layout.colour"), "weightsync.nowhere": ("x",), "json": ("dumps",)}
+    assert missing(needed) == ["weightsync.layout.Layout.colour", "weightsync.nowhere.x"]
+
+
+def test_what_an_instance_lacks_is_named_by_its_path():
+    found = SimpleNamespace(inner=SimpleNamespace(there=1))
+    assert missing_below(found, ["inner.there", "inner.gone", "gone.too"]) == [
+        "SimpleNamespace.inner.gone",
+        "SimpleNamespace.gone.too",
+    ]
+
+
+def test_nothing_is_said_where_nothing_is_gone():
+    assert lacks("vLLM", "1", "2", []) == ""
+    assert lacks("vLLM", "1", "2", ["a.b", "c"]) == "weightsync needs vLLM 1; vLLM 2 lacks a.b, c"
+
+
+def test_how_a_push_is_verified_is_read_without_its_manifest():
+    asked = wire.UpdateRequest(
+        push="p", address="a", secret="s", bucket_bytes=512, timeout_s=1.0, verify="deep",
+        manifest=(wire.TensorSpec("w", "bfloat16", (2,)),),
+    )  # fmt: skip
+    assert wire.verify_of(wire.to_json(asked)) == "deep"
+    assert wire.verify_of(b'{"push":"p"}') == "off"

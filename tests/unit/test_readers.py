@@ -1,0 +1,234 @@
+"""Memory that an engine may still load from is never written again: not by a sender, and not unnoticed by a learner."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from tests.faulty import SETTLE_S, assert_no_mixture, digest, faulty
+from tools import models
+from weightsync import Sender
+from weightsync.cli import main as cli
+from weightsync.errors import ApplyFailed, LeaseHeld, ManifestMismatch, WeightSyncError
+from weightsync.testing import ReferenceEngine
+
+#: Enough for a push beside others; what is frozen is given up by then.
+PUSH_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def engines(model_folder, tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        folder = model_folder("llama", 0)
+        yield [stack.enter_context(faulty(folder, tmp_path_factory.mktemp("orders"))) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def versions(model_folder):
+    """Models of different weights."""
+    return [models.load_reference(model_folder("llama", seed)) for seed in range(1, 5)]
+
+
+@pytest.mark.parametrize("verify", ["digest", "off"])
+def test_who_still_loads_when_another_engine_fails_keeps_the_memory_it_loads_from(engines, versions, verify):
+    fails, frozen = engines
+    with Sender([fails.url, frozen.url], verify=verify, timeout_s=PUSH_S) as sender:
+        for number in range(2):  # the second through the load plan
+            sender.push(versions[number], version=f"before {number}")
+        fails.order("raise", 3)
+        frozen.order("stop")
+        with pytest.raises(ApplyFailed) as raised:
+            sender.push(versions[2], version="torn")
+        assert raised.value.engines == {fails.url: "dirty", frozen.url: "unknown"}
+        sender.remove_engine(frozen.url)
+        sender.push(versions[3], version="next")
+        frozen.thaw()
+        reply = frozen.settled()
+        assert_no_mixture(reply, "torn", versions[2])
+    frozen.heal(versions[0])
+
+
+def interrupted_when(fault, sender, model, version):
+    """Ctrl-C in a push at the moment that the engine suffers."""
+
+    def interrupt():
+        give_up = time.monotonic() + SETTLE_S
+        while not fault.suffered() and time.monotonic() < give_up:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sender.push(model, version=version)
+    finally:
+        thread.join()
+
+
+def test_who_still_loads_at_ctrl_c_keeps_the_memory_it_loads_from(engines, versions):
+    other, frozen = engines
+    with Sender([other.url, frozen.url], timeout_s=60.0) as sender:
+        for number in range(2):
+            sender.push(versions[number], version=f"before {number}")
+        frozen.order("stop")
+        interrupted_when(frozen, sender, versions[2], "interrupted")
+        sender.remove_engine(frozen.url)
+        sender.push(versions[3], version="next")
+        frozen.thaw()
+        assert_no_mixture(frozen.settled(), "interrupted", versions[2])
+        assert_no_mixture(other.settled(), "next", versions[3])
+    frozen.heal(versions[0])
+
+
+def test_at_ctrl_c_parameters_that_are_read_in_place_are_not_served(engines, versions, model_folder):
+    _, frozen = engines
+    shared = models.load_reference(model_folder("llama", 1)).share_memory()
+    with Sender([frozen.url], timeout_s=60.0) as sender:
+        for _ in range(2):
+            assert "where they are" in sender.push(shared).staging_reason
+        frozen.order("stop")
+        interrupted_when(frozen, sender, shared, "interrupted")
+        with torch.no_grad():
+            for parameter in shared.parameters():
+                parameter.neg_()
+        frozen.thaw()
+        reply = frozen.settled()
+        assert (reply.state, reply.version != "interrupted") == ("dirty", True)
+        assert "gave the push up" in reply.detail
+        sender.push(shared, version="mended")
+        assert frozen.settled().ranks[0].digest == digest(shared)
+
+
+def test_a_sender_that_was_interrupted_even_while_it_cleaned_up_goes_on(engines, versions, monkeypatch):
+    engine, _ = engines
+    with Sender([engine.url], timeout_s=60.0) as sender:
+        sender.push(versions[0])
+
+        def interrupted(push, deadline):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sender._fleet, "abort", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.push({"x": torch.zeros(1)})
+        sender.push(versions[1], version="after")
+        reply = engine.settled()
+    assert (reply.version, reply.ranks[0].digest) == ("after", digest(versions[1]))
+
+
+def push_shared(parameters, url):
+    """In a process of its own: push what a learner shares."""
+    with Sender([url], timeout_s=60.0) as sender:
+        sender.push(parameters, version="killed")
+
+
+@pytest.mark.parametrize("verify", ["digest"])
+def test_parameters_whose_pusher_was_killed_while_an_engine_loaded_are_not_served(engines, model_folder, verify):
+    _, frozen = engines
+    model = models.load_reference(model_folder("llama", 2)).share_memory()
+    shared = dict(model.state_dict())
+    frozen.order("stop")
+    pusher = torch.multiprocessing.get_context("spawn").Process(target=push_shared, args=(shared, frozen.url))
+    pusher.start()
+    give_up = time.monotonic() + SETTLE_S
+    while not frozen.suffered():
+        assert pusher.is_alive()
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    pusher.kill()
+    pusher.join()
+    with torch.no_grad():
+        for tensor in shared.values():
+            tensor.neg_()  # the learner goes on
+    frozen.thaw()
+    reply = frozen.settled()
+    assert (reply.state, reply.version != "killed") == ("dirty", True)
+    assert "the process that pushed has ended" in reply.detail
+    frozen.heal(model)
+
+
+def test_what_lies_in_the_memory_of_a_sender_that_lost_the_lease_is_not_gone_back_to(engines, versions):
+    other, engine = engines
+    with (
+        Sender([other.url, engine.url], keep_previous=True) as first,
+        Sender([engine.url], keep_previous=True) as second,
+    ):
+        for number in range(2):
+            first.push(versions[number], version=f"first {number}")
+        cli(["abort", engine.url])
+        with pytest.raises(ManifestMismatch):
+            second.push({"x": torch.zeros(1)})
+        with pytest.raises(LeaseHeld):
+            first.push(versions[2])
+        first.remove_engine(engine.url)
+        for number in (2, 3):
+            first.push(versions[number])  # into the memory that the engine loaded from
+        engine.order("raise", 3)
+        with pytest.raises(ApplyFailed) as raised:
+            second.push(versions[2], version="second")
+        assert raised.value.engines == {engine.url: "dirty"}
+        reply = engine.settled()
+        assert reply.state == "dirty" or reply.ranks[0].digest == digest(versions[1])
+        second.push(versions[2], version="second")
+
+
+def test_a_rollback_that_fails_leaves_the_label_with_its_bytes(engines, versions):
+    first, late = engines
+    with Sender([first.url], keep_previous=True) as sender:
+        for number in range(2):
+            sender.push(versions[number], version=f"v{number}")
+        cli(["abort", first.url])
+        with pytest.raises(LeaseHeld):
+            sender.rollback()
+        sender.add_engine(late.url)
+        for url, reply in sender.status(digest=True).items():
+            assert (reply.version, reply.ranks[0].digest) == ("v1", digest(versions[1])), url
+
+
+@pytest.fixture
+def late(model_folder):
+    with ReferenceEngine(model_folder("llama", 0)) as engine:
+        yield engine
+
+
+def restarted(engine, folder):
+    """Kill an engine; another at the same address."""
+    engine.process.kill()
+    engine.process.wait()
+    return ReferenceEngine(folder, port=int(engine.url.rpartition(":")[2]))
+
+
+def test_an_engine_that_could_not_be_caught_up_at_once_still_is_the_next_time(engines, late, versions, model_folder):
+    first, _ = engines
+    with Sender([first.url, late.url]) as sender:
+        sender.push(versions[0], version="v0")
+        with restarted(late, model_folder("llama", 0)):
+            with Sender([late.url]) as other:
+                other.push(versions[1], version="other")
+                with pytest.raises(LeaseHeld):
+                    sender.catch_up()
+            assert list(sender.catch_up()) == [late.url]
+            assert sender.catch_up() == {}
+            reply = sender.status(digest=True)[late.url]
+            assert (reply.version, reply.ranks[0].digest) == ("v0", digest(versions[0]))
+
+
+def test_an_engine_that_is_gone_does_not_keep_others_from_being_caught_up(engines, late, versions, model_folder):
+    first, _ = engines
+    with ReferenceEngine(model_folder("llama", 0)) as gone, Sender([first.url, gone.url, late.url]) as sender:
+        sender.push(versions[0], version="v0")
+        with restarted(late, model_folder("llama", 0)):
+            gone.process.kill()
+            gone.process.wait()
+            with pytest.raises(WeightSyncError, match=f"no engine answers at {gone.url}") as raised:
+                sender.catch_up()
+            assert raised.value.engines == {first.url: "unchanged", gone.url: "unknown", late.url: "committed"}
+            sender.remove_engine(gone.url)
+            reply = sender.status(digest=True)[late.url]
+            assert (reply.version, reply.ranks[0].digest) == ("v0", digest(versions[0]))

@@ -1,0 +1,78 @@
+"""As `compat`: what an engine was started with that weights cannot be pushed into, or that a push leaves as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+#: Connectors whose `reset_cache` says whether all the KV that they hold is gone.
+_RESETTABLE: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+#: Ways to draft tokens without a model.
+_WITHOUT_MODEL: Final = ("ngram", "ngram_gpu", "suffix")
+
+
+def unsupported(config: Any, servers: int) -> str:
+    """Why a push is refused, which setting that is, and what to do; empty if it is not. ``servers``: API servers."""
+    return next(_reasons(config, servers), "")
+
+
+def _reasons(config: Any, servers: int) -> Iterator[str]:
+    parallel = config.parallel_config
+    if servers > 1:
+        yield (
+            f"--api-server-count {servers}: who may push is remembered in one server's memory; start the engine with "
+            "--api-server-count 1"
+        )
+    if parallel.data_parallel_size > 1:
+        yield (
+            f"--data-parallel-size {parallel.data_parallel_size}: replicas inside one engine are not reached; start "
+            "one server per replica and name them all"
+        )
+    if parallel.enable_eplb or parallel.enable_elastic_ep:
+        name = "--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb"
+        yield f"{name}: experts change their places while the engine serves; start it without"
+    if config.ec_transfer_config is not None:
+        yield (
+            "--ec-transfer-config: encoder outputs of the old weights would stay with other engines; start this one "
+            "without it"
+        )
+    if (transfer := config.kv_transfer_config) is not None and transfer.kv_connector is not None:
+        yield from _connectors(transfer)
+
+
+def _connectors(transfer: Any) -> Iterator[str]:
+    if transfer.kv_role != "kv_both":
+        yield (
+            f"--kv-transfer-config (kv_role {transfer.kv_role}): KV of the old weights would go to an engine with the "
+            "new ones, or come from one with the old; start the engine without it"
+        )
+    extra = transfer.kv_connector_extra_config
+    children = [(transfer.kv_connector, transfer.kv_connector_module_path, extra)]
+    if transfer.kv_connector == "MultiConnector":
+        children = [
+            (child.get("kv_connector"), child.get("kv_connector_module_path"), child.get("kv_connector_extra_config"))
+            for child in extra.get("connectors", ())
+        ]
+    for name, module, options in children:
+        if name not in _RESETTABLE or module is not None:
+            yield (
+                f"--kv-transfer-config ({name}): nothing tells that it drops all KV of the old weights; start the "
+                f"engine without it, or with one of {', '.join(_RESETTABLE)}"
+            )
+        spec = (options or {}).get("spec_name", "CPUOffloadingSpec")
+        if name == "OffloadingConnector" and spec != "CPUOffloadingSpec":
+            yield (
+                f"--kv-transfer-config (OffloadingConnector with {spec}): its second tier keeps KV of the old weights; "
+                "start the engine with the CPU tier alone"
+            )
+
+
+def left_as_it_is(config: Any) -> dict[str, str]:
+    """What a push does not reach, by name, and why."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_MODEL:
+        return {}
+    return {
+        "draft model": f"--speculative-config ({speculative.method}): a push leaves it as it is; it proposes tokens, "
+        "and the pushed model decides which are taken"
+    }
