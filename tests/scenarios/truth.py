@@ -182,7 +182,7 @@ class Held(NamedTuple):
     files: list[str]
     threads: int
     shared: list[str]
-    listening: list[str]
+    sockets: list[str]
 
 
 def held(world: World) -> Held:
@@ -195,9 +195,8 @@ def held(world: World) -> Held:
             except FileNotFoundError:
                 continue  # that of the listing itself
     shared = [path.name for path in staging.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
-    directories = security.runtime_directory().glob("weightsync-*")
-    listening = [path.name for path in directories if security.listens(path / security.SOCKET_NAME)]
-    return Held(sorted(files), psutil.Process().num_threads(), shared, listening)
+    sockets = [path.name for path in security.directory().glob(f"weightsync-{os.getpid()}-*")]
+    return Held(sorted(files), psutil.Process().num_threads(), shared, sockets)
 
 
 def check_nothing_left(world: World, before: Held) -> None:
@@ -212,13 +211,13 @@ def check_nothing_left(world: World, before: Held) -> None:
                 extra.remove(file)
         fewer = not extra and now.threads <= before.threads
         mapped = [] if world.kind != "reference" else [line for engine in world.engines for line in _mapped(engine)]
-        if fewer and not (now.shared or now.listening or mapped):
+        if fewer and not (now.shared or now.sockets or mapped):
             return
         if time.monotonic() > end:
             names = sorted(thread.name for thread in threading.enumerate())
             raise LeftOver(
                 f"files {extra}, {now.threads} threads after {before.threads} ({names}), shared memory {now.shared}, "
-                f"sockets {now.listening}, mapped by engines: {mapped}"
+                f"sockets {now.sockets}, mapped by engines: {mapped}"
             )
         time.sleep(0.02)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import tempfile
@@ -22,7 +23,7 @@ from tests.scenarios.weights import CONTENTS, RealWeights, TinyWeights
 from tools import servers
 from weightsync import Sender, wire
 from weightsync.client import EngineClient
-from weightsync.security import engine_token
+from weightsync.security import TOKEN_VARIABLE, engine_token
 from weightsync.transports.base import Deadline
 
 _START_S = 60.0
@@ -269,11 +270,8 @@ class World:
         self._ended_at = 0
         self._scratch = tempfile.TemporaryDirectory(prefix="ws-")
         scratch = Path(self._scratch.name)
-        # Keys and sockets are those of this run; short, as paths of sockets have to be.
-        self._before = {name: os.environ.get(name) for name in ("XDG_RUNTIME_DIR", "WEIGHTSYNC_TOKEN")}
-        os.environ["XDG_RUNTIME_DIR"] = self._scratch.name
-        os.environ.pop("WEIGHTSYNC_TOKEN", None)
-        engine_token()  # written before there are several that would
+        self._before = os.environ.get(TOKEN_VARIABLE)
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this run alone
         self.nursery = Nursery(scratch)
         if kind == "reference":
             self.weights = TinyWeights(scratch)
@@ -332,8 +330,10 @@ class World:
         for engine in self.engines:
             engine.kill()
         self.nursery.close()
-        for name, value in self._before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        if self._before is None:
+            del os.environ[TOKEN_VARIABLE]
+        else:
+            os.environ[TOKEN_VARIABLE] = self._before
         self._scratch.cleanup()
 
 
