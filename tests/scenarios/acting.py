@@ -49,7 +49,7 @@ class Acting(RuleBasedStateMachine):
         #: By number of the engines that the sender has, the instance that it made serve something, if it did.
         self.members: dict[int, str] = {}
         #: What its memory still holds for engines that come late; empty if nothing.
-        self.holds = ""
+        self.holds, self.keeps = "", False
         self.truth.check()
 
     def note(self, found: Violation) -> None:
@@ -87,6 +87,8 @@ class Acting(RuleBasedStateMachine):
             urls, options = [engine.url for engine in engines], self.timed(options)
             made = self.play.call("Sender", options["timeout_s"], lambda: Sender(urls, **options))
             self.sender, self.timeout_s, self.address, self.holds = made.result, options["timeout_s"], "", ""
+            #: Whether it has an arena that holds a whole version.
+            self.keeps = options["bucket_bytes"] is None
             self.members = dict.fromkeys((engine.number for engine in engines), "")
         return self.sender
 

@@ -110,8 +110,9 @@ class Scenario(Acting):
         label, self.holds = self.label(content), ""
         push = partial(self.sender.push, model(content), version=label)
         outcome = self.sent("push", push, label, faults=faults, meanwhile=meanwhile)
-        if outcome.result is not None and "where they are" not in outcome.result.staging_reason:
-            self.holds = label
+        result = outcome.result
+        if result is not None and result.staging == "full" and self.keeps:
+            self.holds = label if "where they are" not in result.staging_reason else ""
         return outcome
 
     def in_trouble(self, outcome: Outcome) -> list[Engine]:
