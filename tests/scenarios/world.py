@@ -75,7 +75,7 @@ class Suspect:
 class Engine(Suspect):
     """A reference engine, of `Tiny`."""
 
-    def __init__(self, number: int, nursery: Nursery, scratch: Path):
+    def __init__(self, number: int, nursery: Nursery | None, scratch: Path):
         super().__init__(scratch / f"engine-{number}")
         self.number, self._nursery, self.port = number, nursery, servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -93,6 +93,7 @@ class Engine(Suspect):
         """At the port where it was before, with content 0."""
         self.call_off()
         self.down = 0
+        assert self._nursery is not None
         recordable = self.number != 2
         self._child = self._nursery.start("engine", self.fault_file, port=self.port, recordable=recordable)
         self._wait()
@@ -158,7 +159,7 @@ class RealEngine(Engine):
     """vLLM or SGLang with one rank, started once: what a scenario begins with is pushed."""
 
     def __init__(self, kind: str, weights: RealWeights, scratch: Path):
-        super().__init__(0, Nursery.__new__(Nursery), scratch)
+        super().__init__(0, None, scratch)
         self._kind, self._weights = kind, weights
         self._server: servers.Server | None = None
         self._workers: list[int] = []
