@@ -56,6 +56,7 @@ class Acting(RuleBasedStateMachine):
         """Something untrue was found: after how many steps. Raises it, unless its kind is known."""
         kind = type(found).__name__
         if kind in self.tally.known:
+            print(f"known, after {self.tally.steps} steps: {kind}: {found}", file=sys.stderr, flush=True)
             self.tally.outcomes[f"known: {kind}"] += 1
             self.truth.forget(self.world.engines)
             return
