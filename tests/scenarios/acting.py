@@ -32,12 +32,13 @@ class Acting(RuleBasedStateMachine):
     lag: ClassVar[Lag]
     interrupts: ClassVar[Interrupts]
     before: ClassVar[Held]
+    raised: ClassVar[list[str]]
     over: ClassVar[Callable[[], bool]]
 
     def __init__(self) -> None:
         super().__init__()
         self.world.reset()
-        self.truth = Truth(self.world)
+        self.truth = Truth(self.world, self.raised)
         self.play = Play(self.world, self.truth, self.lag, self.interrupts, self.tally)
         self.sender: Sender | None = None
         self.timeout_s = 1.0

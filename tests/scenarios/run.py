@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,12 +58,15 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
         for transport in TRAINER_ENDS:  # what is made once in a process's life is made before anything is counted
             with Sender([engine.url for engine in world.engines], transport=transport) as sender:
                 sender.push(world.mapping, version="first")
-        lag, interrupts = Lag(), Interrupts()
+        lag, interrupts, raised, hook = Lag(), Interrupts(), list[str](), threading.excepthook
+        threading.excepthook = lambda told: raised.append(
+            f"{told.exc_type.__name__}: {told.exc_value} in {told.thread}"
+        )
         try:
-            yield type(
-                "Scenario", (Scenario,), {"world": world, "lag": lag, "interrupts": interrupts, "before": held(world)}
-            )
+            shared = {"world": world, "lag": lag, "interrupts": interrupts, "before": held(world), "raised": raised}
+            yield type("Scenario", (Scenario,), shared)
         finally:
+            threading.excepthook = hook
             interrupts.close()
             lag.close()
     finally:

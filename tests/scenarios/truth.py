@@ -96,8 +96,8 @@ class Claim(NamedTuple):
 class Truth:
     """What was pushed under which label, and what was said of whom."""
 
-    def __init__(self, world: World):
-        self._world = world
+    def __init__(self, world: World, raised: list[str]):
+        self._world, self._raised = world, raised
         self._contents = {FIRST: 0}
         self._claims: dict[int, Claim] = {}
         #: What engines said when they were looked at last; None for one that could not be.
@@ -127,7 +127,9 @@ class Truth:
                 self._claims[engine.number] = Claim("serving", was.version, f"{why} said unchanged")
 
     def check(self) -> None:
-        """Look at every engine that can be looked at."""
+        """Look at every engine that can be looked at, and at what threads raised where nobody caught it."""
+        if self._raised:
+            raise ForeignError(f"a thread raised {self._raised.pop()}")
         for engine in self._world.engines:
             self.seen[engine.number] = None
             if not engine.alive():
