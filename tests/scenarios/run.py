@@ -59,9 +59,7 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
             with Sender([engine.url for engine in world.engines], transport=transport) as sender:
                 sender.push(world.mapping, version="first")
         lag, interrupts, raised, hook = Lag(), Interrupts(), list[str](), threading.excepthook
-        threading.excepthook = lambda told: raised.append(f"{told.exc_type.__name__}({told.exc_value}) in {told.thread}")
-            f"{told.exc_type.__name__}: {told.exc_value} in {told.thread}"
-        )
+        threading.excepthook = lambda told: raised.append(f"{told.exc_type.__name__}: {told.exc_value} ({told.thread})")
         try:
             shared = {"world": world, "lag": lag, "interrupts": interrupts, "before": held(world), "raised": raised}
             yield type("Scenario", (Scenario,), shared)
