@@ -37,7 +37,7 @@ class SglangFrontEnd:
         if self.waits:
             self._gate.close_at_start("this engine waits for its first push")
             compat.not_ready_from_start()
-        self.off = compat_config.left_as_it_is(server_args)
+        self.off = {} if self._unsupported else compat_config.left_as_it_is(server_args)
         if reason := compat.check(compat.DEEP):
             self.off['verify="deep"'] = reason
         self._last = WeightsyncReqOutput(call="", replies=[])

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from weightsync.private_names import missing_below
+
 #: Connectors whose `reset_cache` says whether all the KV that they hold is gone.
 _RESETTABLE: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+_ASKED: Final = (
+    "parallel_config.data_parallel_size", "parallel_config.enable_eplb", "parallel_config.enable_elastic_ep",
+    "ec_transfer_config", "kv_transfer_config", "speculative_config",
+)  # fmt: skip
 #: Ways to draft tokens without a model.
 _WITHOUT_MODEL: Final = ("ngram", "ngram_gpu", "suffix")
 
@@ -17,6 +23,9 @@ def unsupported(config: Any, servers: int) -> str:
 
 
 def _reasons(config: Any, servers: int) -> Iterator[str]:
+    if gone := missing_below(config, _ASKED):
+        yield f"vLLM's configuration lacks {', '.join(gone)}, by which weightsync tells what it can push into"
+        return
     parallel = config.parallel_config
     if servers > 1:
         yield (

@@ -72,11 +72,11 @@ class VllmFrontEnd:
         self.model = str(config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
         self.waits = compat.waits_for_initial_weights(engine_client)
-        self.off = compat_config.left_as_it_is(config)
-        if reason := compat.check(compat.DEEP):
-            self.off['verify="deep"'] = reason
         self._version = ""
         self._unsupported = compat.check(compat.SERVER) or compat_config.unsupported(config, servers)
+        self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
+        if reason := compat.check(compat.DEEP):
+            self.off['verify="deep"'] = reason
         if not self._unsupported and not compat.can_ask_core():
             self._unsupported = (
                 "weightsync's general plugin is not loaded: VLLM_PLUGINS must name weightsync, and `pip install` must "

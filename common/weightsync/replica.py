@@ -248,6 +248,8 @@ class Replica:
                 stopped = bool(self.stopped)
                 self._machine.move(event)
             except WeightSyncError as error:
+                if isinstance(error, PushTimeout):
+                    error.weights = "unchanged"  # whatever the ranks do, they were not asked to load
                 await self._forget_after_failure(asked.push, deadline)
                 self._own_up(error)
                 raise

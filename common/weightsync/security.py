@@ -83,8 +83,8 @@ def _not_private(directory: Path) -> str:
 def _homes() -> list[Path]:
     """The directories that may hold this user's key; the first that does counts.
 
-    The first is where everybody looks. In the others weightsync 0.1 does, and one of them outlives what a login manager
-    removes from shared memory when its user has logged out.
+    The first is where everybody looks. The others are those of earlier senders and engines, and one of them outlives
+    what a login manager removes from shared memory when its user has logged out.
     """
     base, own = os.environ.get("XDG_RUNTIME_DIR"), f"{_PREFIX}{os.geteuid()}"
     older = [Path(base) / "weightsync"] if base else []

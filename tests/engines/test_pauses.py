@@ -1,5 +1,6 @@
 """A push undoes nothing of others', and nobody makes an engine generate that holds what it must not serve."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -31,8 +32,12 @@ WAKE = {
         ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
     ],
 }
+#: Pauses that let requests in flight keep their KV.
+FREEZE = {"vllm": PAUSE["vllm"], "sglang": ("/pause_generation", {"mode": "in_place"})}
 #: Long for an answer of a few tokens, where there is one.
-QUIET_S = 2.0
+QUIET_S = 5.0
+#: More than any engine makes before the test looks.
+LONG = 3000
 
 
 def call(served, route, body):
@@ -83,12 +88,37 @@ def test_an_engine_that_somebody_has_paused_stays_paused(served):
         assert_same(answer.result(60), served.fresh_b.short)
 
 
+@pytest.mark.parametrize("pause", ["retract", "wait"])
+def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
+    served.push(served.a)
+    tokens, began = [], threading.Event()
+
+    def read():
+        for token, _ in servers.stream(served.server, PROMPT, LONG):
+            tokens.append(token)
+            if len(tokens) == 5:
+                began.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        assert began.wait(60)
+        assert call(served, *FREEZE[served.server.engine]).ok
+        served.push(served.b, pause=pause)
+        wait([reading], timeout=QUIET_S)  # what was on its way
+        seen = len(tokens)
+        assert seen < LONG
+        assert not wait([reading], timeout=QUIET_S).done
+        assert len(tokens) == seen
+        assert call(served, *RESUME[served.server.engine]).ok
+        reading.result(180)
+    assert len(tokens) == LONG
+    assert_same(greedy(served), served.fresh_b.short)
+
+
 def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
     served.push(served.a)
     make_dirty(served, monkeypatch)
     engine = served.server.engine
-    for route in ("/health", "/ping"):
-        assert requests.get(served.server.url + route, timeout=30).status_code == 503
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(greedy, served)
         refused = call(served, *RESUME[engine])
@@ -108,6 +138,15 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
         if engine == "vllm":
             assert call(served, "/resume", None).ok  # it was paused by the calls above
         assert_same(answer.result(60), served.fresh_b.short)
+
+
+def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypatch):
+    make_dirty(served, monkeypatch)
+    for route in ("/health", "/ping"):
+        assert requests.get(served.server.url + route, timeout=30).status_code == 503
+    served.push(served.b)
+    for route in ("/health", "/ping"):
+        assert requests.get(served.server.url + route, timeout=30).status_code == 200
 
 
 def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, monkeypatch):

@@ -12,7 +12,7 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The only modules that may import an engine when they are imported.
-ENGINE_FACING = {"sglang_weightsync.messages", "sglang_weightsync.handler", "sglang_weightsync.front_end"}
+ENGINE_FACING = {f"sglang_weightsync.{module}" for module in ("messages", "handler", "front_end", "refusing")}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_engines_entry_points_load_where_that_engine_is(engine):
             assert result.returncode == 0, result.stderr
 
 
-NEEDED = {"vllm": "compat.SERVER | compat.WORKER", "sglang": ""}
+NEEDED = {"vllm": "compat.SERVER | compat.WORKER | compat.DEEP", "sglang": "compat.NEEDED | compat.DEEP"}
 
 
 @pytest.mark.parametrize("engine", NEEDED)

@@ -1,5 +1,6 @@
 """No call outlasts its deadline: whatever a server, a name server, a rank or another thread does."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -8,10 +9,10 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from tests.unit.test_replica import WEIGHTS, Engine, until
+from tests.unit.test_replica import SERVING, WEIGHTS, Engine, Front, Trainer, driven, queued, until
 from weightsync import Sender, cli, wire
 from weightsync.client import EngineClient
-from weightsync.errors import EngineUnreachable, PushTimeout, WeightSyncError
+from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.transports.base import Deadline
 
 #: Far more than any call here may take, and less than the servers below go on for.
@@ -259,24 +260,31 @@ def test_an_engine_whose_ranks_do_not_answer_says_so_while_the_caller_still_list
         assert raised.value.engines == {engine.url: "unknown"}
 
 
-def test_a_commit_whose_time_is_up_before_its_turn_comes_changes_nothing():
-    with closing(Engine()) as engine, Sender([engine.url], timeout_s=2.0) as sender, ThreadPoolExecutor(1) as thread:
-        sender.push(WEIGHTS[1])
-        before = engine.seen()
-        gate = engine.gates["weightsync_ready"] = threading.Event()
-        push = thread.submit(sender.push, WEIGHTS[2])
-        error = push.exception(SOON_S)
+@driven
+async def test_a_commit_whose_time_is_up_before_its_ranks_are_ready_changes_nothing():
+    with closing(Front()) as front, closing(Trainer(front.replica, "one")) as trainer:
+        await trainer.stage("v1", 1)
+        gate, end = threading.Event(), Deadline(1.2)
+        front.gates["weightsync_ready"] = gate
+        await front.replica._turn.acquire()
+        commit = await queued(front, trainer.commit("v1", timeout_s=1.0))
+        await asyncio.sleep(0.6)  # its turn comes, and not much of its time is left
+        front.replica._turn.release()
+        await asyncio.sleep(end.left())
         gate.set()
-        assert isinstance(error, WeightSyncError)
-        sender._timeout_s = 30.0
-        until(lambda: engine.replica._machine.state == "serving", "it does not end")
-        assert engine.seen() == before
+        with pytest.raises(PushTimeout) as raised:
+            await commit
+        assert (raised.value.weights, front.replica._machine.state) == ("unchanged", "serving")
+        await asyncio.to_thread(until, lambda: front.seen() == SERVING[0], "the ranks do not forget it")
 
 
 def test_a_streamed_push_reaches_more_engines_than_there_were_threads_once():
     with ExitStack() as stack:
-        urls = [stack.enter_context(closing(Engine())).url for _ in range(36)]
-        sender = stack.enter_context(Sender(urls[:1], staging="none", timeout_s=60.0))
+        engines = [stack.enter_context(closing(Engine())) for _ in range(36)]
+        for engine in engines:
+            del engine.ranks[1:]  # they would load one after the other, in one thread
+        urls = [engine.url for engine in engines]
+        sender = stack.enter_context(Sender(urls[:1], staging="none", bucket_bytes=512, timeout_s=60.0))
         for url in urls[1:]:
             sender.add_engine(url)
         assert len(sender.push(WEIGHTS[1]).engines) == len(urls)

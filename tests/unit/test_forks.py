@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -40,7 +41,8 @@ def children():
 
 def forked():
     """A child of this process that does nothing."""
-    child = os.fork()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of forks beside threads
+        child = os.fork()
     if not child:
         signal.pause()
         os._exit(0)
@@ -76,6 +78,7 @@ def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
         assert security.owner_lives(address)
         (descriptor,) = control._listening
         assert "socket" in os.readlink(f"/proc/self/fd/{descriptor}")
+        assert not os.get_inheritable(descriptor)  # nor do programs that are started have it
         # The child's copy is gone before `fork` returns there; this process may be the faster.
         deadline = Deadline(30)
         while os.path.lexists(f"/proc/{children[0]}/fd/{descriptor}"):

@@ -14,7 +14,7 @@ from weightsync.errors import EngineUnreachable, TransferFailed, UnsupportedOpti
 from weightsync.layout import digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.transports import agents
-from weightsync.transports.control import check_reachable, check_ways, own_address
+from weightsync.transports.control import check_reachable, check_ways, own_address, way_to
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
 
 REMOTE = ["nccl", pytest.param("nixl", marks=pytest.mark.skipif(not agents.available(), reason="needs nixl"))]
@@ -136,6 +136,15 @@ def test_a_rank_that_is_told_its_own_loopback_says_so(transport):
         end.join(asked, 0)
 
 
-def test_a_rank_that_reaches_the_trainer_knows_from_where():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert check_reachable(0, "127.0.0.1", server.getsockname()[1], "socket") == "127.0.0.1"
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_rank_that_can_reach_the_trainer_knows_from_where_and_does_not_dial_yet(host, shown):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert way_to(0, f"tcp://{shown}:{port}") == host
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        assert check_reachable(0, host, port) == host
+    with pytest.raises(TransferFailed, match="own loopback"):
+        way_to(0, f"tcp://{shown}:{port}")

@@ -11,13 +11,14 @@ import contextlib
 import ipaddress
 import socket as sockets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import psutil
 import zmq
 
-from weightsync import errors, staging, wire
+from weightsync import errors, security, staging, wire
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.frames import Failed
 
@@ -30,6 +31,13 @@ SILENCE_S: Final = 1.0
 LAST_WORD_S: Final = 0.5
 #: A rank tries so long to reach the trainer before it says that it cannot.
 _REACH_S: Final = 2.0
+#: How the kernel's tables spell that a socket listens.
+_LISTENING: Final = "0A"
+#: Why a rank does not find a trainer at the loopback.
+_OWN_LOOPBACK: Final = (
+    "that is the engine's own loopback: the trainer is on another host, or reaches the engine through a forwarded "
+    'port; have it pass Sender(..., address="an address of its host that the engine reaches")'
+)
 #: TCP tells of a peer that is gone only when asked.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 10000
 
@@ -115,21 +123,40 @@ def check_ways(given: str, engines: Mapping[str, wire.OpenReply]) -> None:
             )
 
 
-def check_reachable(rank: int, host: str, port: int, what: str) -> str:
-    """This host's address towards the trainer. Raises `TransferFailed` where the trainer's ``what`` does not answer."""
+def way_to(rank: int, address: str) -> str:
+    """This host's address on the way to the trainer at an address of TCP, which is not dialled.
+
+    Raises `TransferFailed` for what is none, and for a loopback at which nobody listens.
+    """
+    security.check_host_address(address)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    here = local_address(host.strip("[]"))
+    if ipaddress.ip_address(here).is_loopback and not _somebody_listens(int(port)):
+        raise TransferFailed(f"rank {rank} cannot reach the trainer at {address}: {_OWN_LOOPBACK}")
+    return here
+
+
+def _somebody_listens(port: int) -> bool:
+    """Whether any process of this network does, as far as the kernel tells."""
+    try:
+        lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
+    except OSError:
+        return True
+    return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == _LISTENING for line in lines)
+
+
+def check_reachable(rank: int, host: str, port: int) -> str:
+    """This host's address on the way to the trainer's store. Raises `TransferFailed` where that does not answer."""
     here = local_address(host)
     try:
         sockets.create_connection((host, port), timeout=_REACH_S).close()
     except OSError as error:
         hint = "is that the trainer's address as the engine sees it, and is the port open?"
         if ipaddress.ip_address(here).is_loopback:
-            hint = (
-                "that is the engine's own loopback: the trainer is on another host, or reaches the engine through a "
-                "forwarded port"
-            )
+            hint = _OWN_LOOPBACK
         raise TransferFailed(
-            f"rank {rank} cannot reach the trainer's {what} at {host} port {port} from {interface_of(here)}: {error}; "
-            f'{hint} The trainer can pass another: Sender(..., address="host")'
+            f"rank {rank} cannot reach the trainer's store at {host} port {port} from {interface_of(here)}: {error}; "
+            f"{hint}"
         ) from error
     return here
 

@@ -237,4 +237,4 @@ def reach(asked: InitNcclGroup, rank: int) -> str:
     """This host's address towards the store. Raises `UnsupportedOption` or `TransferFailed` where there is no way."""
     if asked.master_address in ("", "0.0.0.0", "::", "*"):
         raise UnsupportedOption(f"master_address {asked.master_address!r} is nobody's: give the trainer's own address")
-    return check_reachable(rank, asked.master_address, asked.master_port, "store")
+    return check_reachable(rank, asked.master_address, asked.master_port)

@@ -24,7 +24,7 @@ from weightsync.staging import Arena
 from weightsync.transports import base
 from weightsync.transports.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, spans_of
 from weightsync.transports.base import Deadline, Helpers, Introduction, Peer
-from weightsync.transports.control import check_reachable, check_ways, interface_of
+from weightsync.transports.control import check_ways, interface_of, way_to
 from weightsync.transports.engine_control import EngineControl
 from weightsync.transports.nics import shares_memory
 from weightsync.transports.nixl_incoming import IN_FLIGHT, Reading, Written
@@ -232,10 +232,7 @@ class Engine:
         """See `base.EngineEnd`."""
         if not isinstance(asked, RegisterNixl):
             raise UnsupportedOption(f"nixl has no use for {type(asked).__name__}")
-        here = ""
-        if asked.address:
-            host, _, port = asked.address.removeprefix("tcp://").rpartition(":")
-            here = interface_of(check_reachable(rank, host.strip("[]"), int(port), "socket"))
+        here = interface_of(way_to(rank, asked.address)) if asked.address else ""
         self._drop()
         if self._agent is None:
             self._agent = Agent(self._device, rank)
