@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from tests.scenarios import truth
 from tests.scenarios.drawn import PLAIN
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
-from tests.scenarios.truth import Held, Lag, NotPushable, Truth, Violation
+from tests.scenarios.truth import Held, Lag, NotPushable, Truth, Violation, held
 from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
 from weightsync import Sender
@@ -31,7 +31,6 @@ class Acting(RuleBasedStateMachine):
     tally: ClassVar[Tally]
     lag: ClassVar[Lag]
     interrupts: ClassVar[Interrupts]
-    before: ClassVar[Held]
     raised: ClassVar[list[str]]
     over: ClassVar[Callable[[], bool]]
 
@@ -52,6 +51,8 @@ class Acting(RuleBasedStateMachine):
         #: What its memory still holds for engines that come late; empty if nothing.
         self.holds, self.keeps = "", False
         self.truth.check()
+        #: What is held before anybody has a sender; of what was found untrue in another scenario something may linger.
+        self.before: Held = held(self.world)
 
     def note(self, found: Violation) -> None:
         """Something untrue was found: after how many steps. Raises it, unless its kind is known."""

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.scenarios.machine import Scenario
 from tests.scenarios.play import Interrupts, Tally
-from tests.scenarios.truth import Lag, held
+from tests.scenarios.truth import Lag
 from tests.scenarios.world import World
 from tools import servers
 from weightsync import Sender
@@ -61,7 +61,7 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
         lag, interrupts, raised, hook = Lag(), Interrupts(), list[str](), threading.excepthook
         threading.excepthook = lambda told: raised.append(f"{told.exc_type.__name__}: {told.exc_value} ({told.thread})")
         try:
-            shared = {"world": world, "lag": lag, "interrupts": interrupts, "before": held(world), "raised": raised}
+            shared = {"world": world, "lag": lag, "interrupts": interrupts, "raised": raised}
             yield type("Scenario", (Scenario,), shared)
         finally:
             threading.excepthook = hook
