@@ -50,6 +50,8 @@ class Acting(RuleBasedStateMachine):
         self.members: dict[int, str] = {}
         #: What its memory still holds for engines that come late; empty if nothing.
         self.holds, self.keeps = "", False
+        #: The sender whose engines were made to keep a version.
+        self.keeping: Sender | None = None
         self.truth.check()
         #: What is held before anybody has a sender; of what was found untrue in another scenario something may linger.
         self.before: Held = held(self.world)

@@ -122,14 +122,27 @@ class Scenario(Acting):
         found = [e for e in ours if e.still or not e.alive() or told.get(e.url) in ("dirty", "unknown")]
         return found if len(found) < len(ours) else []
 
-    @rule(faults=drawn.faults, meanwhile=drawn.meanwhile)
+    @rule(faults=drawn.faults, meanwhile=drawn.meanwhile, kept=st.booleans())
     @step
-    def rollback(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        if (sender := self.built()) is None:
+    def rollback(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile], kept: bool) -> None:
+        """With ``kept`` of a sender that has pushed two versions; of any other there is mostly nothing to go back to."""
+        if kept and self.keeping is not self.sender:
+            self.closed()
+            if self.built(options={**PLAIN, "keep_previous": True}) is None:
+                return
+            self.keeping = self.sender
+            for content in (1, 2):
+                self.push_of(self.written(self.world.mapping), content)
+        if self.built() is None:
             return
+        self.rolled_back(faults, meanwhile)
+
+    def rolled_back(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        """Or refused, or gone wrong."""
+        assert self.sender is not None
         kept = {rank.previous for status in self.truth.seen.values() if status is not None for rank in status.ranks}
         self.holds = ""
-        outcome = self.sent("rollback", sender.rollback, "", faults=faults, meanwhile=meanwhile)
+        outcome = self.sent("rollback", self.sender.rollback, "", faults=faults, meanwhile=meanwhile)
         if outcome.result is not None and not self.interrupted_or_meddled(meanwhile):
             if outcome.result.version not in kept:
                 raise UntrueReport(f"rollback says {outcome.result.version!r}, and engines kept {kept}")
@@ -190,10 +203,16 @@ class Scenario(Acting):
             raise UntrueReport(f"an engine cannot be removed: {outcome.error}")
         del self.members[engine.number]
 
-    @rule(faults=drawn.faults, again=st.booleans())
+    @rule(restarted=st.one_of(st.none(), drawn.number), faults=drawn.faults, again=st.booleans())
     @step
-    def catch_up(self, faults: Sequence[Fault | None], again: bool) -> None:
-        if self.built() is not None and self.caught_up(faults).error is not None and again:
+    def catch_up(self, restarted: int | None, faults: Sequence[Fault | None], again: bool) -> None:
+        """After an engine was restarted, or not; ``again``: also when it has failed."""
+        if self.built() is None:
+            return
+        if restarted is not None and self.world.may_end(self.tally.steps):
+            self.play.restart(self.engines([restarted]))
+            self.truth.check()
+        if self.caught_up(faults).error is not None and again:
             self.caught_up(())
 
     def caught_up(self, faults: Sequence[Fault | None]) -> Outcome:
