@@ -125,7 +125,7 @@ class Scenario(Acting):
     @rule(faults=drawn.faults, meanwhile=drawn.meanwhile, kept=st.booleans())
     @step
     def rollback(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile], kept: bool) -> None:
-        """With ``kept`` of a sender that has pushed two versions; of any other there is mostly nothing to go back to."""
+        """With ``kept`` of a sender that has pushed two versions; others have mostly nothing to go back to."""
         if kept and self.keeping is not self.sender:
             self.closed()
             if self.built(options={**PLAIN, "keep_previous": True}) is None:
