@@ -36,6 +36,7 @@ class Acting(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tally.scenarios += 1
         self.world.reset()
         self.truth = Truth(self.world, self.raised)
         self.play = Play(self.world, self.truth, self.lag, self.interrupts, self.tally)

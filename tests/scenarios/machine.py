@@ -133,6 +133,7 @@ class Scenario(Acting):
             self.keeping = self.sender
             for content in (1, 2):
                 self.push_of(self.written(self.world.mapping), content)
+            self.truth.check()
         if self.built() is None:
             return
         self.rolled_back(faults, meanwhile)

@@ -45,6 +45,7 @@ class Tally:
     """What a run consisted of."""
 
     steps: int = 0
+    scenarios: int = 0
     rules: collections.Counter[str] = field(default_factory=collections.Counter)
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     #: Kinds of violations that are counted, and no more.

@@ -84,11 +84,14 @@ def run(
     tally = found.tally
     tally.known = known
 
-    def over(_: Scenario) -> bool:
-        # What has been found is shrunk without regard to the limits.
-        return not tally.found and (tally.steps >= steps or time.monotonic() - begin > limit_s)
-
     with prepared(kind) as machine:
+        since = time.monotonic()
+
+        def over(_: Scenario) -> bool:
+            # The first scenario is one step again and again. What has been found is shrunk whatever it takes.
+            enough = tally.steps >= steps or time.monotonic() - since > limit_s
+            return tally.scenarios == 1 or (enough and not tally.found)
+
         machine.tally, machine.over = tally, over
         machine.world.grace_s = machine.world.grace_s if grace_s is None else grace_s
         chosen = settings(
