@@ -7,7 +7,7 @@ import pytest
 from tests.scenarios.run import run
 
 #: Nothing is begun after that, however slow the machine is.
-LIMIT_S = 30.0
+LIMIT_S = 20.0
 STEPS = 400
 
 
