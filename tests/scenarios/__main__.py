@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="folder for the figures as JSON")
     asked = parser.parse_args()
     logging.disable(logging.CRITICAL)  # of what goes wrong on purpose
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines end with whoever started them
     found = run(
         asked.engine,
         asked.seed,
