@@ -3,11 +3,12 @@ PYTHON ?= python3
 ENGINE ?= vllm
 PUSHES ?= 500
 ROUNDS ?= 0
+STEPS ?= 10000
 ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test lint demo bench bench-transports bench-sharded bench-sizes faults soak streams clean
+.PHONY: env test lint demo bench bench-transports bench-sharded bench-sizes faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -40,6 +41,9 @@ bench-sizes: env  ## what a push costs by the size of a model and by the number 
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)
+
+scenarios: env  ## random sequences of all that may happen: make scenarios STEPS=10000, or with STEPS=500 ENGINE=vllm|sglang
+	.venv/bin/python -m tests.scenarios --results benchmarks/results --steps $(STEPS) $(or $(ASKED),--engine reference) $(ARGS)
 
 soak: env  ## push 500 times and see that no process grows: make soak PUSHES=500 ENGINE=vllm|sglang (default: both)
 	.venv/bin/python benchmarks/soak.py --pushes $(PUSHES) $(ASKED) $(ARGS)

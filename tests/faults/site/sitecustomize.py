@@ -45,6 +45,10 @@ def at(point, **facts):
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif action == "raise":
         raise Injected(f"injected at {point}")
+    elif action == "hold":
+        # Until whoever ordered it takes the file away.
+        while os.path.exists(FILE + ".fired"):
+            time.sleep(0.002)
     elif action in ("clock forward", "clock back"):
         real, shift = time.time, 86400.0 * (1 if action == "clock forward" else -1)
         time.time = lambda: real() + shift

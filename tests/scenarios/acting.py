@@ -1,0 +1,211 @@
+"""What the rules of the state machine are made of: calls of senders, here and in other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+from tests.scenarios import truth
+from tests.scenarios.drawn import PLAIN
+from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
+from tests.scenarios.truth import Held, Lag, NotPushable, Truth, Violation, held
+from tests.scenarios.weights import CONTENTS
+from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
+from weightsync import Sender
+from weightsync.errors import ApplyFailed, LeaseHeld, WeightSyncError
+
+#: A sender that closes tells its engines, and waits a second for each answer.
+CLOSE_S = 2.0
+#: A trainer in another process has to build its sender, and to say what came of it.
+OTHERS_S = 1.0
+
+
+class Acting(RuleBasedStateMachine):
+    """One sequence. The world, the tally and when to stop are set by whoever runs it, see `run.prepared`."""
+
+    world: ClassVar[World]
+    tally: ClassVar[Tally]
+    lag: ClassVar[Lag]
+    interrupts: ClassVar[Interrupts]
+    raised: ClassVar[list[str]]
+    over: ClassVar[Callable[[], bool]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally.scenarios += 1
+        self.world.reset()
+        self.truth = Truth(self.world, self.raised)
+        self.play = Play(self.world, self.truth, self.lag, self.interrupts, self.tally)
+        self.sender: Sender | None = None
+        self.timeout_s = 1.0
+        self.address = ""
+        self.labels = 0
+        self.failed = False
+        #: The steps so far, to be told of what does not happen twice.
+        self.made: list[str] = []
+        #: By number of the engines that the sender has, the instance that it made serve something, if it did.
+        self.members: dict[int, str] = {}
+        #: What its memory still holds for engines that come late; empty if nothing.
+        self.holds, self.keeps = "", False
+        #: The sender whose engines were made to keep a version.
+        self.keeping: Sender | None = None
+        self.truth.check()
+        #: What is held before anybody has a sender; of what was found untrue in another scenario something may linger.
+        self.before: Held = held(self.world)
+
+    def note(self, found: Violation) -> None:
+        """Something untrue was found: after how many steps. Raises it, unless its kind is known."""
+        kind = type(found).__name__
+        if kind in self.tally.known:
+            print(f"known, after {self.tally.steps} steps: {kind}: {found}", file=sys.stderr, flush=True)
+            self.tally.outcomes[f"known: {kind}"] += 1
+            self.truth.forget(self.world.engines)
+            return
+        self.failed = True
+        if kind not in self.tally.found:
+            self.tally.found[kind] = self.tally.steps, list(self.made)
+            print(f"after {self.tally.steps} steps: {kind}: {found}", file=sys.stderr, flush=True)
+        raise found
+
+    def engines(self, numbers: Sequence[int]) -> list[Engine]:
+        """By number; of a single one that is all there are."""
+        found = {number % len(self.world.engines) for number in numbers}
+        return [self.world.engines[number] for number in sorted(found)]
+
+    def label(self, content: int) -> str:
+        """Of a push that begins."""
+        self.labels += 1
+        self.truth.pushed(label := f"v{self.labels}", content)
+        return label
+
+    def timed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options, with the time that calls take in this world."""
+        return {**options, "timeout_s": self.world.times * options["timeout_s"]}
+
+    def built(self, numbers: Sequence[int] = (0, 1), options: dict[str, Any] = PLAIN) -> Sender | None:
+        """The sender there is, or a new one."""
+        if self.sender is None:
+            engines = self.engines(numbers)
+            urls, options = [engine.url for engine in engines], self.timed(options)
+            made = self.play.call("Sender", options["timeout_s"], lambda: Sender(urls, **options))
+            self.sender, self.timeout_s, self.address, self.holds = made.result, options["timeout_s"], "", ""
+            #: Whether it has an arena that holds a whole version.
+            self.keeps = options["bucket_bytes"] is None
+            self.members = dict.fromkeys((engine.number for engine in engines), "")
+        return self.sender
+
+    def closed(self) -> None:
+        """There is no sender any more."""
+        if (sender := self.sender) is not None:
+            self.sender = None
+            self.play.call("close", CLOSE_S, sender.close)
+            self.members, self.holds = {}, ""
+
+    def sent(
+        self, what: str, act: Callable[[], Any], label: str, numbers: Sequence[int] | None = None, *,
+        faults: Sequence[Fault | None] = (), meanwhile: Sequence[Meanwhile] = (),
+    ) -> Outcome:  # fmt: skip
+        """A call of the sender that makes engines, by default all of its, serve ``label``."""
+        engines = self.engines(list(self.members) if numbers is None else numbers)
+        before, instances = dict(self.truth.seen), self.instances()
+        self.truth.forget(engines)
+        by_number = [faults[engine.number] if faults else None for engine in engines]
+        outcome = self.play.call(
+            what, self.timeout_s, act, engines=engines, faults=by_number, meanwhile=meanwhile, others=self.beside
+        )
+        if self.interrupted_or_meddled(meanwhile):
+            return outcome
+        if outcome.error is not None:
+            self.truth.told(outcome.error.engines, label, before, f"{what} of {label}: {_text(outcome.error)}")
+        elif not outcome.interrupted:
+            told = outcome.result if isinstance(outcome.result, dict) else getattr(outcome.result, "engines", {})
+            self.truth.told(dict.fromkeys(told, "committed"), label, before, f"{what} of {label}")
+            for engine in engines:
+                if engine.url in told:
+                    self.members[engine.number] = instances[engine.number]
+        return outcome
+
+    def instances(self) -> dict[int, str]:
+        """Who the engines are, as far as they could be looked at."""
+        return {n: status.instance if status is not None else "" for n, status in self.truth.seen.items()}
+
+    @staticmethod
+    def interrupted_or_meddled(meanwhile: Sequence[Meanwhile]) -> bool:
+        """Whether others had a hand in what engines serve now, or lost one."""
+        return any(what in ("second sender", "kill engine") for what, _ in meanwhile)
+
+    def beside(self, one: Meanwhile) -> None:
+        """In the middle of a call: somebody else pushes."""
+        if one[0] == "second sender":
+            engine = self.engines([one[1]])[0]
+            self.truth.forget([engine])
+            label = self.label(3)
+            with contextlib.suppress(WeightSyncError), Sender([engine.url], timeout_s=self.world.times / 2) as other:
+                other.push(self.world.weights.mapping(3), version=label)
+
+    def kept(self, error: WeightSyncError) -> None:
+        """Whether the sender's memory still holds what it did; what breaks on the way takes it along."""
+        if not isinstance(error, (LeaseHeld, ApplyFailed)) or "unknown" in error.engines.values():
+            self.holds = ""
+
+    def pushed_by(
+        self, pusher: Pusher, numbers: Sequence[int], holds: int, content: int | None, options: dict[str, Any],
+        faults: Sequence[Fault | None], meanwhile: list[Meanwhile], end: Fault | None,
+    ) -> None:  # fmt: skip
+        """A push by other processes."""
+        pusher.start(self.world.weights, self.world.shared)
+        engines, label, before = self.engines(numbers), self.label(holds), dict(self.truth.seen)
+        self.truth.forget(engines)
+        if end is not None:
+            pusher.order(end)
+        options = self.timed(options)
+        limit_s = 2 * options["timeout_s"] + CLOSE_S + OTHERS_S
+
+        def act() -> list[dict]:
+            urls = [engine.url for engine in engines]
+            return pusher.push(limit_s + PATIENCE_S, urls=urls, content=content, options=options, label=label)
+
+        def others(_: Meanwhile) -> None:
+            pusher.children[-1].kill()
+
+        some = [faults[engine.number] for engine in engines]
+        said = self.play.call(
+            f"push by {len(pusher.children)}", limit_s, act, engines=engines, faults=some, meanwhile=meanwhile,
+            others=others,
+        ).result  # fmt: skip
+        pusher.call_off()
+        if len(said) == len(pusher.children):
+            self.truth.told(said[0]["engines"], label, before, f"{label} of another process: {said[0]['message']}")
+        else:
+            pusher.kill()
+
+    def truth_of_shared(self) -> int:
+        """Which content the learner's parameters have."""
+        return next(c for c in range(CONTENTS) if all(
+            one.equal(self.world.shared[name]) for name, one in self.world.weights.mapping(c).items()
+        ))  # fmt: skip
+
+    def ended(self) -> None:
+        for engine in self.world.engines:
+            engine.go_on()
+        self.closed()
+        self.play.restart([engine for engine in self.world.engines if not engine.alive()])
+        self.truth.check()
+        label = self.label(1)
+        with contextlib.ExitStack() as stack:
+            try:
+                fresh = stack.enter_context(Sender([e.url for e in self.world.engines], timeout_s=PATIENCE_S))
+                fresh.push(self.world.weights.mapping(1), version=label)
+            except WeightSyncError as error:
+                raise NotPushable(f"a fresh sender cannot push: {error}") from error
+        self.truth.told({e.url: "committed" for e in self.world.engines}, label, self.truth.seen, "a fresh sender")
+        self.truth.check()
+        truth.check_nothing_left(self.world, self.before)
+
+
+def _text(error: WeightSyncError) -> str:
+    return f"{type(error).__name__}({error}) {error.engines}"

@@ -1,0 +1,91 @@
+"""What is drawn for the rules of the state machine."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+
+from tests.scenarios.weights import CONTENTS
+from tests.scenarios.world import Fault
+
+number = st.integers(0, 2)
+content = st.integers(0, CONTENTS - 1)
+#: How many steps somebody stands still.
+still = st.integers(1, 4)
+
+
+def _fault(last: int = 7) -> st.SearchStrategy[Fault]:
+    places = st.sampled_from([
+        ("rank loads", (("tensor", last // 2),)), ("rank loads", (("tensor", 0),)), ("rank loads", (("tensor", last),)),
+        ("rank stops", ()), ("rank takes", (("bucket", 0),)), ("rank prepares", ()),
+    ])  # fmt: skip
+    actions = st.sampled_from(["hold", "raise", "stop", "kill"])
+    return st.builds(lambda place, action, steps: Fault(place[0], action, place[1], steps), places, actions, still)
+
+
+fault = st.one_of(st.none(), _fault())
+#: By engine; every second time nothing goes wrong.
+faults = st.one_of(st.just((None, None, None)), st.tuples(fault, fault, fault))
+#: One of which something goes wrong where the others may go on.
+meanwhile = st.lists(
+    st.tuples(st.sampled_from(["release", "interrupt", "abort", "kill engine", "second sender"]), number), max_size=2
+)
+#: What the learner has next, if it goes on at once.
+then = st.one_of(st.none(), content)
+
+
+class Push(NamedTuple):
+    """What is pushed, what goes wrong, and ``then``: the content with which the trainer goes on, if it does at once.
+
+    After a push that failed it then pushes that, to those engines alone that are not in trouble.
+    """
+
+    content: int
+    faults: tuple[Fault | None, ...]
+    meanwhile: list[tuple[str, int]]
+    then: int | None
+
+
+pushes = st.builds(Push, content, faults, meanwhile, then)
+kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
+#: The same for a push of another process, which itself may be killed.
+beside_others = st.lists(
+    st.tuples(st.sampled_from(["kill pusher", "release", "abort", "kill engine"]), number), max_size=2
+)
+#: What a trainer in another process dies of, or its last rank.
+ends = st.one_of(
+    st.none(),
+    st.sampled_from([
+        Fault("trainer packs", "kill", (("number", 0),)),
+        Fault("trainer asks", "kill", (("route", "commit"),)),
+        Fault("trainer was answered", "kill", (("route", "commit"),)),
+        Fault("trainer was answered", "kill", (("route", "open"),)),
+    ]),
+)  # fmt: skip
+
+
+def _options(
+    transport: str, staging: str, verify: str, keep: bool, bucket: int | None, timeout_s: float, pause: str
+) -> dict[str, Any]:
+    if staging == "none":
+        keep, verify = False, "off" if verify == "off" else "digest"
+    return {
+        "transport": transport, "staging": staging, "verify": verify, "keep_previous": keep, "bucket_bytes": bucket,
+        "timeout_s": timeout_s, "pause": pause,
+    }  # fmt: skip
+
+
+options = st.builds(
+    _options,
+    transport=st.sampled_from(["auto", "auto", "ipc_zmq", "nccl", "nixl"]),
+    staging=st.sampled_from(["full", "full", "auto", "none"]),
+    verify=st.sampled_from(["digest", "off", "deep"]),
+    keep=st.booleans(),
+    bucket=st.sampled_from([None, None, 1 << 16]),
+    timeout_s=st.sampled_from([1.0, 0.7, 1.5]),
+    pause=st.sampled_from(["retract", "abort", "wait"]),
+)
+PLAIN = _options("auto", "full", "digest", False, None, 1.0, "retract")
+members = st.sampled_from([some for size in (3, 2, 1) for some in combinations(range(3), size)])

@@ -1,0 +1,96 @@
+"""A trainer in a process of its own, or one of several ranks of one: orders come over a socket, outcomes go back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.scenarios.nursery import receive
+from weightsync import LocalShard, Sender
+from weightsync.errors import WeightSyncError
+
+
+def lend(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[int]]:
+    """Shared tensors as another process gets them: what they are, and the descriptors of their memory."""
+    shared = [one.untyped_storage()._share_fd_cpu_() for one in tensors.values()]
+    lent = [
+        (name, str(one.dtype).removeprefix("torch."), tuple(one.shape), nbytes)
+        for (name, one), (_, nbytes) in zip(tensors.items(), shared, strict=True)
+    ]
+    return lent, [file for file, _ in shared]
+
+
+def borrow(lent: list[Any], files: list[int]) -> dict[str, torch.Tensor]:
+    """The tensors of `lend`; each takes up a storage."""
+    found = {}
+    for (name, dtype, shape, nbytes), file in zip(lent, files, strict=True):
+        storage = torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)
+        found[name] = torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, 0, shape)
+    return found
+
+
+class Trainer:
+    """Holds what was lent to it."""
+
+    def __init__(self) -> None:
+        self._states: list[dict[str, torch.Tensor]] = []
+        self._lent: dict[str, torch.Tensor] = {}
+
+    def lent(self, order: dict, files: list[int]) -> dict:
+        """Take the learner's parameters."""
+        self._lent = borrow(order["lent"], files)
+        return {}
+
+    def group(self, order: dict, _: list[int]) -> dict:
+        """Become one of several ranks, each of which reads all contents from their folders."""
+        self._states = [load_file(f"{folder}/model.safetensors") for folder in order["folders"]]
+        address = f"tcp://127.0.0.1:{order['port']}"
+        dist.init_process_group("gloo", init_method=address, rank=order["rank"], world_size=order["size"])
+        return {}
+
+    def push(self, order: dict, _: list[int]) -> dict:
+        """By a sender of its own."""
+        said: dict[str, Any] = {"error": "", "message": "", "engines": {}}
+        try:
+            with Sender(order["urls"], **order["options"]) as sender:
+                what = self._lent if order["content"] is None else self._shards(order["content"])
+                result = sender.push(what, version=order["label"])
+                said["engines"] = dict.fromkeys(result.engines, "committed")
+        except WeightSyncError as error:
+            said.update(error=type(error).__name__, message=str(error), engines=error.engines)
+        return said
+
+    def _shards(self, content: int) -> dict[str, LocalShard]:
+        """This rank's rows of each tensor, which do not divide evenly."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        shards = {}
+        for name, one in self._states[content].items():
+            each = len(one) // size + 1
+            start = min(rank * each, len(one))
+            rows = one[start : start + each]
+            if len(rows):
+                shards[name] = LocalShard(rows.clone(), tuple(one.shape), (start, *[0] * (one.ndim - 1)))
+        return shards
+
+
+def run(_: dict, files: list[int]) -> None:
+    """Do what is ordered until the other end of the socket closes."""
+    with socket.socket(fileno=files[0]) as channel:
+        trainer = Trainer()
+        while True:
+            asked, lent = receive(channel)
+            if not asked:
+                return
+            said = getattr(trainer, asked["do"])(asked, lent)
+            for file in lent:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+            channel.send(json.dumps(said).encode())

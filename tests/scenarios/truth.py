@@ -1,0 +1,234 @@
+"""What must be true after every step, whatever has happened; each thing that is not is a kind of `Violation`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import requests
+
+from tests.scenarios.world import FIRST, PATIENCE_S, Engine, World, digest_in
+from weightsync import security, staging, wire
+from weightsync.errors import WeightSyncError
+from weightsync.transports.base import Deadline
+
+#: What was left over may be about to go: gloo ends what was given up five seconds after the deadline.
+_SETTLE_S = 15.0
+
+
+class Violation(AssertionError):
+    """Something that must not be. Hypothesis tells kinds apart and shrinks each."""
+
+
+class WrongWeights(Violation):
+    """An engine serves something else under a label than was pushed with it."""
+
+
+class UntrueReport(Violation):
+    """A call, or its error, said of an engine what is not so."""
+
+
+class TooLate(Violation):
+    """A call outlasted its deadline."""
+
+
+class ForeignError(Violation):
+    """A call raised what is none of our errors."""
+
+
+class LeftOver(Violation):
+    """Something is held after all who held it have closed."""
+
+
+class NotPushable(Violation):
+    """A fresh sender cannot push."""
+
+
+class NotCaughtUp(Violation):
+    """An engine was left behind, and nobody said so."""
+
+
+class ServesDirty(Violation):
+    """An engine is dirty and says that it is well, or the other way round."""
+
+
+class Lag(threading.Thread):
+    """How late this machine is: a thread that wants to run a hundred times a second notes how much later it does."""
+
+    _EVERY_S = 0.01
+
+    def __init__(self) -> None:
+        super().__init__(name="scenarios-lag", daemon=True)
+        self._late_s, self._due = 0.0, time.monotonic()
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            self._due = time.monotonic() + self._EVERY_S
+            time.sleep(self._EVERY_S)
+            self._late_s += max(0.0, time.monotonic() - self._due)
+
+    def total_s(self) -> float:
+        """All the lateness there was, seconds; what is under way counts."""
+        return self._late_s + max(0.0, time.monotonic() - self._due)
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._over.set()
+        self.join()
+
+
+class Claim(NamedTuple):
+    """What was said of an engine: in ``state`` ("serving" or "dirty"), with a label or whichever (None)."""
+
+    state: str
+    label: str | None
+    why: str
+
+
+class Truth:
+    """What was pushed under which label, and what was said of whom."""
+
+    def __init__(self, world: World, raised: list[str]):
+        self._world, self._raised = world, raised
+        self._contents = {FIRST: 0}
+        self._claims: dict[int, Claim] = {}
+        #: What engines said when they were looked at last; None for one that could not be.
+        self.seen: dict[int, wire.StatusReply | None] = dict.fromkeys(range(len(world.engines)))
+
+    def pushed(self, label: str, content: int) -> None:
+        """From now on an engine may serve this."""
+        self._contents[label] = content
+
+    def forget(self, engines: Iterable[Engine]) -> None:
+        """Something begins that may change what was said of these."""
+        for engine in engines:
+            self._claims.pop(engine.number, None)
+
+    def told(
+        self, engines: Mapping[str, str], label: str, before: Mapping[int, wire.StatusReply | None], why: str
+    ) -> None:
+        """``engines`` says by URL what became of each in a call that was to make them serve ``label``, if known."""
+        for engine in self._world.engines:
+            said = engines.get(engine.url)
+            was = before[engine.number]
+            if said == "committed":
+                self._claims[engine.number] = Claim("serving", label or None, f"{why} said committed")
+            elif said == "dirty":
+                self._claims[engine.number] = Claim("dirty", None, f"{why} said dirty")
+            elif said == "unchanged" and was is not None:
+                self._claims[engine.number] = Claim("serving", was.version, f"{why} said unchanged")
+
+    def check(self) -> None:
+        """Look at every engine that can be looked at, and at what threads raised where nobody caught it."""
+        if self._raised:
+            raise ForeignError(f"a thread raised {self._raised.pop()}")
+        for engine in self._world.engines:
+            self.seen[engine.number] = None
+            if not engine.alive():
+                self._claims.pop(engine.number, None)
+            elif not engine.still:
+                self._check(engine)
+
+    def _check(self, engine: Engine) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                status, wrong = self._look(engine)
+            except (WeightSyncError, requests.RequestException) as error:
+                if engine.ends():
+                    return
+                raise UntrueReport(f"{engine} does not say what it serves: {error}") from error
+            if status.state in ("serving", "dirty", "unsynced"):
+                if wrong is None:
+                    break
+                again = engine.client.status(Deadline(PATIENCE_S))
+                if (again.state, again.version, again.committed) == (status.state, status.version, status.committed):
+                    raise wrong
+            if time.monotonic() > end:
+                raise UntrueReport(f"{engine} is {status.state} for {PATIENCE_S:g} s, and nothing happens")
+            time.sleep(0.01)
+        self.seen[engine.number] = status
+
+    def _look(self, engine: Engine) -> tuple[wire.StatusReply, Violation | None]:
+        """What it says, and what is not so."""
+        status = engine.client.status(Deadline(PATIENCE_S), digest=True)
+        contents = {digest: content for content, digest in enumerate(self._world.weights.digests)}
+        served = contents.get(digest_in(status))
+        claim = self._claims.get(engine.number)
+        dirty = status.state == "dirty"
+        if not dirty and served != self._contents.get(status.version):
+            holds = "no version: it is torn" if served is None else f"content {served}"
+            return status, WrongWeights(
+                f"{engine} is {status.state} as {status.version!r}, which was pushed with content "
+                f"{self._contents.get(status.version)}; what it holds is {holds}"
+            )
+        if claim is not None and (dirty != (claim.state == "dirty") or claim.label not in (None, status.version)):
+            return status, UntrueReport(f"{claim.why}; {engine} is {status.state} with {status.version!r}, not {claim}")
+        code = requests.get(f"{engine.url}/health", timeout=PATIENCE_S).status_code
+        if dirty != (code == 503):
+            return status, ServesDirty(f"{engine} is {status.state}, and its /health answers {code}")
+        return status, None
+
+
+class Held(NamedTuple):
+    """What this process holds."""
+
+    files: list[str]
+    threads: int
+    shared: list[str]
+    sockets: list[str]
+
+
+def held(world: World) -> Held:
+    """Now; without what is the world's own."""
+    own, files = world.own_files(), []
+    for entry in os.scandir("/proc/self/fd"):
+        if int(entry.name) not in own:
+            try:
+                files.append(os.readlink(entry.path).split(":")[0])
+            except FileNotFoundError:
+                continue  # that of the listing itself
+    shared = [path.name for path in staging.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
+    sockets = [path.name for path in security.directory().glob(f"weightsync-{os.getpid()}-*")]
+    return Held(sorted(files), psutil.Process().num_threads(), shared, sockets)
+
+
+def check_nothing_left(world: World, before: Held) -> None:
+    """Nobody has a sender: nothing more than ``before`` is held, here or of ours by engines."""
+    end = time.monotonic() + _SETTLE_S
+    gc.collect()  # an error and who raised it may hold each other
+    while True:
+        now = held(world)
+        extra = list(now.files)
+        for file in before.files:
+            if file in extra:
+                extra.remove(file)
+        fewer = not extra and now.threads <= before.threads
+        mapped = [] if world.kind != "reference" else [line for engine in world.engines for line in _mapped(engine)]
+        if fewer and not (now.shared or now.sockets or mapped):
+            return
+        if time.monotonic() > end:
+            names = sorted(thread.name for thread in threading.enumerate())
+            raise LeftOver(
+                f"files {extra}, {now.threads} threads after {before.threads} ({names}), shared memory {now.shared}, "
+                f"sockets {now.sockets}, mapped by engines: {mapped}"
+            )
+        time.sleep(0.02)
+
+
+def _mapped(engine: Engine) -> list[str]:
+    """Memory of trainers that an engine still maps."""
+    found = []
+    for pid in engine.pids if engine.alive() and not engine.still else ():
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        theirs = [line for line in lines if "/weightsync-" in line or "/torch_" in line]
+        found += [f"{engine}: {line.split(maxsplit=5)[5]}" for line in theirs]
+    return found

@@ -1,0 +1,111 @@
+"""What is pushed: a few contents of one small model, and the digest of an engine that holds each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tools import models
+from weightsync.layout import digest_of
+
+#: Several runs of bytes, so that a load can be held in the middle; small, so that thousands of pushes take minutes.
+SHAPES = {
+    "embed": (256, 64), "query": (64, 64), "key": (32, 64), "up": (160, 64), "down": (64, 160), "scale": (64,),
+    "norm": (64,), "head": (200, 64),
+}  # fmt: skip
+#: Those of a real engine are all loaded once, to learn the digests.
+CONTENTS = 4
+
+
+class Tiny(torch.nn.Module):
+    """A model without a forward pass; its parameters are its checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            dtype = torch.float32 if name == "scale" else torch.bfloat16
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+
+
+class TinyWeights:
+    """Contents 0 to `CONTENTS` of `Tiny`; an engine starts with content 0."""
+
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        self._states = [self._state(content) for content in range(CONTENTS)]
+        #: By content, of an engine that holds it.
+        self.digests = [digest_of(state.items()) for state in self._states]
+
+    @staticmethod
+    def _state(content: int) -> dict[str, torch.Tensor]:
+        numbers = torch.Generator().manual_seed(content)
+        empty = Tiny().state_dict()
+        return {name: torch.randn(one.shape, generator=numbers).to(one.dtype) for name, one in empty.items()}
+
+    def module(self) -> torch.nn.Module:
+        """As a trainer holds it."""
+        return Tiny()
+
+    def mapping(self, content: int) -> dict[str, torch.Tensor]:
+        """Names and tensors of a checkpoint, to be left as they are."""
+        return self._states[content]
+
+    def copy(self, content: int) -> dict[str, torch.Tensor]:
+        """The same, anew."""
+        return {name: one.clone() for name, one in self.mapping(content).items()}
+
+    def write(self, model: torch.nn.Module | Mapping[str, torch.Tensor], content: int) -> None:
+        """What an optimiser's step does: other values in the same place."""
+        state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+        with torch.no_grad():
+            for name, one in self.mapping(content).items():
+                state[name].copy_(one)
+
+    def folder(self, content: int) -> Path:
+        """A checkpoint folder."""
+        path = self._scratch / f"content-{content}"
+        if not path.exists():
+            path.mkdir()
+            save_file(self._states[content], path / "model.safetensors")
+        return path
+
+    def iterable(self, content: int) -> Described:
+        """An object in the shape of vLLM's ``WeightSource``."""
+        return Described(self.mapping(content))
+
+
+class RealWeights(TinyWeights):
+    """The same of a small transformers model, for vLLM and SGLang; ``digests`` have to be asked for."""
+
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        for content in range(CONTENTS):
+            models.make_model(self.folder(content), "qwen3", seed=content)
+        self._states = [load_file(self.folder(content) / "model.safetensors") for content in range(CONTENTS)]
+        self.digests = []
+
+    def folder(self, content: int) -> Path:
+        """Made at the start."""
+        return self._scratch / f"content-{content}"
+
+    def module(self) -> torch.nn.Module:
+        """As transformers loads it."""
+        return models.load_reference(self.folder(0))
+
+
+class Described:
+    """Says what it holds, then yields it."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]):
+        self._state = state
+
+    def metadata(self) -> list[SimpleNamespace]:
+        """Of every tensor."""
+        return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self._state.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._state.items())

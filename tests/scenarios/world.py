@@ -1,0 +1,348 @@
+"""The engines and the trainers that scenarios are about, and what can be done to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+import torch
+
+from tests.scenarios.nursery import SITE, Child, Nursery
+from tests.scenarios.trainer import lend
+from tests.scenarios.weights import CONTENTS, RealWeights, TinyWeights
+from tools import servers
+from weightsync import Sender, wire
+from weightsync.client import EngineClient
+from weightsync.security import TOKEN_VARIABLE, engine_token
+from weightsync.transports.base import Deadline
+
+_START_S = 60.0
+#: By then a process that was killed has ended.
+_ENDING_S = 2.0
+#: What an engine says that it serves before anybody has pushed.
+FIRST = "default"
+#: Real engines take half a minute to start: so many steps lie between the ends of one.
+_STEPS_OF_LIFE = 100
+#: For calls that are no part of a scenario.
+PATIENCE_S = 30.0
+
+
+class Fault(NamedTuple):
+    """What happens to whom it is ordered for when it comes by a place; see `tests/faults/site`.
+
+    What is held, or stopped, goes on ``steps`` steps later.
+    """
+
+    point: str
+    action: str
+    where: tuple[tuple[str, Any], ...] = ()
+    steps: int = 1
+
+
+class Suspect:
+    """A process for which faults can be ordered."""
+
+    def __init__(self, fault_file: Path):
+        self.fault_file, self._fired = fault_file, Path(f"{fault_file}.fired")
+        self._goes_on = 0
+
+    def order(self, fault: Fault) -> None:
+        """Have it happen at the next opportunity."""
+        draft = self.fault_file.with_suffix(".draft")
+        draft.write_text(json.dumps({"point": fault.point, "action": fault.action, "where": dict(fault.where)}))
+        draft.rename(self.fault_file)
+
+    def happened(self) -> bool:
+        """Whether it has."""
+        return self._fired.exists()
+
+    def call_off(self) -> None:
+        """It need not happen any more; what has happened is over."""
+        self.fault_file.unlink(missing_ok=True)
+        self._fired.unlink(missing_ok=True)
+
+
+class Engine(Suspect):
+    """A reference engine, of `Tiny`."""
+
+    def __init__(self, number: int, nursery: Nursery | None, scratch: Path):
+        super().__init__(scratch / f"engine-{number}")
+        self.number, self._nursery, self.port = number, nursery, servers.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = EngineClient(self.url, engine_token())
+        self._child: Child | None = None
+        #: How many steps it still stands still, in a load or altogether.
+        self.still = 0
+        #: For how many steps it has not been there.
+        self.down = 0
+
+    def __repr__(self) -> str:
+        return f"engine {self.number}"
+
+    def start(self) -> None:
+        """At the port where it was before, with content 0."""
+        self.call_off()
+        self.down = 0
+        assert self._nursery is not None
+        recordable = self.number != 2
+        self._child = self._nursery.start("engine", self.fault_file, port=self.port, recordable=recordable)
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + _START_S
+        while True:
+            with suppress(requests.RequestException):
+                requests.get(f"{self.url}/health", timeout=5)
+                return
+            if time.monotonic() > end or not self.alive():
+                raise RuntimeError(f"{self} did not come up: {self.fault_file.with_suffix('.log').read_text()}")
+            time.sleep(0.005)
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [self._child.pid] if self._child is not None else []
+
+    def alive(self) -> bool:
+        """Whether it could answer, if it were not standing still."""
+        return self._child is not None and self._child.alive()
+
+    def ends(self) -> bool:
+        """Whether it has ended, or is about to."""
+        end = time.monotonic() + _ENDING_S
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self.alive()
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+        self.still = 0
+
+    def signal(self, what: int) -> None:
+        """To all its processes."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, what)
+
+    def freeze(self, steps: int) -> None:
+        """It stands still, and what it was doing."""
+        if self.alive():
+            self.signal(signal.SIGSTOP)
+            self.still = steps
+
+    def go_on(self) -> None:
+        """What was held or frozen goes on."""
+        self.call_off()
+        self.signal(signal.SIGCONT)
+        self.still = 0
+
+    def reset(self) -> None:
+        """As it was at the start."""
+        self.kill()
+        self.start()
+
+
+class RealEngine(Engine):
+    """vLLM or SGLang with one rank, started once: what a scenario begins with is pushed."""
+
+    def __init__(self, kind: str, weights: RealWeights, scratch: Path):
+        super().__init__(0, None, scratch)
+        self._kind, self._weights = kind, weights
+        self._server: servers.Server | None = None
+        self._workers: list[int] = []
+
+    def start(self) -> None:
+        self.call_off()
+        self.down = 0
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))}
+        env["FAULT_FILE"] = str(self.fault_file)
+        self._server = servers.start(self._kind, self._weights.folder(0), tp=1, port=self.port, env=env)
+        self._workers = [rank.pid for rank in self.client.open(Deadline(PATIENCE_S)).ranks]
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._server.process.pid, *self._workers] if self._server is not None else []
+
+    def alive(self) -> bool:
+        if self._server is None or self._server.process.poll() is not None:
+            return False
+        living = {process.pid for process in self._server.processes()}
+        return living.issuperset(self._workers)
+
+    def kill(self) -> None:
+        if self._server is not None:
+            self.signal(signal.SIGKILL)
+            self._server.stop(deadline_s=3.0)
+            self._server = None
+        self.still = 0
+
+    def reset(self) -> None:
+        self.go_on()
+        if not self.alive():
+            self.kill()
+            self.start()
+        self.client.abort("", Deadline(PATIENCE_S))
+        with Sender([self.url], timeout_s=PATIENCE_S) as sender:
+            sender.push(self._weights.mapping(0), version=FIRST)
+
+
+class Pusher(Suspect):
+    """A trainer in other processes than this one: a single one that borrows our parameters, or ranks with shards."""
+
+    def __init__(self, nursery: Nursery, scratch: Path, size: int):
+        super().__init__(scratch / f"pusher-{size}")
+        self._nursery, self._size = nursery, size
+        self.children: list[Child] = []
+        self.channels: list[socket.socket] = []
+
+    def start(self, weights: TinyWeights, shared: dict[str, torch.Tensor]) -> None:
+        """Fork them, unless they live."""
+        if self.children and all(child.alive() for child in self.children):
+            return
+        self.kill()
+        port = servers.free_port()
+        for rank in range(self._size):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                # Of several ranks the last is the one that suffers.
+                file = self.fault_file if rank == self._size - 1 else self.fault_file.with_suffix(f".{rank}")
+                self.children.append(self._nursery.start("trainer", file, [theirs.fileno()]))
+            self.channels.append(ours)
+            if self._size == 1:
+                lent, files = lend(shared)
+                socket.send_fds(ours, [json.dumps({"do": "lent", "lent": lent}).encode()], files)
+            else:
+                folders = [str(weights.folder(content)) for content in range(CONTENTS)]
+                self._tell(ours, do="group", port=port, rank=rank, size=self._size, folders=folders)
+        for channel in self.channels:
+            self._hear(channel, PATIENCE_S)
+
+    def push(self, timeout_s: float, **order: Any) -> list[dict]:
+        """What each rank says of it; nothing of one that has ended. Raises `TimeoutError`."""
+        for channel in self.channels:
+            self._tell(channel, do="push", **order)
+        end = time.monotonic() + timeout_s
+        said = [self._hear(channel, max(0.01, end - time.monotonic())) for channel in self.channels]
+        return [one for one in said if one]
+
+    @staticmethod
+    def _tell(channel: socket.socket, **order: Any) -> None:
+        with suppress(OSError):
+            channel.send(json.dumps(order).encode())
+
+    @staticmethod
+    def _hear(channel: socket.socket, timeout_s: float) -> dict:
+        channel.settimeout(timeout_s)
+        try:
+            return json.loads(channel.recv(1 << 20) or b"{}")
+        except ConnectionError:
+            return {}
+
+    def kill(self) -> None:
+        """All of them, now."""
+        while self.children:
+            self.children.pop().close()
+        while self.channels:
+            self.channels.pop().close()
+
+
+class World:
+    """All of it. ``kind`` is reference, vllm or sglang."""
+
+    def __init__(self, kind: str = "reference"):
+        self.kind = kind
+        #: Seconds by which a call may outlast its deadline.
+        self.grace_s = 1.0 if kind == "reference" else 2.0
+        #: How many times as long as with reference engines calls may take.
+        self.times = 1.0 if kind == "reference" else 4.0
+        self._ended_at = 0
+        self._scratch = tempfile.TemporaryDirectory(prefix="ws-")
+        scratch = Path(self._scratch.name)
+        self._before = os.environ.get(TOKEN_VARIABLE)
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this run alone
+        self.nursery = Nursery(scratch)
+        if kind == "reference":
+            self.weights = TinyWeights(scratch)
+            self.engines = [Engine(number, self.nursery, scratch) for number in range(3)]
+        else:
+            self.weights = RealWeights(scratch)
+            self.engines = [RealEngine(kind, self.weights, scratch)]
+        self.module = self.weights.module()
+        self.mapping = self.weights.copy(0)
+        #: The learner's parameters in shared memory, which others push too.
+        self.shared = self.weights.copy(0)
+        for one in self.shared.values():
+            one.share_memory_()
+        self.pusher, self.ranks = Pusher(self.nursery, scratch, 1), Pusher(self.nursery, scratch, 2)
+        try:
+            for engine in self.engines:
+                engine.start()
+            if not self.weights.digests:
+                self.weights.digests = [self._digest(content) for content in range(CONTENTS)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _digest(self, content: int) -> str:
+        engine = self.engines[0]
+        with Sender([engine.url]) as sender:
+            sender.push(self.weights.mapping(content), version=f"content-{content}")
+            return digest_in(sender.status(digest=True)[engine.url])
+
+    def reset(self) -> None:
+        """Everything as at the start."""
+        self.pusher.kill()
+        self.ranks.kill()
+        for engine in self.engines:
+            engine.reset()
+
+    def may_end(self, steps: int) -> bool:
+        """Whether an engine may be ended on purpose after so many steps of a run; it then is."""
+        if self.kind == "reference":
+            return True
+        may = steps - self._ended_at >= _STEPS_OF_LIFE
+        self._ended_at = steps if may else self._ended_at
+        return may
+
+    def own_files(self) -> set[int]:
+        """Descriptors of this process that the world holds."""
+        channels = [self.nursery.channel, *self.pusher.channels, *self.ranks.channels]
+        children = [*self.pusher.children, *self.ranks.children]
+        children += [engine._child for engine in self.engines if engine._child is not None]
+        return {channel.fileno() for channel in channels} | {child._file for child in children}
+
+    def close(self) -> None:
+        """End everything."""
+        self.pusher.kill()
+        self.ranks.kill()
+        for engine in self.engines:
+            engine.kill()
+        self.nursery.close()
+        if self._before is None:
+            del os.environ[TOKEN_VARIABLE]
+        else:
+            os.environ[TOKEN_VARIABLE] = self._before
+        self._scratch.cleanup()
+
+
+def digest_in(status: wire.StatusReply) -> str:
+    """Of all ranks, as one."""
+    return " ".join(rank.digest for rank in status.ranks)
+
+
+def living(engines: Sequence[Engine]) -> list[Engine]:
+    """Those that have not ended."""
+    return [engine for engine in engines if engine.alive()]
