@@ -88,7 +88,7 @@ class Trainer:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def begin(self, engines, folder, version="", halts=False, **options):
+    def begin(self, engines, folder, version=None, halts=False, **options):
         """Have it push."""
         urls = [engine.url for engine in engines]
         order = {"urls": urls, "options": options, "folder": str(folder), "version": version, "halts": halts}
