@@ -264,11 +264,11 @@ def test_an_engine_whose_ranks_do_not_answer_says_so_while_the_caller_still_list
 async def test_a_commit_whose_time_is_up_before_its_ranks_are_ready_changes_nothing():
     with closing(Front()) as front, closing(Trainer(front.replica, "one")) as trainer:
         await trainer.stage("v1", 1)
-        gate, end = threading.Event(), Deadline(1.2)
+        gate, end = threading.Event(), Deadline(6.0)
         front.gates["weightsync_ready"] = gate
         await front.replica._turn.acquire()
-        commit = await queued(front, trainer.commit("v1", timeout_s=1.0))
-        await asyncio.sleep(0.6)  # its turn comes, and not much of its time is left
+        commit = await queued(front, trainer.commit("v1", timeout_s=5.0))
+        await asyncio.sleep(2.5)  # its turn comes, and not much of its time is left
         front.replica._turn.release()
         await asyncio.sleep(end.left())
         gate.set()

@@ -31,9 +31,11 @@ GOLDEN_JSON = [
         wire.OpenReply(
             protocol=(1, 0), engine="vllm", engine_version="0.32", package_version="0.1.0", host="b:1", model="m",
             version="7", ranks=(), pause_refused={"keep": "why"}, instance="i", user="0 5", network="b:net:[1]",
+            stopped=True,
         ),
         b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
-        b'"version":"7","ranks":[],"pause_refused":{"keep":"why"},"instance":"i","user":"0 5","network":"b:net:[1]"}',
+        b'"version":"7","ranks":[],"pause_refused":{"keep":"why"},"instance":"i","user":"0 5","network":"b:net:[1]",'
+        b'"stopped":true}',
     ),
     (
         wire.UpdateRequest(
@@ -235,7 +237,7 @@ def test_an_engine_of_before_it_said_whose_it_is_is_understood():
         b'"version":"7","ranks":[],"pause_refused":{},"instance":"i"}',
         wire.OpenReply,
     )
-    assert (old.user, old.network) == ("", "")
+    assert (old.user, old.network, old.stopped) == ("", "", False)
 
 
 def test_a_pickle_is_no_message():
