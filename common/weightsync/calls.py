@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import psutil
 
 from weightsync import errors, staging
 from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
+from weightsync.processes import ENDED, fault
 from weightsync.wire import Done, RankInfo, RankReply, from_json
 
 Replies = Sequence[bytes | str]
@@ -31,7 +30,6 @@ _LOOK_UP_S: Final = 1.0
 _AGAIN_S: Final = 0.05
 #: With less time than this they are not asked again: their last answer says more than that there was none.
 _ASKING_S: Final = 1.0
-ENDED: Final = "has ended"
 
 
 class Calls:
@@ -106,29 +104,6 @@ def _seen(rank: RankInfo) -> str:
     """As `fault`; empty for a rank on another host or in another container, where its number is somebody else's."""
     here = (staging.host_id(), staging.process_space())
     return fault(rank.pid, rank.started) if (rank.host, rank.process_space) == here else ""
-
-
-def started(pid: int) -> int:
-    """When a process was started, in clock ticks since its host was; 0 if there is none of this number."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])  # its name, in brackets, may hold spaces and brackets
-
-
-def fault(pid: int, since: int = 0) -> str:
-    """What can be seen of a process that does not answer; empty if it runs.
-
-    ``since`` is when it was `started`: a process of its number that was started at another time is not the same one.
-    """
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return ENDED
-    if status == psutil.STATUS_ZOMBIE or (since and started(pid) != since):
-        return ENDED
-    return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
 
 
 def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:

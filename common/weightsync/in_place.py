@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-import psutil
 import torch
 
 from weightsync import cuda_ipc
@@ -24,6 +23,7 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.handles import CudaHandle, FileHandle, InPlaceHandle
 from weightsync.layout import Layout, align
 from weightsync.mappings import Mappings, OpenFile
+from weightsync.processes import ENDED, fault, started
 from weightsync.scattered import Scattered
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -159,18 +159,9 @@ def _life_of(pid: int) -> Callable[[], bool]:
 
     Who is killed cannot say that its parameters are another process's again, a learner's that it pushed for.
     """
-    try:
-        process = psutil.Process(pid)
-    except (psutil.Error, ValueError) as error:
-        raise TransferFailed(f"the trainer's process {pid} cannot be found: {error}") from error
-
-    def lives() -> bool:
-        try:
-            return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        except psutil.NoSuchProcess:
-            return False
-
-    return lives
+    if not (since := started(pid)):
+        raise TransferFailed(f"the trainer's process {pid} cannot be found")
+    return lambda: fault(pid, since) != ENDED
 
 
 def _handle(file: OpenFile | None) -> FileHandle:

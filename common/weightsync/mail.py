@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from weightsync import errors
 from weightsync.assembly import Orders, Work
-from weightsync.calls import ENDED, fault
 from weightsync.errors import SourceError, TransferFailed, Weights, WeightSyncError
 from weightsync.handles import ShmHandle
 from weightsync.plan import Held
+from weightsync.processes import ENDED, fault
 from weightsync.transports.base import Deadline
 from weightsync.wire import Message
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from weightsync.errors import UnsupportedOption, Weights
+from weightsync.errors import UnsupportedOption
 from weightsync.wire import MAX_TEXT_CHARS
 
 _PORTS: Final = {"http": 80, "https": 443}
@@ -46,18 +45,17 @@ def plain_url(url: str) -> str:
     return f"{split.scheme}://{_host(text, split)}{shown_port}{split.path.rstrip('/')}"
 
 
-def check_label(version: object, engines: Mapping[str, Weights]) -> None:
+def check_label(version: object) -> None:
     """Raise `UnsupportedOption` unless a version can be told by this from others, by engines and by people.
 
-    An empty label stands for no version in every message. ``engines`` are what they serve, and will.
+    An empty label stands for no version in every message.
     """
     if not (isinstance(version, str) and 0 < len(version) <= MAX_TEXT_CHARS and version.isprintable()):
         shown = repr(version)
         shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
         raise UnsupportedOption(
             f"version {shown} is no label: give a string of 1 to {MAX_TEXT_CHARS} printable characters, like "
-            "version='5'; without one, versions are counted",
-            engines=engines,
+            "version='5'; without one, versions are counted"
         )
 
 

@@ -15,7 +15,7 @@ from threading import Event
 from msgspec import UNSET
 
 from weightsync import staging
-from weightsync.calls import COMMIT_CALL_S, started
+from weightsync.calls import COMMIT_CALL_S
 from weightsync.cuda_ipc import device_uuid
 from weightsync.errors import (
     ApplyFailed,
@@ -25,6 +25,7 @@ from weightsync.errors import (
 )
 from weightsync.loading import Loading
 from weightsync.parts import Parts
+from weightsync.processes import started
 from weightsync.session import REPLICA, Machine
 from weightsync.sink import Sink
 from weightsync.stage import Staged, Stages

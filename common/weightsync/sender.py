@@ -180,7 +180,7 @@ class Sender:
 
         def offer() -> Source:
             if version is not None:  # before any engine is asked for anything
-                check_label(version, self._untouched())
+                check_label(version)
             return self._source_of(model)
 
         return self._together("push", PushResult, act, offer)

@@ -78,7 +78,7 @@ class RankInfo(Message, frozen=True):
     remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device. ``transports`` are
     those it has what it needs for, ``settings`` the environment variables that both ends should agree on,
     ``process_space`` the name of the space in which ``pid`` is unique, on the ``host`` that `staging.host_id` names;
-    ``started`` is when that process was, see `calls.started`. Where these are empty, nobody looks for the process.
+    ``started`` is when that process was, see `processes.started`. Where these are empty, nobody looks for the process.
     """
 
     rank: int

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.unit.test_replica import SERVING, WEIGHTS, Engine, until
-from weightsync import Sender, calls, errors, staging, wire
+from weightsync import Sender, calls, errors, processes, staging, wire
 
 #: No process has this number, here.
 NOBODY = 1 << 22
@@ -67,8 +67,8 @@ def test_a_rank_on_this_host_that_has_ended_is_still_seen(looked):
 def test_a_number_that_is_another_process_by_now_is_not_the_rank():
     seen = calls.Calls(None)
     with subprocess.Popen(["sleep", "60"]) as process:
-        since = calls.started(process.pid)
-        assert since > calls.started(os.getppid()) > 0
+        since = processes.started(process.pid)
+        assert since > processes.started(os.getppid()) > 0
         where = {"host": staging.host_id(), "process_space": staging.process_space()}
         rank = wire.RankInfo(rank=0, pid=process.pid, device="cpu", started=since, **where)
         seen.ranks = (rank,)
@@ -77,12 +77,12 @@ def test_a_number_that_is_another_process_by_now_is_not_the_rank():
         with pytest.raises(errors.EngineUnreachable, match="has ended"):
             seen.check_alive()
         process.kill()
-    assert calls.started(NOBODY) == 0
+    assert processes.started(NOBODY) == 0
 
 
 def test_every_rank_says_where_its_process_is():
     with closing(Engine()) as engine:
         opened = asyncio.run(engine.replica.open(wire.OpenRequest(wire.PROTOCOL)))
     assert [(rank.pid, rank.host, rank.process_space, rank.started) for rank in opened.ranks] == [
-        (os.getpid(), staging.host_id(), staging.process_space(), calls.started(os.getpid()))
+        (os.getpid(), staging.host_id(), staging.process_space(), processes.started(os.getpid()))
     ] * 2
