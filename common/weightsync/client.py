@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -16,6 +17,9 @@ from weightsync.errors import (
     ProtocolMismatch,
     PushTimeout,
     TransferFailed,
+    UnsupportedOption,
+    Weights,
+    WeightSyncError,
 )
 from weightsync.names import plain_url
 from weightsync.transports.base import Deadline, Introduction
@@ -214,3 +218,19 @@ def _patience(deadline: Deadline) -> float:
     """How long an engine is to wait for its ranks, in seconds, on behalf of somebody who waits by ``deadline``."""
     left_s = deadline.left()
     return min(max(left_s - min(_ANSWER_S, left_s / 4), 0.01), wire.MAX_TIMEOUT_S)
+
+
+def check_other(url: str, hello: wire.OpenReply, others: Mapping[str, str]) -> None:
+    """Raise `UnsupportedOption` if the engine at ``url`` is one of ``others``, which are URLs by instance."""
+    if hello.instance and hello.instance in others:
+        raise UnsupportedOption(
+            f"{others[hello.instance]} and {url} are one engine ({hello.engine} on one host, started once): name each "
+            "engine by one URL"
+        )
+
+
+def said(reply: wire.OpenReply | WeightSyncError) -> Weights:
+    """What an engine serves that replied so when it was opened."""
+    if isinstance(reply, WeightSyncError):
+        return reply.weights
+    return "dirty" if reply.stopped else "unchanged"

@@ -48,9 +48,10 @@ from weightsync.staging import ShmArena
 from weightsync.transports.base import Assistant, Deadline
 from weightsync.transports.registry import ASSISTANTS
 
-#: Rank 0 knows who is missing and should be the one to say so; past its deadline it may still ask the engines what
-#: became of a commit.
-_GRACE_S: Final = 15.0
+#: How long after their deadline the others wait for rank 0 to say how it ended. Rank 0 knows who is missing and should
+#: be the one to say so, may still have to ask the engines what became of a commit, and so ends that much earlier.
+_GRACE_S: Final = 1.0
+_EARLIER_S: Final = 0.5
 #: How long rank 0 lets the others hear how it ended before it closes: the store may end with it.
 _HEARD_S: Final = 2.0
 _LOOK_S: Final = 0.002
@@ -97,12 +98,13 @@ class Crew:
         self._source: Source | None = None
 
     def run(
-        self, what: str, kind: Any, deadline: Deadline, act: Callable[[Source | None], _T],
-        offer: Callable[[], Source] | None, engines: Callable[[], Mapping[str, Weights]],
+        self, what: str, kind: Any, deadline: Deadline, act: Callable[[Source | None, Deadline], _T],
+        offer: Callable[[], Source] | None, engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:  # fmt: skip
         """Have rank 0 ``act``, and every rank return what that returns, which is of type ``kind``, or raise the same.
 
-        ``offer`` opens what this rank has to send. ``engines`` are what they serve if nothing has happened to them.
+        ``offer`` opens what this rank has to send. ``engines`` are what they serve if nothing has happened to them. The
+        first of the ranks' deadlines is that of all.
         """
         try:
             trouble: Exception | None = None
@@ -117,7 +119,7 @@ class Crew:
         except WeightSyncError as error:
             if not error.engines:
                 error.settle(
-                    {url: max(error.weights, now, key=errors.SEVERITY.index) for url, now in engines().items()}
+                    {url: max(error.weights, now, key=errors.SEVERITY.index) for url, now in engines(deadline).items()}
                 )
             raise
         finally:
@@ -126,8 +128,8 @@ class Crew:
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def _lead(
-        self, what: str, deadline: Deadline, trouble: Exception | None, act: Callable[[Source | None], _T],
-        engines: Callable[[], Mapping[str, Weights]],
+        self, what: str, deadline: Deadline, trouble: Exception | None,
+        act: Callable[[Source | None, Deadline], _T], engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:  # fmt: skip
         self._nonces.clear()
         self.filled = False
@@ -140,11 +142,11 @@ class Crew:
                 raise
             if trouble is not None:
                 raise trouble
-            result = act(self._source)
+            result = act(self._source, deadline)
         except BaseException as error:
             self._ordered.clear()
             if isinstance(error, WeightSyncError) and not error.engines:
-                error.settle(dict(engines()))
+                error.settle(dict(engines(deadline)))
             self._tell(Over(trouble=trouble_of(error)))
             raise
         self._tell(Over(result=msgspec.Raw(msgspec.json.encode(result))))
@@ -163,6 +165,9 @@ class Crew:
                 greetings[rank] = self._greeted(rank, wire.from_json(body, Greeting))
         if not self._session:
             self._welcome(greetings, deadline)
+        deadline.advance(
+            min(greeting.moment for greeting in greetings.values()) - min(_EARLIER_S, deadline.seconds / 10)
+        )
         for rank, greeting in greetings.items():
             if greeting.what != what:
                 raise WrongState(f"trainer rank {rank} came to {greeting.what} where rank 0 came to {what}")
@@ -295,10 +300,10 @@ class Crew:
     # --- the others ---------------------------------------------------------------------------------------------------
 
     def _follow(self, what: str, kind: Any, deadline: Deadline, trouble: Exception | None) -> Any:
-        patient, nonce, key = Deadline(deadline.seconds + _GRACE_S), secrets.token_hex(8), self._key(self.rank)
+        patient, nonce, key = deadline.extended(_GRACE_S), secrets.token_hex(8), self._key(self.rank)
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
-            nonce, what, os.getpid(), staging.host_id(), staging.process_space(),
+            nonce, what, os.getpid(), staging.host_id(), staging.process_space(), deadline.moment,
             None if held == self._known else held, trouble_of(trouble) if trouble is not None else None,
         )  # fmt: skip
         self._known, known = None, held if held is not None else self._known

@@ -180,7 +180,8 @@ class Delivery:
 
         ``asked``: engines may have been asked to commit by then.
         """
-        untold = self._fleet.untouched()
+        failed = isinstance(error, Exception) and not asked  # who was asked has said what became of it
+        untold = self._fleet.look(self._deadline) if failed else self._fleet.untouched()
         if isinstance(error, WeightSyncError):
             told: dict[str, Weights] = {
                 url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()

@@ -118,3 +118,13 @@ def named(name: str, otherwise: type[WeightSyncError] = WeightSyncError) -> type
     """The class that the other side of a connection named; ``otherwise`` for a name that is none of ours."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, WeightSyncError) else otherwise
+
+
+def joined(failed: Mapping[str, WeightSyncError], others: Mapping[str, Weights]) -> WeightSyncError:
+    """One error for what went wrong at several engines, with the state of each."""
+    states = dict(others)
+    states.update({url: error.weights for url, error in failed.items()})
+    first = next(iter(failed.values()))
+    one = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
+    one.__cause__ = first
+    return one

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from weightsync import lease, security, wire
-from weightsync.client import EngineClient
+from weightsync.client import EngineClient, check_other, said
 from weightsync.errors import (
     EngineUnreachable,
     LeaseHeld,
@@ -26,6 +26,7 @@ from weightsync.errors import (
     UnsupportedOption,
     Weights,
     WeightSyncError,
+    joined,
 )
 from weightsync.names import plain_url
 from weightsync.transports.base import Deadline, Introduction, Peer
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 _ABORT_S: Final = 1.0
 _SETTLED_S: Final = 0.9
 _LEAST_S: Final = 0.1
+#: How long the engines are given to say what they serve where a call has failed for another reason.
+_LOOK_S: Final = 0.5
 #: A renewal that is not answered by then is not missed: the next one follows.
 _RENEW_S: Final = 2.0
 #: Every so many renewals the ranks are asked too, which takes a moment of their time.
@@ -100,13 +103,18 @@ class Fleet:
             raise
 
     def _open(self, deadline: Deadline) -> None:
-        hellos = self.all(lambda client: client.open(deadline))
-        by: dict[str, str] = {}
-        for client, hello in zip(self._clients, hellos, strict=True):
-            check_other(client.url, hello, by)
-            by[hello.instance] = client.url
-        for client, hello in zip(self._clients, hellos, strict=True):
-            self._admit(client, hello)
+        replies = self.try_all(lambda client: client.open(deadline))
+        now = {client.url: said(reply) for client, reply in zip(self._clients, replies, strict=True)}
+        hellos, by = self._succeeded(replies, now), dict[str, str]()
+        try:
+            for client, hello in zip(self._clients, hellos, strict=True):
+                check_other(client.url, hello, by)
+                by[hello.instance] = client.url
+            for client, hello in zip(self._clients, hellos, strict=True):
+                self._admit(client, hello)
+        except WeightSyncError as error:
+            error.settle(now)
+            raise
 
     def _admit(self, client: EngineClient, hello: wire.OpenReply) -> None:
         if reason := hello.pause_refused.get(self._pause):
@@ -131,6 +139,12 @@ class Fleet:
         """What each engine serves, by URL, if a push has not changed it."""
         known = self.engines  # not all of them while this is built
         return {c.url: "dirty" if c.url in known and known[c.url].stopped else "unchanged" for c in self._clients}
+
+    def look(self, deadline: Deadline) -> dict[str, Weights]:
+        """As `untouched`, of what engines say now; of one that does not, of what it said last."""
+        if deadline.left():
+            self.status(Deadline(min(_LOOK_S, deadline.left())))
+        return self.untouched()
 
     def has_key(self, shown: str) -> bool:
         """Whether this is the key that the engines are shown."""
@@ -336,13 +350,17 @@ class Fleet:
     def all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
         """Call every engine at once; raises the failures of all as one error."""
         outcome = self.try_all(call)
+        return self._succeeded(outcome, self.untouched())
+
+    def _succeeded(self, outcome: list[_T | WeightSyncError], others: Mapping[str, Weights]) -> list[_T]:
+        """What all replied. Raises the failures as one error; ``others`` is what is served where there was none."""
         failed = {
             client.url: reply
             for client, reply in zip(self._clients, outcome, strict=True)
             if isinstance(reply, WeightSyncError)
         }
         if failed:
-            raise joined(failed, self.untouched())
+            raise joined(failed, others)
         return [reply for reply in outcome if not isinstance(reply, WeightSyncError)]
 
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
@@ -362,27 +380,8 @@ def _moment(deadline: Deadline) -> Deadline:
     return Deadline(max(_LEAST_S, min(_ABORT_S, deadline.extended(_SETTLED_S).left())))
 
 
-def check_other(url: str, hello: wire.OpenReply, others: Mapping[str, str]) -> None:
-    """Raise `UnsupportedOption` if the engine at ``url`` is one of ``others``, which are URLs by instance."""
-    if hello.instance and hello.instance in others:
-        raise UnsupportedOption(
-            f"{others[hello.instance]} and {url} are one engine ({hello.engine} on one host, started once): name each "
-            "engine by one URL"
-        )
-
-
 def _caught(call: Callable[[], _T]) -> _T | WeightSyncError:
     try:
         return call()
     except WeightSyncError as error:
         return error
-
-
-def joined(failed: dict[str, WeightSyncError], others: dict[str, Weights]) -> WeightSyncError:
-    """One error for what went wrong at several engines, with the state of each."""
-    states = dict(others)
-    states.update({url: error.weights for url, error in failed.items()})
-    first = next(iter(failed.values()))
-    one = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
-    one.__cause__ = first
-    return one

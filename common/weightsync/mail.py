@@ -53,7 +53,8 @@ class Trouble(Message, frozen=True):
 class Greeting(Message, frozen=True):
     """rank -> 0: this rank was called, to do ``what``; ``nonce`` names its side of the conversation.
 
-    ``held`` is what it holds; None where that is what it held in the last push, or where nothing is to be sent.
+    It waits until ``moment``, by its host's `time.monotonic`. ``held`` is what it holds; None where that is what it
+    held in the last push, or where nothing is to be sent.
     """
 
     nonce: str
@@ -61,6 +62,7 @@ class Greeting(Message, frozen=True):
     pid: int
     host: str
     space: str
+    moment: float
     held: tuple[Held, ...] | None = None
     trouble: Trouble | None = None
 

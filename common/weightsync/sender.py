@@ -13,8 +13,8 @@ from weightsync import room, security, staging, wire
 from weightsync.carrier import Carrier, Sent
 from weightsync.crew import crew
 from weightsync.delivery import Delivery, introduce, release
-from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights, WeightSyncError
-from weightsync.fleet import Fleet, joined
+from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights, WeightSyncError, joined
+from weightsync.fleet import Fleet
 from weightsync.layout import ALIGN_BYTES
 from weightsync.names import check_label, plain_url
 from weightsync.preparation import Options, Preparation
@@ -141,23 +141,23 @@ class Sender:
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
             if self._crew is None:
-                with self._told():
+                with self._told(deadline):
                     return act(offer() if offer is not None else None, deadline)
-            return self._crew.run(what, kind, deadline, lambda source: act(source, deadline), offer, self._untouched)
+            return self._crew.run(what, kind, deadline, act, offer, self._look)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self, deadline: Deadline) -> Iterator[None]:
         """Inside, an error that knows nothing of engines says what they serve: nobody has asked anything of them."""
         try:
             yield
         except WeightSyncError as error:
             if not error.engines and error.weights == "unchanged":
-                error.settle(self._untouched())
+                error.settle(self._look(deadline))
             raise
 
-    def _untouched(self) -> dict[str, Weights]:
+    def _look(self, deadline: Deadline) -> dict[str, Weights]:
         fleet: Fleet | None = getattr(self, "_fleet", None)
-        return dict.fromkeys(self._urls, "unchanged") if fleet is None else fleet.untouched()
+        return dict.fromkeys(self._urls, "unchanged") if fleet is None else fleet.look(deadline)
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).

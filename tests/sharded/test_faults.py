@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 
 import pytest
 
@@ -14,11 +15,18 @@ from .test_push import assert_pushed, fine
 def ready(engines, pair, untrained):
     """A pair that has pushed once and not since; nothing of it takes long to fail."""
     assert fine(pair.all("shard fsdp"))
-    assert fine(pair.build(engines, timeout_s=20.0))
+    assert fine(pair.build(engines, timeout_s=8.0))
     yield pair
     for process in pair.processes:
         os.kill(process.pid, signal.SIGCONT)
     pair.all("close")
+
+
+@pytest.fixture
+def silent():
+    """The address of an engine that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def assert_failed(said, error, *words, engines="unchanged"):
@@ -106,7 +114,7 @@ def test_a_frozen_rank_0_is_named_too(ready, engines, expected):
     ready.tell(f"halt {int(signal.SIGSTOP)}", 0)
     (said,) = ready.hear(1)
     who = f"trainer rank 0 (process {frozen.pid}"
-    assert_failed(said, "PushTimeout", who, "no answer within 20 s", engines="unknown")
+    assert_failed(said, "PushTimeout", who, "no answer within 5 s", engines="unknown")
     os.kill(frozen.pid, signal.SIGCONT)
     assert_failed(ready.hear(0)[0], "PushTimeout")
     assert_pushed(ready)
@@ -117,6 +125,14 @@ def test_a_sender_that_is_built_on_rank_0_alone_is_refused_by_its_deadline(pair,
     pair.tell(f'build {{"urls": ["{engines[0]}"], "timeout_s": 3}}', 0)
     (said,) = pair.hear(0)
     assert_failed(said, "PushTimeout", "trainer rank 1 to build a Sender (in a process group of 2 every rank builds")
+
+
+def test_the_first_deadline_of_a_rank_is_that_of_all(pair, silent):
+    pair.tell(f'build {{"urls": ["{silent}"], "timeout_s": 60}}', 0)
+    pair.tell(f'build {{"urls": ["{silent}"], "timeout_s": 3}}', 1)
+    first, second = pair.hear()
+    assert_failed(first, "PushTimeout", silent, engines="unknown")
+    assert second == first
 
 
 def test_a_trainer_of_two_hosts_is_told_what_to_do(start, engines):

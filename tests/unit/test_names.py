@@ -131,17 +131,17 @@ def test_an_engine_below_a_path_is_reached_there(engine):
 
 
 @pytest.mark.parametrize("label", [5, 0, True, b"5", 5.0, "", "x" * 2000, "two\nlines", "\x1b[31m", "\ud800", "nul\0"])
-def test_a_label_that_is_none_is_refused_before_any_engine_hears_of_the_push(engine, monkeypatch, label):
+def test_a_label_that_is_none_is_refused_and_engines_are_asked_what_they_serve_alone(engine, monkeypatch, label):
     with Sender([engine.url]) as sender:
         sender.push(WEIGHTS[1], version="before")
         asked, ask = [], exchange.Server.ask
         with monkeypatch.context() as patch:
-            patch.setattr(exchange.Server, "ask", lambda *args, **more: asked.append(args) or ask(*args, **more))
+            patch.setattr(exchange.Server, "ask", lambda *args, **more: asked.append(args[2]) or ask(*args, **more))
             with pytest.raises(
                 UnsupportedOption, match=f"version {re.escape(repr(label)[:60])}.* is no label"
             ) as raised:
                 sender.push(WEIGHTS[2], version=label)
-        assert asked == []
+        assert asked == ["/weightsync/status"]
         assert raised.value.engines == {engine.url: "unchanged"}
         assert len(str(raised.value)) < 300
         assert sender.push(WEIGHTS[2]).version == "1"

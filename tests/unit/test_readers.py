@@ -14,7 +14,7 @@ from tests.faulty import SETTLE_S, assert_no_mixture, digest, faulty
 from tools import models
 from weightsync import Sender
 from weightsync.cli import main as cli
-from weightsync.errors import ApplyFailed, LeaseHeld, ManifestMismatch, WeightSyncError
+from weightsync.errors import ApplyFailed, LeaseHeld, ManifestMismatch, UnsupportedOption, WeightSyncError
 from weightsync.testing import ReferenceEngine
 
 #: Enough for a push beside others; what is frozen is given up by then.
@@ -246,3 +246,24 @@ def test_what_fails_before_a_push_tells_of_a_dirty_engine_that_it_is(engines, ve
                 fails()
             assert raised.value.engines == {engine.url: "dirty"}
     engine.heal(versions[0])
+
+
+def test_what_fails_before_a_push_tells_of_an_engine_that_became_dirty_or_whole_since(engines, versions):
+    engine, _ = engines
+    with Sender([engine.url]) as early:
+        with Sender([engine.url]) as other:
+            engine.order("raise", 3)
+            with pytest.raises(ApplyFailed):
+                other.push(versions[0], version="broken")
+        for fails in (lambda: early.add_engine(engine.url), lambda: early.push({}), early.rollback):
+            with pytest.raises(WeightSyncError) as raised:
+                fails()
+            assert raised.value.engines == {engine.url: "dirty"}
+        alias = engine.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(UnsupportedOption) as raised:
+            Sender([engine.url, alias])
+        assert raised.value.engines == {engine.url: "dirty", alias: "dirty"}
+        engine.heal(versions[0])
+        with pytest.raises(UnsupportedOption) as raised:
+            early.add_engine(engine.url)
+        assert raised.value.engines == {engine.url: "unchanged"}

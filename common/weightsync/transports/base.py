@@ -37,7 +37,18 @@ class Deadline:
 
     def extended(self, seconds: float) -> Deadline:
         """One that ends ``seconds`` after this one would have, ended early or not."""
-        return Deadline(max(0.0, self._end + seconds - time.monotonic()))
+        later = Deadline(self.seconds)
+        later._end = self._end + seconds
+        return later
+
+    @property
+    def moment(self) -> float:
+        """When it is over, by this host's `time.monotonic`."""
+        return self._end
+
+    def advance(self, moment: float) -> None:
+        """Be over by then at the latest."""
+        self._end = min(self._end, moment)
 
     def end(self, reason: WeightSyncError) -> None:
         """Spend the budget at once: what is waited for will not come."""
