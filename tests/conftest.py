@@ -1,6 +1,7 @@
 """What every test may use."""
 
 import secrets
+import signal
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,14 @@ def own_key():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(32))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard():
+    """A shell has what it starts in the background ignore SIGINT; tests raise it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

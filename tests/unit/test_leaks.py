@@ -49,11 +49,11 @@ def held(pid=None):
 
 
 def settled(before):
-    """What is held now; threads that are about to end are given a moment."""
+    """What is held now; threads that are about to end are given a moment, and those that were then are not missed."""
     end = time.monotonic() + 5
     while (now := held()).threads > before.threads and time.monotonic() < end:
         time.sleep(0.05)
-    return now
+    return now._replace(threads=max(now.threads, before.threads))
 
 
 def everything(engine, trained):
