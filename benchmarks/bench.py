@@ -29,7 +29,7 @@ from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
 from tools.progress import alive
 from weightsync import PushResult, Sender
-from weightsync.wire import Verify
+from weightsync.protocol.http import Verify
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
 NEW_TOKENS = 8

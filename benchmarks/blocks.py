@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weightsync.layout import digest_of, spec_of
-from weightsync.sink import Expected
+from weightsync.engine.adapter import Expected
+from weightsync.tensors.layout import digest_of, spec_of
 from weightsync.testing import ModelSink, ReferenceEngine, serve
 
 COLUMNS = 8

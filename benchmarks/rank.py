@@ -21,13 +21,16 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import bare
-from weightsync import digest, wire
-from weightsync.carrier import Carrier, Sent
-from weightsync.layout import Layout, spec_of
-from weightsync.parts import Parts
-from weightsync.room import choose
-from weightsync.stage import Stages
-from weightsync.transports.base import Deadline, EngineEnd, Introduction, Peer
+from weightsync.deadline import Deadline
+from weightsync.engine.stage import Stages
+from weightsync.protocol import http
+from weightsync.protocol.http import Introduction
+from weightsync.tensors import digest
+from weightsync.tensors.layout import Layout, spec_of
+from weightsync.tensors.subset import Parts
+from weightsync.trainer.buckets import choose
+from weightsync.trainer.transfer import Carrier, Sent
+from weightsync.transports.base import EngineEnd, Peer
 from weightsync.transports.registry import ENGINE_ENDS
 
 CPU = torch.device("cpu")
@@ -35,9 +38,9 @@ DIGEST = digest.algorithm_for(CPU)
 #: Nothing here takes so long, in seconds.
 LIMIT_S = 300.0
 _END_S = 5.0
-_JOINS: dict[str, type[wire.InitNcclGroup] | type[wire.RegisterNixl]] = {
-    "nccl": wire.InitNcclGroup,
-    "nixl": wire.RegisterNixl,
+_JOINS: dict[str, type[http.InitNcclGroup] | type[http.RegisterNixl]] = {
+    "nccl": http.InitNcclGroup,
+    "nixl": http.RegisterNixl,
 }
 
 
@@ -99,11 +102,11 @@ class Rank:
         assert self._process.stdout is not None
         self._lines = Lines(self._process.stdout.fileno(), self._process.stdin.fileno())
 
-    def hello(self) -> wire.OpenReply:
+    def hello(self) -> http.OpenReply:
         """What an engine with this one rank would say when it is opened, as far as transports care."""
-        return wire.OpenReply(
-            protocol=wire.PROTOCOL, engine="bench", engine_version="", package_version="", host="", model="",
-            version="", ranks=(wire.RankInfo(rank=0, pid=self._process.pid, device="cpu"),), instance="1",
+        return http.OpenReply(
+            protocol=http.PROTOCOL, engine="bench", engine_version="", package_version="", host="", model="",
+            version="", ranks=(http.RankInfo(rank=0, pid=self._process.pid, device="cpu"),), instance="1",
         )  # fmt: skip
 
     def tell(self, verb: str, lane: str = "-", body: bytes = b"{}") -> None:
@@ -198,7 +201,7 @@ class Lane:
     def push(self, algorithm: str = "") -> Pushed:
         """One push; verified where a digest is named."""
         self._pushes += 1
-        plan = wire.UpdateRequest(
+        plan = http.UpdateRequest(
             push=f"{self._name}-{self._pushes}", address="", secret="", timeout_s=LIMIT_S,
             bucket_bytes=self.choice.bucket_bytes, slots=self.choice.slots,
             manifest=tuple(entry.spec for entry in self._layout.entries),
@@ -212,7 +215,7 @@ class Lane:
         assert plan is not None, "the arena holds all that was pushed"
         return self._carry(plan, lambda: self._carrier.resend(None))
 
-    def _carry(self, plan: wire.UpdateRequest, send: Callable[[], Sent]) -> Pushed:
+    def _carry(self, plan: http.UpdateRequest, send: Callable[[], Sent]) -> Pushed:
         carrier, deadline, start = self._carrier, Deadline(LIMIT_S), time.perf_counter()
         try:
             carrier.provide(plan)
@@ -220,7 +223,7 @@ class Lane:
                 hellos = {rank.url: (self._transport, rank.hello()) for rank in self._ranks}
                 carrier.introduce(hellos, self._join, deadline)
             for rank in self._ranks:
-                rank.tell("push", self._name, wire.to_json(carrier.request(rank.url, self._transport)))
+                rank.tell("push", self._name, http.to_json(carrier.request(rank.url, self._transport)))
             carrier.meet({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
             met = time.perf_counter()
             sent = send()
@@ -239,11 +242,11 @@ class Lane:
             self._last = time.perf_counter()
             yield tensor
 
-    def _join(self, asked: Mapping[str, Introduction]) -> dict[str, wire.JoinReply]:
+    def _join(self, asked: Mapping[str, Introduction]) -> dict[str, http.JoinReply]:
         told = [rank for rank in self._ranks if rank.url in asked]
         for rank in told:
-            rank.tell("join", self._name, wire.to_json(asked[rank.url]))
-        return {rank.url: wire.from_json(rank.answer(), wire.JoinReply) for rank in told}
+            rank.tell("join", self._name, http.to_json(asked[rank.url]))
+        return {rank.url: http.from_json(rank.answer(), http.JoinReply) for rank in told}
 
     def check(self) -> None:
         """Raise RuntimeError if a rank's stage does not hold what was pushed."""
@@ -304,12 +307,12 @@ class _Child:
         return self._ends[lane]
 
     def _join(self, lane: str, body: bytes) -> bytes:
-        asked = wire.from_json(body, _JOINS[lane.partition("/")[0]])
-        return wire.to_json(wire.JoinReply((self._end(lane).join(asked, 0),), asked.instance))
+        asked = http.from_json(body, _JOINS[lane.partition("/")[0]])
+        return http.to_json(http.JoinReply((self._end(lane).join(asked, 0),), asked.instance))
 
     def _push(self, lane: str, body: bytes) -> None:
         kind = lane.rpartition("/")[2]
-        request, end = wire.from_json(body, wire.UpdateRequest), self._end(lane)
+        request, end = http.from_json(body, http.UpdateRequest), self._end(lane)
         stages, parts = self._stages.setdefault(kind, Stages(0, CPU)), Parts(Layout(request.manifest), {})
         try:
             incoming = end.meet(request, parts, 0, Event())

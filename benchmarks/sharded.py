@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks import bare, report
 from benchmarks.trainer import ROOT, model_folders
 from tools import models, servers
-from weightsync import Sender, assembly
+from weightsync import Sender
+from weightsync.protocol.http import Verify
 from weightsync.testing import ReferenceEngine
-from weightsync.wire import Verify
+from weightsync.trainer.ranks import assembly
 
 KIND: models.Kind = "qwen3_0_6b"
 MIN_ROUNDS = 7

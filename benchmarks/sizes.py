@@ -23,7 +23,7 @@ from benchmarks import bare, report
 from benchmarks.blocks import Blocks, engine
 from benchmarks.trainer import MEMCPYS, ROOT
 from weightsync import PushResult, Sender
-from weightsync.wire import Verify
+from weightsync.protocol.http import Verify
 
 MIN_ROUNDS = 7
 SMALL, NOTHING, TENSORS = 15 << 10, 16, 300

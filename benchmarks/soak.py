@@ -23,7 +23,9 @@ from benchmarks import report
 from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
 from tools.progress import alive
-from weightsync import Sender, security, staging
+from weightsync import Sender
+from weightsync.memory import arenas
+from weightsync.protocol import auth
 
 KIND = "qwen3"
 PUSHES = 500
@@ -91,8 +93,8 @@ class Watch:
     def left(self, pids: Sequence[int] = ()) -> tuple[int, int]:
         """How many shared-memory files there are of these processes or of the trainer, and private directories."""
         owners = {f"weightsync-{pid}" for pid in (*pids, self._trainer.pid)}
-        files = [path for path in staging.SHM_DIRECTORY.iterdir() if path.name.rpartition("-")[0] in owners]
-        return len(files), len(list(security.directory().glob(f"weightsync-{self._trainer.pid}-*")))
+        files = [path for path in arenas.SHM_DIRECTORY.iterdir() if path.name.rpartition("-")[0] in owners]
+        return len(files), len(list(auth.directory().glob(f"weightsync-{self._trainer.pid}-*")))
 
     def _name(self, process: psutil.Process) -> str:
         if process.pid not in self._names:

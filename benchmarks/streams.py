@@ -26,7 +26,7 @@ from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
 from tools.progress import alive
 from weightsync import Sender
-from weightsync.wire import PauseMode
+from weightsync.protocol.http import PauseMode
 
 KIND = "qwen3"
 PROMPT = list(b"Once upon a time there was a policy that ")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tools import models
-from weightsync import staging
+from weightsync.memory import arenas
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".work" / "bench"
@@ -51,7 +51,7 @@ class Trainer:
         self.shared = models.load_reference(folders[0]).share_memory()
         self.nbytes = sum(value.nbytes for value in self.sets[0].values())
         self._buffers = [torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(2)]
-        self._scratch = Path(tempfile.mkdtemp(prefix="weightsync-bench-", dir=staging.SHM_DIRECTORY))
+        self._scratch = Path(tempfile.mkdtemp(prefix="weightsync-bench-", dir=arenas.SHM_DIRECTORY))
         self._saved = 0
 
     def __enter__(self) -> Trainer:
@@ -66,7 +66,7 @@ class Trainer:
         """Make the modules hold set ``index``."""
         for module in (self.module, self.shared):
             for name, parameter in module.named_parameters():
-                staging.copy(parameter.data, self.sets[index][name])
+                arenas.copy(parameter.data, self.sets[index][name])
 
     def memcpys(self) -> list[float]:
         """Seconds of copies of all the model's bytes from one warm private buffer to another, one call each.

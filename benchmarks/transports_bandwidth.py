@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import bare, report
 from benchmarks.rank import DIGEST, Lane, Rank, environment
-from weightsync.transports import agents
+from weightsync.transports.nixl import agents
 
 TENSORS = 64
 #: What one bare read or write moves.

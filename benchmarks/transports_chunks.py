@@ -15,7 +15,7 @@ import torch
 from benchmarks import bare, report
 from benchmarks.rank import Rank, environment
 from benchmarks.transports_bandwidth import Net, nets, random_bytes, read_by
-from weightsync import staging
+from weightsync.memory import arenas
 
 SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 PER_REQUEST = (1, 4, 16, 64)
@@ -66,7 +66,7 @@ class Track:
         def gather() -> float:
             start = time.perf_counter()
             for place, tensor in zip(places, tensors, strict=True):
-                staging.copy(place, tensor)
+                arenas.copy(place, tensor)
             return time.perf_counter() - start
 
         names = f"small/{size}/descriptors", f"small/{size}/gathered"

@@ -12,6 +12,6 @@ __all__ = ["register"]
 
 def register() -> None:
     """``sglang.srt.plugins`` entry point, run in every SGLang process: places the hooks."""
-    from sglang_weightsync import hooks
+    from sglang_weightsync import plugin
 
-    hooks.place()
+    plugin.place()

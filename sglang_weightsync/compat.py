@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from sglang_weightsync import compat_pause
-from weightsync.private_names import Names, lacks, missing, missing_below
+from weightsync.engine.private_names import Names, lacks, missing, missing_below
 
 SUPPORTED: Final = "0.5.23"
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from weightsync.private_names import missing_below
+from weightsync.engine.private_names import missing_below
 
 
 def unsupported(server_args: Any) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 
 from sglang_weightsync import compat, compat_config
-from weightsync.layout import digest_of
-from weightsync.sink import apart_from_live
+from weightsync.engine.adapter import apart_from_live
+from weightsync.tensors.layout import digest_of
 
 logger = logging.getLogger(__name__)
 

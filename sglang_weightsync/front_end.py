@@ -11,9 +11,9 @@ from typing import Any
 
 from sglang_weightsync import compat, compat_config, compat_pause
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
-from weightsync import wire
-from weightsync.calls import COMMIT_CALL_S, Calls, settle
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.errors import ApplyFailed, PushTimeout, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.protocol import http
 
 _KEEP_REASON = (
     "requests in flight would go on with KV of the old weights, and the radix cache would hand that KV to others; "
@@ -22,7 +22,7 @@ _KEEP_REASON = (
 
 
 class SglangFrontEnd:
-    """See `weightsync.replica.FrontEnd`."""
+    """See `weightsync.engine.front_end.FrontEnd`."""
 
     engine = "sglang"
 
@@ -57,7 +57,7 @@ class SglangFrontEnd:
         self._last = reply
         return reply.replies
 
-    async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
+    async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """Drain if asked to, then everything in one step of the schedulers."""
         try:
             return await self._commit(request, call, stopped)
@@ -67,7 +67,7 @@ class SglangFrontEnd:
                 await self._gate.close(why)
             raise
 
-    async def _commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
+    async def _commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         begin = time.perf_counter()
         # Requests of an engine that is stopped already, by whomever, would never finish.
         async with self._held(request, stopped or self._gate.paused):
@@ -78,10 +78,10 @@ class SglangFrontEnd:
             await self._gate.open()
         last = self._last
         seconds = {"pause": held_s, "apply": last.apply_s, "caches": last.pause_s - last.apply_s}
-        return wire.CommitReply(version=request.version, pause_s=held_s + last.pause_s, seconds=seconds)
+        return http.CommitReply(version=request.version, pause_s=held_s + last.pause_s, seconds=seconds)
 
-    async def _apply(self, request: wire.CommitRequest, call: Calls) -> None:
-        replies = await call("weightsync_commit", wire.to_json(request), COMMIT_CALL_S)
+    async def _apply(self, request: http.CommitRequest, call: Calls) -> None:
+        replies = await call("weightsync_commit", http.to_json(request), COMMIT_CALL_S)
         try:
             settle(replies)
         except WeightSyncError as error:
@@ -95,7 +95,7 @@ class SglangFrontEnd:
         compat.set_served_version(self._manager, request.version)
 
     @contextlib.asynccontextmanager
-    async def _held(self, request: wire.CommitRequest, stopped: bool) -> AsyncIterator[None]:
+    async def _held(self, request: http.CommitRequest, stopped: bool) -> AsyncIterator[None]:
         if stopped or request.pause not in ("wait", "abort"):
             yield
             return

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import BaseReq
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):
-    """Run ``method`` of `weightsync.dispatch.handle` on every rank; ``call`` comes back with the reply."""
+    """Run ``method`` of `weightsync.engine.rank_methods.handle` on every rank; ``call`` comes back with the reply."""
 
     call: str
     method: str

@@ -6,15 +6,15 @@ Plugins are not loaded in these workers; they import the app from where they are
 from __future__ import annotations
 
 from sglang_weightsync import compat, compat_config
-from weightsync import security
+from weightsync.engine.front_end import Replica
+from weightsync.engine.routes import admin_routes
 from weightsync.errors import UnsupportedOption
-from weightsync.replica import Replica
-from weightsync.routes import admin_routes
+from weightsync.protocol import auth
 
 
 def _refuse() -> Replica:
     raise UnsupportedOption(compat_config.unsupported(compat.worker_arguments()))
 
 
-compat.app_routes().append(admin_routes(_refuse, security.engine_token()))
+compat.app_routes().append(admin_routes(_refuse, auth.engine_token()))
 app = compat.app()

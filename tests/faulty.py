@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.faults.rig import SITE
 from tools import servers
 from weightsync import Sender
-from weightsync.layout import digest_of
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 SETTLE_S = 60.0

@@ -1,4 +1,4 @@
-"""Messages that nobody should send, derived from the schema: a field that `weightsync.wire` gains is fuzzed as well.
+"""Messages that nobody should send, derived from the schema: a field that `protocol.http` gains is fuzzed as well.
 
 `Schema.bodies` and `Schema.frames` are hypothesis strategies of bytes: rubbish, another shape, the right shape with
 faults, and what is well-typed and makes no sense. `Traps` listens wherever an engine must not dial.
@@ -24,25 +24,26 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from weightsync import frames, routes, security, wire
+from weightsync.engine import routes
+from weightsync.protocol import auth, control, http
 
 #: Route -> the message that it takes.
 ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
-#: The same of a rank's methods, as `dispatch.handle` knows them.
+#: The same of a rank's methods, as `rank_methods.handle` knows them.
 METHODS = {
-    "weightsync_open": wire.Done,
-    "weightsync_status": wire.StatusRequest,
-    "update_weights_via_ipc_zmq": wire.UpdateRequest,
-    "update_weights_via_nccl": wire.UpdateRequest,
-    "update_weights_via_nixl": wire.UpdateRequest,
-    "init_nccl_group": wire.InitNcclGroup,
-    "register_nixl": wire.RegisterNixl,
-    "weightsync_ready": wire.CommitRequest,
-    "weightsync_commit": wire.CommitRequest,
-    "weightsync_restore": wire.CommitRequest,
-    "weightsync_abort": wire.AbortRequest,
+    "weightsync_open": http.Done,
+    "weightsync_status": http.StatusRequest,
+    "update_weights_via_ipc_zmq": http.UpdateRequest,
+    "update_weights_via_nccl": http.UpdateRequest,
+    "update_weights_via_nixl": http.UpdateRequest,
+    "init_nccl_group": http.InitNcclGroup,
+    "register_nixl": http.RegisterNixl,
+    "weightsync_ready": http.CommitRequest,
+    "weightsync_commit": http.CommitRequest,
+    "weightsync_restore": http.CommitRequest,
+    "weightsync_abort": http.AbortRequest,
 }
-FROM_RANK, FROM_SENDER = get_args(frames.FromRank), get_args(frames.FromSender)
+FROM_RANK, FROM_SENDER = get_args(control.FromRank), get_args(control.FromSender)
 
 #: What takes an engine's lease, if only to be refused.
 TAKES_LEASE = {name for name, kind in ROUTES.items() if "holder" in kind.__struct_fields__}
@@ -283,30 +284,30 @@ class Traps:
         self._open, self._traps = ExitStack(), {}
         folder = Path(self._open.enter_context(TemporaryDirectory(prefix="wst-")))
         self._listen(("127.0.0.1", 0))
-        self._listen(f"\0weightsync-{os.getpid()}/{security.SOCKET_NAME}")
+        self._listen(f"\0weightsync-{os.getpid()}/{auth.SOCKET_NAME}")
         for name, mode in (("open", 0o755), ("group", 0o750), ("others", 0o700), ("private", 0o700), ("dead", 0o700)):
             directory = folder / f"weightsync-{name}"
             directory.mkdir()
             directory.chmod(mode)
-        self._listen(folder / "weightsync-open" / security.SOCKET_NAME)
-        self._listen(folder / "weightsync-group" / security.SOCKET_NAME)
+        self._listen(folder / "weightsync-open" / auth.SOCKET_NAME)
+        self._listen(folder / "weightsync-group" / auth.SOCKET_NAME)
         if os.geteuid() == 0:
-            self._listen(folder / "weightsync-others" / security.SOCKET_NAME)
+            self._listen(folder / "weightsync-others" / auth.SOCKET_NAME)
             os.chown(folder / "weightsync-others", 65534, 65534)
         self._listen(folder / "weightsync-private" / "other")
         (folder / "elsewhere").mkdir(mode=0o700)
-        self._listen(folder / "elsewhere" / security.SOCKET_NAME)
+        self._listen(folder / "elsewhere" / auth.SOCKET_NAME)
         (folder / "weightsync-link").symlink_to(folder / "elsewhere")
-        (folder / "weightsync-private" / security.SOCKET_NAME).symlink_to(folder / "elsewhere" / security.SOCKET_NAME)
+        (folder / "weightsync-private" / auth.SOCKET_NAME).symlink_to(folder / "elsewhere" / auth.SOCKET_NAME)
         inside = ("link", "private", "absent", "dead/../elsewhere", f"dead/../../{folder.name}/elsewhere")
         #: Their addresses, also in other words. "dead" alone may be dialled: a sender's, where nobody listens now.
         self.texts = [
             *self._traps,
-            *(f"ipc://{folder}/weightsync-{name}/{security.SOCKET_NAME}" for name in (*inside, "dead")),
-            f"ipc://{folder}/./weightsync-open/{security.SOCKET_NAME}",
-            f"ipc:{folder}/elsewhere/{security.SOCKET_NAME}",
-            f"{folder}/elsewhere/{security.SOCKET_NAME}",
-            f"ipc://{os.path.relpath(folder)}/weightsync-open/{security.SOCKET_NAME}",
+            *(f"ipc://{folder}/weightsync-{name}/{auth.SOCKET_NAME}" for name in (*inside, "dead")),
+            f"ipc://{folder}/./weightsync-open/{auth.SOCKET_NAME}",
+            f"ipc:{folder}/elsewhere/{auth.SOCKET_NAME}",
+            f"{folder}/elsewhere/{auth.SOCKET_NAME}",
+            f"ipc://{os.path.relpath(folder)}/weightsync-open/{auth.SOCKET_NAME}",
         ]
 
     def _listen(self, address):
@@ -348,11 +349,11 @@ class Line:
         """Post; the status and the answer."""
         head = {"Authorization": f"Bearer {self._token}"}
         try:
-            self._connection.request("POST", f"{wire.PREFIX}/{route}", body, head)
+            self._connection.request("POST", f"{http.PREFIX}/{route}", body, head)
             reply = self._connection.getresponse()
         except (ConnectionError, HTTPException):  # it had been closed in the meantime, which is the server's right
             self._connection.close()
-            self._connection.request("POST", f"{wire.PREFIX}/{route}", body, head)
+            self._connection.request("POST", f"{http.PREFIX}/{route}", body, head)
             reply = self._connection.getresponse()
         return reply.status, reply.read()
 
@@ -365,9 +366,9 @@ class Line:
         assert len(reply) < LONGEST_ANSWER, said
         assert self._token.encode() not in reply, said
         if status != 200:
-            wire.from_json(reply, wire.ErrorReply)
+            http.from_json(reply, http.ErrorReply)
         else:
-            wire.from_json(body, ROUTES[route])  # nothing but a message is answered with 200
+            http.from_json(body, ROUTES[route])  # nothing but a message is answered with 200
         if route in TAKES_LEASE and status != 400:
             self.send("abort", b"{}")  # it was a message: whoever it names must not keep the next ones out
 

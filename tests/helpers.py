@@ -3,14 +3,14 @@
 import gc
 import sys
 
-from weightsync import wire
+from weightsync.protocol import http
 
 
 def plan_of(push, layout, bucket_bytes, timeout_s=20.0, **more):
     """What a sender would announce, before its transport adds the address; digests included."""
     manifest = tuple(entry.spec for entry in layout.entries)
     more = {"verify": "digest", "digest": "xxh3_64", **more}
-    return wire.UpdateRequest(
+    return http.UpdateRequest(
         push=push, address="", secret="", bucket_bytes=bucket_bytes, timeout_s=timeout_s, manifest=manifest, **more
     )
 

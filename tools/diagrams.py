@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from weightsync.session import PUSH, REPLICA, diagram
+from weightsync.protocol.states import PUSH, REPLICA, diagram
 
 PAGE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 BEGIN, END = "<!-- states:begin -->", "<!-- states:end -->"

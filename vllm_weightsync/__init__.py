@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 
-from vllm_weightsync.extension import WorkerExtension
+from vllm_weightsync.rank import WorkerExtension
 
 __all__ = ["WorkerExtension", "endpoint_plugin", "general_plugin"]
 
 
 def endpoint_plugin() -> object:
     """``vllm.endpoint_plugins`` entry point, run in the API server: the routes."""
-    from vllm_weightsync.routes import EndpointPlugin
+    from vllm_weightsync.front_end import EndpointPlugin
 
     return EndpointPlugin()
 
@@ -27,8 +27,8 @@ def general_plugin() -> None:
     vLLM does not guard the call. What went wrong is told by the routes, which then refuse every push.
     """
     try:
-        from vllm_weightsync import compat_core
+        from vllm_weightsync import compat_pause
 
-        compat_core.install()
+        compat_pause.install()
     except Exception:
         logging.getLogger(__name__).exception("weightsync's part of the engine core is not in place")

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat_core
-from weightsync.calls import COMMIT_CALL_S
+from vllm_weightsync import compat_pause
+from weightsync.engine.adapter import apart_from_live
+from weightsync.engine.private_names import Names, lacks, missing
+from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.errors import EngineUnreachable, PushTimeout
-from weightsync.layout import digest_of
-from weightsync.private_names import Names, lacks, missing
-from weightsync.sink import apart_from_live
+from weightsync.tensors.layout import digest_of
 
 SUPPORTED: Final = "0.32"
 
@@ -276,7 +276,7 @@ def can_ask_core() -> bool:
     """Whether this package's part of the engine core is in place; the core loads the plugins that this process does."""
     from vllm.v1.engine.core import EngineCore
 
-    return hasattr(EngineCore, compat_core.HOLD)
+    return hasattr(EngineCore, compat_pause.HOLD)
 
 
 async def pause(engine_client: Any) -> None:
@@ -286,20 +286,20 @@ async def pause(engine_client: Any) -> None:
 
 async def hold(engine_client: Any, mode: str, refused: str, timeout_s: float) -> None:
     """Stop the engine for a push, or keep it stopped; see `compat_core`. Raises as `answer`."""
-    call = engine_client.engine_core.call_utility_async(compat_core.HOLD, mode, refused)
-    await answer(engine_client, call, compat_core.HOLD, timeout_s)
+    call = engine_client.engine_core.call_utility_async(compat_pause.HOLD, mode, refused)
+    await answer(engine_client, call, compat_pause.HOLD, timeout_s)
 
 
 async def let_go(engine_client: Any, timeout_s: float) -> None:
     """Have the engine do again what its users have ordered: generate, or be paused. Raises as `answer`."""
-    call = engine_client.engine_core.call_utility_async(compat_core.LET_GO)
-    await answer(engine_client, call, compat_core.LET_GO, timeout_s)
+    call = engine_client.engine_core.call_utility_async(compat_pause.LET_GO)
+    await answer(engine_client, call, compat_pause.LET_GO, timeout_s)
 
 
 async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
     """Which of the engine's memory sleeps, by vLLM's tags. Raises as `answer`."""
-    call = engine_client.engine_core.call_utility_async(compat_core.ASLEEP)
-    return [str(tag) for tag in await answer(engine_client, call, compat_core.ASLEEP, timeout_s)]
+    call = engine_client.engine_core.call_utility_async(compat_pause.ASLEEP)
+    return [str(tag) for tag in await answer(engine_client, call, compat_pause.ASLEEP, timeout_s)]
 
 
 async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:

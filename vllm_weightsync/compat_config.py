@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from weightsync.private_names import missing_below
+from weightsync.engine.private_names import missing_below
 
 #: Connectors whose `reset_cache` says whether all the KV that they hold is gone.
 _RESETTABLE: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")

@@ -1,8 +1,35 @@
 """Push new weights from an RL trainer into running vLLM and SGLang engines."""
 
-from weightsync.results import EngineResult, PushResult
-from weightsync.sender import Sender
-from weightsync.sources import Fused, LocalShard, Rule
-from weightsync.wire import PACKAGE_VERSION as __version__
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from weightsync.protocol.http import PACKAGE_VERSION as __version__
+
+if TYPE_CHECKING:
+    from weightsync.sources import Fused, LocalShard, Rule
+    from weightsync.trainer.results import EngineResult, PushResult
+    from weightsync.trainer.sender import Sender
 
 __all__ = ["EngineResult", "Fused", "LocalShard", "PushResult", "Rule", "Sender", "__version__"]
+
+#: Where each public name is imported from, on first use: `weightsync.errors` alone does not wait for torch.
+_HOMES: Final = {
+    "EngineResult": "weightsync.trainer.results",
+    "Fused": "weightsync.sources",
+    "LocalShard": "weightsync.sources",
+    "PushResult": "weightsync.trainer.results",
+    "Rule": "weightsync.sources",
+    "Sender": "weightsync.trainer.sender",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from weightsync import security, wire
-from weightsync.client import EngineClient
+from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.transports.base import Deadline
+from weightsync.protocol import auth, http
+from weightsync.trainer.client import EngineClient
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for url in asked.urls:
         try:
-            client = EngineClient(getattr(asked, "trainer", url), security.sender_token())
+            client = EngineClient(getattr(asked, "trainer", url), auth.sender_token())
             print(_RUN[asked.command](client, url, Deadline(asked.timeout)))
         except WeightSyncError as error:
             failed += 1
@@ -52,7 +52,7 @@ def _status(client: EngineClient, url: str, deadline: Deadline) -> str:
     return "\n".join(map(_shown, lines))
 
 
-def _rank(rank: wire.RankStatus) -> Iterator[str]:
+def _rank(rank: http.RankStatus) -> Iterator[str]:
     yield f"  rank {rank.rank}: {rank.state}" + "".join(
         f", {word}" for word in (rank.push, rank.detail, rank.loading) if word
     )

@@ -26,15 +26,15 @@ from typing import Any, Final
 import requests
 import torch
 
-from weightsync import security, wire
-from weightsync.calls import COMMIT_CALL_S, Calls, settle
-from weightsync.dispatch import handle
+from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.expected_checkpoint import expected_of
+from weightsync.engine.front_end import Replica, restored
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
+from weightsync.engine.rank_methods import handle
+from weightsync.engine.receiver import Receiver
 from weightsync.errors import EngineUnreachable, WeightSyncError
-from weightsync.expected import expected_of
-from weightsync.layout import digest_of
-from weightsync.receiver import Receiver
-from weightsync.replica import Replica, restored
-from weightsync.sink import Expected, Opened
+from weightsync.protocol import auth, http
+from weightsync.tensors.layout import digest_of
 
 _START_S: Final = 120.0
 _STOP_S: Final = 10.0
@@ -91,7 +91,7 @@ class ModelSink:
 
 
 class ReferenceFrontEnd:
-    """See `weightsync.routes.FrontEnd`. One thread is the engine's loop: generation and weights take turns in it."""
+    """See `weightsync.engine.routes.FrontEnd`. One thread is the engine's loop, for generation and weights."""
 
     engine = "reference"
     engine_version = "1"
@@ -115,17 +115,17 @@ class ReferenceFrontEnd:
         loop = asyncio.get_running_loop()
         return [await loop.run_in_executor(self._loop, handle, lambda: self._receiver, method, payload)]
 
-    async def commit(self, request: wire.CommitRequest, call: Calls, stopped: bool) -> wire.CommitReply:
+    async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """Apply between two generations."""
         begin = time.perf_counter()
-        payload = wire.to_json(request)
+        payload = http.to_json(request)
         try:
             settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
         except WeightSyncError as error:
             raise await restored(error, call, payload) from error
         self._version = request.version
         applied_s = time.perf_counter() - begin
-        return wire.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
+        return http.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
         """Greedy continuation of a prompt; None if a load failed while the request waited for its turn."""
@@ -145,7 +145,7 @@ def serve(sink: ModelSink, folder: Path, port: int, waits: bool = False, host: s
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from weightsync.routes import HealthGuard, admin_routes
+    from weightsync.engine.routes import HealthGuard, admin_routes
 
     front = ReferenceFrontEnd(sink, folder, waits)
     replica = Replica(front)
@@ -166,7 +166,7 @@ def serve(sink: ModelSink, folder: Path, port: int, waits: bool = False, host: s
         HealthGuard(lambda: replica),
         Route("/health", health),
         Route("/generate", generate, methods=["POST"]),
-        admin_routes(lambda: replica, security.engine_token()),
+        admin_routes(lambda: replica, auth.engine_token()),
     ]
     uvicorn.run(Starlette(routes=routes), host=host, port=port, log_level="warning")
 

@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tests.helpers import plan_of
-from weightsync import wire
-from weightsync.carrier import Carrier
-from weightsync.layout import Layout, spec_of
-from weightsync.parts import Parts
-from weightsync.stage import Stages
-from weightsync.transports.base import Deadline, Peer
+from weightsync.deadline import Deadline
+from weightsync.engine.stage import Stages
+from weightsync.protocol import http
+from weightsync.tensors.layout import Layout, spec_of
+from weightsync.tensors.subset import Parts
+from weightsync.trainer.transfer import Carrier
+from weightsync.transports.base import Peer
 from weightsync.transports.registry import ENGINE_ENDS
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ class Rig:
     def join(self, asked):
         """Every rank of the engines that are told something gets ready."""
         return {
-            url: wire.JoinReply(
+            url: http.JoinReply(
                 tuple(end.join(message, peer.rank) for peer, end in self.peers.items() if peer.engine == url),
                 self.instances[url],
             )
@@ -111,9 +112,9 @@ class Rig:
 
 def hello(url, instance, ranks):
     """Of an engine on the CPU."""
-    infos = tuple(wire.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
-    return wire.OpenReply(
-        protocol=wire.PROTOCOL, engine="test", engine_version="", package_version="", host="", model="", version="",
+    infos = tuple(http.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
+    return http.OpenReply(
+        protocol=http.PROTOCOL, engine="test", engine_version="", package_version="", host="", model="", version="",
         ranks=infos, instance=instance,
     )  # fmt: skip
 

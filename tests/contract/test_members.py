@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.contract.rig import CPU, A, B, Rig, assert_equal, random_tensors
-from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.protocol import http
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import ENGINE_ENDS
 
@@ -93,7 +93,7 @@ def test_the_trainers_own_default_group_is_neither_needed_nor_touched(make):
 
 def asked(backend="gloo", **more):
     fields = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "timeout_s": 60.0}
-    return wire.InitNcclGroup(group_name="g", backend=backend, **{**fields, **more})
+    return http.InitNcclGroup(group_name="g", backend=backend, **{**fields, **more})
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.contract.rig import A, B, assert_equal, bits, random_tensors
-from weightsync.boxes import Box, narrowed
 from weightsync.errors import DigestMismatch, TransferFailed
-from weightsync.parts import Parts
+from weightsync.tensors.boxes import Box, narrowed
+from weightsync.tensors.subset import Parts
 from weightsync.transports.base import Peer
 
 

@@ -14,11 +14,12 @@ import torch
 
 from tests.contract.rig import CPU, A, B, assert_equal, bits, hello, random_tensors
 from tests.helpers import plan_of
-from weightsync import wire
-from weightsync.carrier import Carrier
+from weightsync.deadline import Deadline
 from weightsync.errors import PushTimeout, SourceError, TransferFailed
-from weightsync.layout import Layout, spec_of
-from weightsync.transports.base import Deadline, Peer
+from weightsync.protocol import http
+from weightsync.tensors.layout import Layout, spec_of
+from weightsync.trainer.transfer import Carrier
+from weightsync.transports.base import Peer
 
 
 @pytest.mark.parametrize("bucket_bytes", [512, 4096, 65536, 1 << 20])
@@ -160,13 +161,13 @@ class Child:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def tell(self, kind, message):
-        self.process.stdin.write(kind + b" " + wire.to_json(message) + b"\n")
+        self.process.stdin.write(kind + b" " + http.to_json(message) + b"\n")
         self.process.stdin.flush()
 
     def join(self, asked):
         self.tell(b"join", asked[A])
-        reply = wire.from_json(self.process.stdout.readline(), wire.JoinReply)
-        return {A: wire.JoinReply(reply.ranks, self.instance)}
+        reply = http.from_json(self.process.stdout.readline(), http.JoinReply)
+        return {A: http.JoinReply(reply.ranks, self.instance)}
 
     def push(self, tensors, bucket_bytes, timeout_s=30.0):
         """What the child says it received; ``tensors`` may do things between one and the next."""

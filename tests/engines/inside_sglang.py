@@ -23,8 +23,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from starlette.testclient import TestClient
 
-from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, hooks
-from weightsync import security
+from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, plugin
+from weightsync.protocol import auth
 
 FOLDER = sys.argv[1]
 PATH = "SGLANG_HTTP_SERVER_APP_PATH"
@@ -75,7 +75,7 @@ def embeddings():
 
 def pauses():
     """Whether a scheduler is paused: after each step of a push, or of somebody else."""
-    hooks.place()
+    plugin.place()
     HookRegistry.apply_hooks()
     go_on, pause = ContinueGenerationReqInput(torch_empty_cache=False), PauseGenerationReqInput(mode="in_place")
     said = {}
@@ -191,7 +191,7 @@ def worker():
 
     args = arguments(tokenizer_worker_num=2)
     http_server._global_state = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
-    headers = {"Authorization": f"Bearer {security.engine_token()}"}
+    headers = {"Authorization": f"Bearer {auth.engine_token()}"}
     reply = TestClient(refusing.app).post("/weightsync/open", content=b'{"protocol": [1, 0]}', headers=headers)
     several = [compat.serve_by_workers(found, "ours:app") for found in (arguments(), args)]
     return {"status": reply.status_code, "text": reply.text, "several": several, "app": os.environ.get(PATH)}

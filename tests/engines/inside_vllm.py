@@ -9,9 +9,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 
 from vllm_weightsync import compat, compat_config
-from vllm_weightsync.sink import check_deep
-from weightsync import wire
+from vllm_weightsync.adapter import check_deep
 from weightsync.errors import UnsupportedOption
+from weightsync.protocol import http
 
 
 def config(**args):
@@ -66,7 +66,7 @@ def deep():
     for verify in ("digest", "deep"):
         said[verify] = ""
         try:
-            check_deep(wire.to_json({"push": "p", "verify": verify, "manifest": []}))
+            check_deep(http.to_json({"push": "p", "verify": verify, "manifest": []}))
         except UnsupportedOption as error:
             said[verify] = str(error)
     return said

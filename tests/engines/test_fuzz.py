@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from tests import fuzz
 from tools import servers
-from weightsync.security import engine_token
+from weightsync.protocol.auth import engine_token
 
 from .conftest import CACHES, NEW_TOKENS, PROMPT, assert_same, configurations
 

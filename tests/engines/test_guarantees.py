@@ -4,7 +4,7 @@ import pytest
 
 from tools import models, servers
 from weightsync.errors import DigestMismatch
-from weightsync.transports.packing import Packer
+from weightsync.trainer.packing import Packer
 
 from .conftest import ALL, NEW_TOKENS, PROMPT, assert_agrees, assert_same, configurations
 

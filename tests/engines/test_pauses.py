@@ -8,7 +8,7 @@ import requests
 
 from tools import models, servers
 from weightsync.errors import UnsupportedOption, WeightSyncError
-from weightsync.transports.packing import Packer
+from weightsync.trainer.packing import Packer
 
 from .conftest import CACHES, NEW_TOKENS, PROMPT, assert_agrees, assert_same, configurations
 

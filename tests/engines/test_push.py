@@ -5,9 +5,9 @@ import requests
 from safetensors.torch import load_file
 
 from tools import models, servers
-from weightsync.client import START_LINES
 from weightsync.errors import ManifestMismatch, TransferFailed, UnsupportedOption
-from weightsync.security import engine_token
+from weightsync.protocol.auth import engine_token
+from weightsync.trainer.client import START_LINES
 
 from .conftest import (
     ALL,

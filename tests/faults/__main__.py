@@ -20,8 +20,8 @@ from tests.faults.plan import Fault, at_random, catalogue
 from tests.faults.rig import BUCKET_BYTES, Outcome, Rig
 from tests.faults.run import suffer
 from tools import servers
-from weightsync.layout import Layout
 from weightsync.sources import open_source
+from weightsync.tensors.layout import Layout
 from weightsync.transports.registry import TRAINER_ENDS
 
 ROW = "{:<36} {:<9} {:<8} {:<26} {:<11} {:>8} {:>6} {:>9} {:>7}  {}"

@@ -19,12 +19,13 @@ import requests
 
 from tests.faults.plan import Fault
 from tools import models, servers
-from weightsync import staging, wire
-from weightsync.client import EngineClient
+from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.security import engine_token
+from weightsync.memory import arenas
+from weightsync.protocol import http
+from weightsync.protocol.auth import engine_token
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.base import Deadline
+from weightsync.trainer.client import EngineClient
 
 SITE = Path(__file__).parent / "site"
 PROMPT = list(b"Once upon a time there was a policy that ")
@@ -208,14 +209,14 @@ class Rig:
                 return name
         return f"mixed ({found:.4f})"
 
-    def status(self) -> wire.StatusReply | None:
+    def status(self) -> http.StatusReply | None:
         """As its front end tells it."""
         try:
             return self.client.status(Deadline(8.0))
         except WeightSyncError:
             return None
 
-    def settled(self, timeout_s: float = SETTLE_S) -> wire.StatusReply | None:
+    def settled(self, timeout_s: float = SETTLE_S) -> http.StatusReply | None:
         """Its status once no push is under way; None if it is dead."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.alive():
@@ -254,9 +255,9 @@ class Rig:
 
     def full_disk(self):
         """Fill the shared-memory mount; returns how to empty it again."""
-        path = staging.SHM_DIRECTORY / "filler-of-the-fault-tests"
-        free = staging.free_shared_bytes()
-        mount = os.statvfs(staging.SHM_DIRECTORY)
+        path = arenas.SHM_DIRECTORY / "filler-of-the-fault-tests"
+        free = arenas.free_shared_bytes()
+        mount = os.statvfs(arenas.SHM_DIRECTORY)
         nbytes = mount.f_bavail * mount.f_frsize - 64 * 1024
         if nbytes > free:
             return None  # it would take the machine's memory with it

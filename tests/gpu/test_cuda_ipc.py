@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tools import models
-from weightsync import Sender, digest
-from weightsync.layout import digest_of
+from weightsync import Sender
+from weightsync.tensors import digest
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 pytestmark = pytest.mark.skipif(

@@ -5,7 +5,7 @@ import torch
 
 from tools import models
 from weightsync import Sender
-from weightsync.layout import digest_of
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 pytestmark = pytest.mark.skipif(

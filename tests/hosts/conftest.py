@@ -8,8 +8,8 @@ import pytest
 from tests.hosts.network import Network, refusal
 from tests.hosts.programs import Engine, Trainer
 from tools import models
-from weightsync.layout import digest_of
-from weightsync.transports import agents
+from weightsync.tensors.layout import digest_of
+from weightsync.transports.nixl import agents
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from weightsync import Sender, security
+from weightsync import Sender
 from weightsync.errors import UnsupportedOption
-from weightsync.layout import digest_of
+from weightsync.protocol import auth
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
-from weightsync.transports import agents
+from weightsync.transports.nixl import agents
 
 #: A user's number that no host gives to anybody.
 NOBODY = 1_954_321
@@ -74,7 +75,7 @@ def test_an_engine_with_shared_memory_of_its_own(model_folder, weights):
 def stranger():
     """A user's number; what is made for it goes with the test."""
     yield NOBODY
-    shutil.rmtree(security.SHM_DIRECTORY / f"weightsync-{NOBODY}", ignore_errors=True)
+    shutil.rmtree(auth.SHM_DIRECTORY / f"weightsync-{NOBODY}", ignore_errors=True)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from tests.hosts.programs import PORT, served
 from tools import models
-from weightsync.transports import agents
+from weightsync.transports.nixl import agents
 
 PROMPT = list(b"across hosts")
 #: Small, so that a push is a dozen buckets.

@@ -8,10 +8,11 @@ import pytest
 
 from tests.engines.conftest import NEW_TOKENS, PROMPT, assert_agrees, differ
 from tools import models, servers
-from weightsync import Sender, security, wire
-from weightsync.client import EngineClient
+from weightsync import Sender
+from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption
-from weightsync.transports.base import Deadline
+from weightsync.protocol import auth, http
+from weightsync.trainer.client import EngineClient
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -86,9 +87,9 @@ def test_an_engine_joins_late_and_leaves_between_pushes(both, transport):
 
 def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
     running, _, _ = both
-    client = EngineClient(running[0].url, security.sender_token())
+    client = EngineClient(running[0].url, auth.sender_token())
     begin = time.monotonic()
-    asked = wire.InitNcclGroup(
+    asked = http.InitNcclGroup(
         group_name="g", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo",
         timeout_s=60.0, owner="test",
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What ARCHITECTURE.md draws is what the tables say."""
 
 from tools import diagrams
-from weightsync.session import PUSH, REPLICA
+from weightsync.protocol.states import PUSH, REPLICA
 
 
 def test_the_diagrams_are_those_of_the_tables():

@@ -9,9 +9,9 @@ import torch
 import uvicorn  # noqa: F401
 
 from tests.scenarios.weights import Tiny, TinyWeights
-from weightsync.sink import Expected, Opened
+from weightsync.engine.adapter import Expected, Opened
+from weightsync.protocol.http import TensorSpec
 from weightsync.testing import ModelSink, serve
-from weightsync.wire import TensorSpec
 
 
 class TinySink(ModelSink):

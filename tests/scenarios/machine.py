@@ -20,9 +20,9 @@ from tests.scenarios.play import Meanwhile, Outcome, abort
 from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
 from tests.scenarios.world import PATIENCE_S, Engine, Fault
 from weightsync import Sender
-from weightsync.client import EngineClient
-from weightsync.security import sender_token
-from weightsync.transports.base import Deadline
+from weightsync.deadline import Deadline
+from weightsync.protocol.auth import sender_token
+from weightsync.trainer.client import EngineClient
 
 
 def step(function: Callable[..., None]) -> Callable[..., None]:

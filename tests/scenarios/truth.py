@@ -14,9 +14,10 @@ import psutil
 import requests
 
 from tests.scenarios.world import FIRST, PATIENCE_S, Engine, World, digest_in
-from weightsync import security, staging, wire
+from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.transports.base import Deadline
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
 
 #: What was left over may be about to go: gloo ends what was given up five seconds after the deadline.
 _SETTLE_S = 15.0
@@ -101,7 +102,7 @@ class Truth:
         self._contents = {FIRST: 0}
         self._claims: dict[int, Claim] = {}
         #: What engines said when they were looked at last; None for one that could not be.
-        self.seen: dict[int, wire.StatusReply | None] = dict.fromkeys(range(len(world.engines)))
+        self.seen: dict[int, http.StatusReply | None] = dict.fromkeys(range(len(world.engines)))
 
     def pushed(self, label: str, content: int) -> None:
         """From now on an engine may serve this."""
@@ -113,7 +114,7 @@ class Truth:
             self._claims.pop(engine.number, None)
 
     def told(
-        self, engines: Mapping[str, str], label: str, before: Mapping[int, wire.StatusReply | None], why: str
+        self, engines: Mapping[str, str], label: str, before: Mapping[int, http.StatusReply | None], why: str
     ) -> None:
         """``engines`` says by URL what became of each in a call that was to make them serve ``label``, if known."""
         for engine in self._world.engines:
@@ -157,7 +158,7 @@ class Truth:
             time.sleep(0.01)
         self.seen[engine.number] = status
 
-    def _look(self, engine: Engine) -> tuple[wire.StatusReply, Violation | None]:
+    def _look(self, engine: Engine) -> tuple[http.StatusReply, Violation | None]:
         """What it says, and what is not so."""
         status = engine.client.status(Deadline(PATIENCE_S), digest=True)
         contents = {digest: content for content, digest in enumerate(self._world.weights.digests)}
@@ -196,8 +197,8 @@ def held(world: World) -> Held:
                 files.append(os.readlink(entry.path).split(":")[0])
             except FileNotFoundError:
                 continue  # that of the listing itself
-    shared = [path.name for path in staging.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
-    sockets = [path.name for path in security.directory().glob(f"weightsync-{os.getpid()}-*")]
+    shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
+    sockets = [path.name for path in auth.directory().glob(f"weightsync-{os.getpid()}-*")]
     return Held(sorted(files), psutil.Process().num_threads(), shared, sockets)
 
 

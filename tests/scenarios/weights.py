@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tools import models
-from weightsync.layout import digest_of
+from weightsync.tensors.layout import digest_of
 
 #: Several runs of bytes, so that a load can be held in the middle; small, so that thousands of pushes take minutes.
 SHAPES = {

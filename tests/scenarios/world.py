@@ -21,10 +21,11 @@ from tests.scenarios.nursery import SITE, Child, Nursery
 from tests.scenarios.trainer import lend
 from tests.scenarios.weights import CONTENTS, RealWeights, TinyWeights
 from tools import servers
-from weightsync import Sender, wire
-from weightsync.client import EngineClient
-from weightsync.security import TOKEN_VARIABLE, engine_token
-from weightsync.transports.base import Deadline
+from weightsync import Sender
+from weightsync.deadline import Deadline
+from weightsync.protocol import http
+from weightsync.protocol.auth import TOKEN_VARIABLE, engine_token
+from weightsync.trainer.client import EngineClient
 
 _START_S = 60.0
 #: By then a process that was killed has ended.
@@ -338,7 +339,7 @@ class World:
         self._scratch.cleanup()
 
 
-def digest_in(status: wire.StatusReply) -> str:
+def digest_in(status: http.StatusReply) -> str:
     """Of all ranks, as one."""
     return " ".join(rank.digest for rank in status.ranks)
 

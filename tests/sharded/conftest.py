@@ -11,7 +11,7 @@ import pytest
 
 from tools import models, servers
 from weightsync import Sender
-from weightsync.layout import digest_of
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.unit.test_sources import hrm_text, llama, qwen3, qwen3_moe
 from weightsync.errors import SourceError
 from weightsync.sources import open_source
-from weightsync.sources.shards import boxes_of, local_of
+from weightsync.sources.dtensor import boxes_of, local_of
 
 MESHES = [(4,), (1, 4), (4, 1), (2, 2)]
 SHAPES = [(), (1,), (3,), (8,), (4, 4), (7, 5), (2, 3, 9), (0, 3)]

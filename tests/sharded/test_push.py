@@ -2,9 +2,10 @@
 
 import pytest
 
-from weightsync.boxes import Box
-from weightsync.plan import Held, plan
-from weightsync.wire import TensorSpec
+from weightsync.protocol.http import TensorSpec
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.held import Held
+from weightsync.trainer.ranks.assignment import plan
 
 from .conftest import served
 

@@ -18,9 +18,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests import megatron
 from tests.sharded import placements
 from tools import models
-from weightsync import LocalShard, Sender, assembly, staging
+from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
-from weightsync.transports.groups import Group
+from weightsync.memory import arenas
+from weightsync.trainer.ranks import assembly
+from weightsync.transports.nccl.groups import Group
 
 
 class Named:
@@ -134,7 +136,7 @@ class Rank:
 
     def elsewhere(self, _):
         """From now on this rank runs on another host, as far as it can tell."""
-        staging.host_id = lambda: "another"
+        arenas.host_id = lambda: "another"
 
     def unreachable(self, _):
         """From now on this rank finds no store."""

@@ -5,14 +5,15 @@ import time
 import torch
 
 from tests.helpers import plan_of
-from weightsync import wire
-from weightsync.carrier import Carrier
-from weightsync.dispatch import handle
-from weightsync.layout import Layout, digest_of
-from weightsync.receiver import Receiver
+from weightsync.deadline import Deadline
+from weightsync.engine.rank_methods import handle
+from weightsync.engine.receiver import Receiver
+from weightsync.protocol import http
 from weightsync.sources import open_source
+from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ModelSink
-from weightsync.transports.base import Deadline, Peer
+from weightsync.trainer.transfer import Carrier
+from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
 
 CPU = torch.device("cpu")
@@ -25,9 +26,9 @@ RANK = Peer(HERE, 0)
 
 def hello_of(*ranks, host="", instance="once"):
     """What an engine says when it is opened, as far as a trainer's transports care; by default it has one rank."""
-    return wire.OpenReply(
-        protocol=wire.PROTOCOL, engine="test", engine_version="", package_version="", host=host, model="", version="",
-        ranks=ranks or (wire.RankInfo(rank=0, pid=0, device="cpu"),), instance=instance,
+    return http.OpenReply(
+        protocol=http.PROTOCOL, engine="test", engine_version="", package_version="", host=host, model="", version="",
+        ranks=ranks or (http.RankInfo(rank=0, pid=0, device="cpu"),), instance=instance,
     )  # fmt: skip
 
 
@@ -43,7 +44,7 @@ class Trainer(Carrier):
         """Introduce itself to the engine at `HERE`, unless it has."""
 
         def post(asked):
-            return {HERE: wire.JoinReply((self._join(asked[HERE]),), "once")}
+            return {HERE: http.JoinReply((self._join(asked[HERE]),), "once")}
 
         self.introduce({HERE: (self.transport, hello_of())}, post, Deadline(20.0))
 
@@ -78,18 +79,18 @@ class Rank:
 
     def ask(self, method, payload):
         """What it answers to a method, called as an engine does."""
-        return wire.from_json(handle(lambda: self.receiver, method, payload), wire.RankReply)
+        return http.from_json(handle(lambda: self.receiver, method, payload), http.RankReply)
 
     def done(self, method, message):
         """The same, where nothing may be wrong."""
-        reply = self.ask(method, wire.to_json(message))
+        reply = self.ask(method, http.to_json(message))
         assert reply.error is None, reply.error
         return reply.body
 
     def join(self, asked):
         """Get ready for a trainer."""
-        method = "init_nccl_group" if isinstance(asked, wire.InitNcclGroup) else "register_nixl"
-        return wire.from_json(self.done(method, asked), wire.RankJoined)
+        method = "init_nccl_group" if isinstance(asked, http.InitNcclGroup) else "register_nixl"
+        return http.from_json(self.done(method, asked), http.RankJoined)
 
     def prepare(self, request, transport="ipc_zmq"):
         """Come for a push."""
@@ -112,7 +113,7 @@ class Rank:
             self.prepare(trainer.ask(plan_of(transport, Layout(source.specs), BUCKET)), transport)
             trainer.await_all({RANK})
             trainer.send(source.tensors(), None)
-            self.done("weightsync_commit", wire.CommitRequest(transport, "1", "retract", SOON_S))
+            self.done("weightsync_commit", http.CommitRequest(transport, "1", "retract", SOON_S))
             assert self.sink.digest() == digest_of(weights.items())
-            self.done("weightsync_abort", wire.AbortRequest(release=trainer.here))
+            self.done("weightsync_abort", http.AbortRequest(release=trainer.here))
             trainer.close()

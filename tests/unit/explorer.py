@@ -1,6 +1,6 @@
 """A small model checker: every state that trainers, engines and the messages between them can reach together.
 
-The model takes what is legal from `session.REPLICA` and `session.PUSH`, and the order of calls from the drivers:
+The model takes what is legal from `states.REPLICA` and `states.PUSH`, and the order of calls from the drivers:
 prepare all, transfer, commit all, on failure abort all. A request may arrive at any time, also when its trainer has
 given up on it, or never; so may its reply. A step is *fair* if it happens by itself sooner or later (a delivery, an end
 of waiting in vain, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that passes although all is
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from weightsync.session import PUSH, REPLICA
+from weightsync.protocol.states import PUSH, REPLICA
 
 MIXED, NOBODY, NOTHING, ANY = -1, -1, -2, 99
 ENGINES, ALL = (0, 1), 0b11

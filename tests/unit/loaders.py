@@ -5,12 +5,12 @@ import copy
 
 import torch
 
-from weightsync.layout import Layout, spec_of
-from weightsync.load_plan import LoadPlan
-from weightsync.parts import Parts
-from weightsync.scattered import Scattered
-from weightsync.sink import Expected, Opened
-from weightsync.stage import Staged
+from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.loading.load_plan import LoadPlan
+from weightsync.engine.stage import Staged
+from weightsync.tensors.layout import Layout, spec_of
+from weightsync.tensors.scattered import Scattered
+from weightsync.tensors.subset import Parts
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -15,14 +15,14 @@ from tests.helpers import plan_of
 from tests.unit.by_hand import HERE
 from tests.unit.test_replica import Front
 from tests.unit.test_session import DictSink
-from weightsync import security, wire
+from weightsync.engine.receiver import Receiver
 from weightsync.errors import ManifestMismatch, TransferFailed
-from weightsync.layout import Layout
-from weightsync.parts import Parts
-from weightsync.receiver import Receiver
-from weightsync.transports.engine_control import EngineControl
+from weightsync.protocol import auth, http
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.subset import Parts
+from weightsync.transports.control.engine import EngineControl
+from weightsync.transports.control.trainer import TrainerControl
 from weightsync.transports.registry import ENGINE_ENDS
-from weightsync.transports.trainer_control import TrainerControl
 
 KEY = zmq.curve_keypair()[0].decode()
 
@@ -32,13 +32,13 @@ KEY = zmq.curve_keypair()[0].decode()
     ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://192.0.2.7:1", "tcp://[2001:db8::7]:65535"],
 )
 def test_an_address_by_number_and_with_a_key_passes(address):
-    assert security.check_tcp_address(address, KEY) == address
+    assert auth.check_tcp_address(address, KEY) == address
 
 
 @pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, "\u00e9" * 40, "\n" * 40, f"{KEY[:-1]}\0"])
 def test_without_its_key_no_address_passes(key):
     with pytest.raises(TransferFailed, match="by number and with its key"):
-        security.check_tcp_address("tcp://127.0.0.1:5000", key)
+        auth.check_tcp_address("tcp://127.0.0.1:5000", key)
 
 
 REFUSED = {
@@ -63,7 +63,7 @@ def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
     passed = []
     for address in REFUSED[kind]:
         try:
-            passed.append(security.check_tcp_address(address, KEY))
+            passed.append(auth.check_tcp_address(address, KEY))
         except TransferFailed as error:
             assert f"refused to dial {address!r}" in str(error)  # noqa: PT017
     assert passed == []
@@ -72,10 +72,10 @@ def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
 def test_a_sender_is_gone_where_nobody_listens_and_not_where_nobody_answers(deaf):
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        assert security.owner_lives(there)
-    assert not security.owner_lives(there)
+        assert auth.owner_lives(there)
+    assert not auth.owner_lives(there)
     start = time.monotonic()
-    assert security.owner_lives(f"tcp://127.0.0.1:{deaf}")
+    assert auth.owner_lives(f"tcp://127.0.0.1:{deaf}")
     assert time.monotonic() - start < 1  # it is asked in the engine's own loop
 
 
@@ -99,7 +99,7 @@ def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transp
     with pytest.raises(TransferFailed, match="refused to dial"):
         made(EngineControl(remote=remote)).meet(request, Parts(LAYOUT, {}), 0, (), Event())
     assert sender.socket.poll(300) == 0
-    assert receiver.status() == wire.RankStatus(rank=0, state="serving")
+    assert receiver.status() == http.RankStatus(rank=0, state="serving")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
 
 
 INTRODUCTIONS = [
-    wire.InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
-    wire.RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
+    http.InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
+    http.RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
 ]
 
 
@@ -147,4 +147,4 @@ def test_no_transport_dials_what_is_no_senders(made, traps, transport):
         except ManifestMismatch:
             continue  # it may be dialled, and was not: what is pushed does not fit
     assert refused > 80
-    assert receiver.status() == wire.RankStatus(rank=0, state="serving")
+    assert receiver.status() == http.RankStatus(rank=0, state="serving")

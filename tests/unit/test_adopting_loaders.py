@@ -8,13 +8,13 @@ import torch
 
 from tests.unit.loaders import Model, SinkOf, bits, push_into, scattered
 from weightsync import Sender
+from weightsync.engine.adapter import Sealed
+from weightsync.engine.loading.fake_tensor import Standin
+from weightsync.engine.loading.loader import Loading
+from weightsync.engine.stage import Staged
 from weightsync.errors import SourceError, WrongState
-from weightsync.layout import digest_of, spec_of
-from weightsync.loading import Loading
-from weightsync.parts import Parts
-from weightsync.sink import Sealed
-from weightsync.stage import Staged
-from weightsync.standin import Standin
+from weightsync.tensors.layout import digest_of, spec_of
+from weightsync.tensors.subset import Parts
 from weightsync.testing import ReferenceEngine
 
 

@@ -2,23 +2,24 @@
 
 import torch
 
-from weightsync import LocalShard, wire
-from weightsync.assembly import hash_parts, orders_of, write
-from weightsync.boxes import Box
-from weightsync.handles import ShmHandle
-from weightsync.layout import Layout
-from weightsync.mail import Done, Fill
-from weightsync.parts import Demand, Parts
-from weightsync.plan import plan
+from weightsync import LocalShard
+from weightsync.protocol import http
+from weightsync.protocol.handles import ShmHandle
 from weightsync.sources import open_source
-from weightsync.transports.packing import hash_stream
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.subset import Demand, Parts
+from weightsync.trainer.packing import hash_stream
+from weightsync.trainer.ranks.assembly import hash_parts, orders_of, write
+from weightsync.trainer.ranks.assignment import plan
+from weightsync.trainer.ranks.messages import Done, Fill
 
 HANDLE = ShmHandle(path="/d", nbytes=1)
 
 
 def told(message):
     """A message as another process gets it."""
-    return wire.from_json(wire.to_json(message), type(message))
+    return http.from_json(http.to_json(message), type(message))
 
 
 def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():

@@ -10,10 +10,10 @@ import pytest
 import torch
 import xxhash
 
-from weightsync import bulk
-from weightsync.bulk import Copies, Hashes, Piece, Run
+from weightsync.tensors import native_copy
+from weightsync.tensors.native_copy import Copies, Hashes, Piece, Run
 
-LARGE = bulk.LARGE_BYTES
+LARGE = native_copy.LARGE_BYTES
 
 
 @pytest.fixture(params=[1, 2, 7])
@@ -26,7 +26,7 @@ def threads(request, monkeypatch):
 
 
 def test_every_byte_is_copied_and_none_beside(threads, monkeypatch):
-    monkeypatch.setattr(bulk, "SHARE_BYTES", 3 * LARGE)  # so that one run is shared, too
+    monkeypatch.setattr(native_copy, "SHARE_BYTES", 3 * LARGE)  # so that one run is shared, too
     sizes = [5, 8 * LARGE + 3, 0, LARGE, LARGE - 1, 1, 2 * LARGE + 7] * 3
     source = torch.randint(0, 256, (sum(sizes) + 2 * len(sizes),), dtype=torch.uint8)
     for _ in range(5):
@@ -57,14 +57,14 @@ def test_as_many_take_part_as_torch_has_threads_and_items_there_are(threads):
                 meeting.wait(20)  # nobody ends an item before all have begun one
             return 2 * item, threading.get_ident()
 
-        found = bulk.each(act, range(count))
+        found = native_copy.each(act, range(count))
         assert [value for value, _ in found] == [2 * item for item in range(count)]
         assert len({thread for _, thread in found}) == min(threads, count)
 
 
 def test_a_thread_that_has_one_core_works_alone(threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    assert set(bulk.each(lambda _: threading.get_ident(), range(20))) == {threading.get_ident()}
+    assert set(native_copy.each(lambda _: threading.get_ident(), range(20))) == {threading.get_ident()}
 
 
 def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
@@ -79,7 +79,7 @@ def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
         working.remove(item)
 
     with pytest.raises(OSError, match="no such page"):
-        bulk.each(act, range(20))
+        native_copy.each(act, range(20))
     assert working == set()
 
 
@@ -99,9 +99,9 @@ def test_who_is_interrupted_waits_for_those_that_work(threads):
         ended.append(item)
 
     with pytest.raises(KeyboardInterrupt):
-        bulk.each(act, range(30))
+        native_copy.each(act, range(30))
     assert sorted(begun) == sorted(ended)
-    assert bulk.each(lambda item: item, range(3)) == [0, 1, 2]
+    assert native_copy.each(lambda item: item, range(3)) == [0, 1, 2]
 
 
 def test_shared_work_does_not_share_its_own(threads):
@@ -117,7 +117,9 @@ def test_shared_work_does_not_share_its_own(threads):
             at_work -= 1
         return item
 
-    assert bulk.each(lambda item: sum(bulk.each(inner, range(item))), range(9)) == [sum(range(n)) for n in range(9)]
+    assert native_copy.each(lambda item: sum(native_copy.each(inner, range(item))), range(9)) == [
+        sum(range(n)) for n in range(9)
+    ]
     assert most <= threads
 
 
@@ -136,19 +138,19 @@ def test_all_is_done_where_no_more_threads_are_to_be_had(threads, few, monkeypat
             raise OSError("no such page")
         time.sleep(0.001)
 
-    bulk._helpers.cache_clear()
+    native_copy._helpers.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        assert bulk.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
+        assert native_copy.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
         with pytest.raises(OSError, match="no such page"):
-            bulk.each(broken, range(50))
-    assert bulk.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
+            native_copy.each(broken, range(50))
+    assert native_copy.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
 
 
 def test_a_forked_process_has_threads_of_its_own(threads):
     def meet():
         both = Barrier(min(threads, 2))
-        bulk.each(lambda _: both.wait(20), range(both.parties))
+        native_copy.each(lambda _: both.wait(20), range(both.parties))
 
     meet()  # so that there are some to lose
     child = os.fork()

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from tests.unit.by_hand import CPU
-from weightsync import Sender, cgroups, staging
+from weightsync import Sender
 from weightsync.errors import TransferFailed
+from weightsync.memory import arenas, cgroups
 from weightsync.testing import ReferenceEngine
 
 MIB = 1 << 20
@@ -135,12 +136,12 @@ def test_a_limit_of_the_kernels_is_seen():
 
 
 def test_what_is_free_is_never_more_than_the_container_has(monkeypatch):
-    before = staging.free_bytes(CPU)
+    before = arenas.free_bytes(CPU)
     monkeypatch.setattr(cgroups, "free_bytes", lambda: 5 * MIB)
-    assert staging.free_bytes(CPU) == 5 * MIB
-    assert staging.free_shared_bytes() <= 5 * MIB
+    assert arenas.free_bytes(CPU) == 5 * MIB
+    assert arenas.free_shared_bytes() <= 5 * MIB
     monkeypatch.setattr(cgroups, "free_bytes", lambda: 1 << 62)
-    assert abs(staging.free_bytes(CPU) - psutil.virtual_memory().available) < 1 << 30 < before
+    assert abs(arenas.free_bytes(CPU) - psutil.virtual_memory().available) < 1 << 30 < before
 
 
 def test_an_engine_whose_container_cannot_hold_the_model_is_refused_before_anything_travels(model_folder, trained):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.unit.loaders import Model, SinkOf, bits, by_name, push_into, scattered
 from weightsync import Sender
+from weightsync.engine.adapter import Opened
+from weightsync.engine.loading.loader import Loading
+from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WrongState
-from weightsync.layout import digest_of, spec_of
-from weightsync.loading import Loading
-from weightsync.parts import Parts
-from weightsync.sink import Opened
-from weightsync.stage import Staged
+from weightsync.tensors.layout import digest_of, spec_of
+from weightsync.tensors.subset import Parts
 from weightsync.testing import ReferenceEngine
 
 EXPERTS = 6

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from tests.helpers import plan_of
+from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
-from weightsync.frames import Offer
-from weightsync.layout import Layout, spec_of
-from weightsync.parts import Parts
-from weightsync.transports.base import Deadline, Peer
-from weightsync.transports.control import SILENCE_S
-from weightsync.transports.engine_control import EngineControl
-from weightsync.transports.trainer_control import Talk, TrainerControl
+from weightsync.protocol.control import Offer
+from weightsync.tensors.layout import Layout, spec_of
+from weightsync.tensors.subset import Parts
+from weightsync.transports.base import Peer
+from weightsync.transports.control.engine import EngineControl
+from weightsync.transports.control.sockets import SILENCE_S
+from weightsync.transports.control.trainer import Talk, TrainerControl
 
 ENGINE = "http://127.0.0.1:8001"
 LAYOUT = Layout([spec_of("weight", torch.zeros(4))])

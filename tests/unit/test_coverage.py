@@ -9,10 +9,10 @@ import torch
 from tests.unit.loaders import Model, SinkOf
 from weightsync import Sender
 from weightsync.cli import main
-from weightsync.coverage import check_read
+from weightsync.engine.coverage import check_read
+from weightsync.engine.loading.loader import Loading
 from weightsync.errors import ManifestMismatch, ManifestUnknown
-from weightsync.layout import spec_of
-from weightsync.loading import Loading
+from weightsync.tensors.layout import spec_of
 from weightsync.testing import ReferenceEngine
 
 LAYER = "model.layers.1.mlp"

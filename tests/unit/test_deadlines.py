@@ -10,16 +10,17 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from tests.unit.test_replica import SERVING, WEIGHTS, Engine, Front, Trainer, driven, queued, until
-from weightsync import Sender, cli, wire
-from weightsync.client import EngineClient
+from weightsync import Sender, cli
+from weightsync.deadline import Deadline
 from weightsync.errors import EngineUnreachable, PushTimeout
-from weightsync.transports.base import Deadline
+from weightsync.protocol import http
+from weightsync.trainer.client import EngineClient
 
 #: Far more than any call here may take, and less than the servers below go on for.
 SOON_S = 20.0
 LONG_S = 40.0
 #: Of a manifest that fills every buffer between two processes.
-MANY = tuple(wire.TensorSpec(f"{'w' * 900}{number}", "float32", (1,)) for number in range(20_000))
+MANY = tuple(http.TensorSpec(f"{'w' * 900}{number}", "float32", (1,)) for number in range(20_000))
 
 
 class Slow:
@@ -79,7 +80,7 @@ def test_a_server_that_is_slow_in_any_way_is_left_at_the_deadline(how):
 
 
 def test_a_server_that_does_not_read_is_left_at_the_deadline():
-    request = wire.UpdateRequest(
+    request = http.UpdateRequest(
         push="p", address="", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=MANY
     )  # fmt: skip
     with closing(Slow(b"", b"", reads=False)) as slow, ThreadPoolExecutor(1) as thread:
@@ -231,7 +232,7 @@ def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_nam
 
 def test_a_step_that_takes_long_is_waited_for_as_long_as_the_caller_would(monkeypatch):
     # Longer than an engine waits for its ranks by itself: whoever asks says how long it may take.
-    step_s = wire.LOOK_S + 0.5
+    step_s = http.LOOK_S + 0.5
     gates = {"weightsync_open": 0, "weightsync_status": 1, "weightsync_abort": 2}
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
         engines = [stack.enter_context(closing(Engine())) for _ in gates]

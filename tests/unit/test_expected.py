@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from tools import models
+from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import ManifestMismatch
-from weightsync.expected import expected_of
-from weightsync.layout import check_manifest
 from weightsync.sources import open_source
+from weightsync.tensors.layout import check_manifest
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])

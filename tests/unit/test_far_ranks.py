@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from tests.unit.test_replica import SERVING, WEIGHTS, Engine, until
-from weightsync import Sender, calls, errors, processes, staging, wire
+from weightsync import Sender, errors
+from weightsync.engine import rank_calls
+from weightsync.memory import arenas, processes
+from weightsync.protocol import http
 
 #: No process has this number, here.
 NOBODY = 1 << 22
@@ -30,9 +33,9 @@ class TwoHosts(Engine):
 @pytest.fixture
 def looked(monkeypatch):
     """Counts how often ranks that take long are looked at; that is often."""
-    found, look = [], calls.Calls.check_alive
-    monkeypatch.setattr(calls, "_LOOK_UP_S", 0.02)
-    monkeypatch.setattr(calls.Calls, "check_alive", lambda self: found.append(1) or look(self))
+    found, look = [], rank_calls.Calls.check_alive
+    monkeypatch.setattr(rank_calls, "_LOOK_UP_S", 0.02)
+    monkeypatch.setattr(rank_calls.Calls, "check_alive", lambda self: found.append(1) or look(self))
     return found
 
 
@@ -45,7 +48,7 @@ def looked(monkeypatch):
     ],
 )
 def test_a_commit_that_takes_long_on_another_host_is_no_commit_that_failed(looked, monkeypatch, elsewhere):
-    monkeypatch.setattr(staging, "process_space", lambda: FIRST_SPACE)
+    monkeypatch.setattr(arenas, "process_space", lambda: FIRST_SPACE)
     with closing(TwoHosts(**elsewhere)) as engine, Sender([engine.url]) as sender:
         gate = engine.gates["weightsync_commit"] = threading.Event()
         thread = threading.Thread(target=lambda: (until(lambda: len(looked) > 3, "nobody looks"), gate.set()))
@@ -65,12 +68,12 @@ def test_a_rank_on_this_host_that_has_ended_is_still_seen(looked):
 
 
 def test_a_number_that_is_another_process_by_now_is_not_the_rank():
-    seen = calls.Calls(None)
+    seen = rank_calls.Calls(None)
     with subprocess.Popen(["sleep", "60"]) as process:
         since = processes.started(process.pid)
         assert since > processes.started(os.getppid()) > 0
-        where = {"host": staging.host_id(), "process_space": staging.process_space()}
-        rank = wire.RankInfo(rank=0, pid=process.pid, device="cpu", started=since, **where)
+        where = {"host": arenas.host_id(), "process_space": arenas.process_space()}
+        rank = http.RankInfo(rank=0, pid=process.pid, device="cpu", started=since, **where)
         seen.ranks = (rank,)
         seen.check_alive()
         seen.ranks = (msgspec.structs.replace(rank, started=since - 1),)
@@ -82,7 +85,7 @@ def test_a_number_that_is_another_process_by_now_is_not_the_rank():
 
 def test_every_rank_says_where_its_process_is():
     with closing(Engine()) as engine:
-        opened = asyncio.run(engine.replica.open(wire.OpenRequest(wire.PROTOCOL)))
+        opened = asyncio.run(engine.replica.open(http.OpenRequest(http.PROTOCOL)))
     assert [(rank.pid, rank.host, rank.process_space, rank.started) for rank in opened.ranks] == [
-        (os.getpid(), staging.host_id(), staging.process_space(), processes.started(os.getpid()))
+        (os.getpid(), arenas.host_id(), arenas.process_space(), processes.started(os.getpid()))
     ] * 2

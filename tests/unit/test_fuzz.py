@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from tests import fuzz
 from tests.unit.by_hand import SOON_S, Rank
 from tests.unit.test_fuzz_frames import TO_RANK, TO_TRAINER
-from weightsync import Sender, errors, wire
-from weightsync.layout import digest_of
-from weightsync.security import engine_token
+from weightsync import Sender, errors
+from weightsync.protocol import http
+from weightsync.protocol.auth import engine_token
+from weightsync.tensors.layout import digest_of
 from weightsync.transports.registry import TRAINER_ENDS
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 #: How many messages each test sends, for each route and for each method of a rank.
 EACH_ROUTE, EACH_METHOD = 1000, 1200
-INTRODUCE_OR_UPDATE = (wire.UpdateRequest, wire.InitNcclGroup, wire.RegisterNixl)
+INTRODUCE_OR_UPDATE = (http.UpdateRequest, http.InitNcclGroup, http.RegisterNixl)
 
 
 def test_the_shares_add_up():
@@ -102,7 +103,7 @@ def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, kind):
             assert issubclass(getattr(errors, reply.error.error), errors.WeightSyncError)
             assert len(reply.error.message) < fuzz.LONGEST_ANSWER
             with suppress(msgspec.MsgspecError):
-                wire.from_json(body, kind)
+                http.from_json(body, kind)
                 assert reply.error.error != "WeightSyncError", reply.error  # what was expected has a name of its own
 
     @settings(fuzz.FUZZ, max_examples=EACH_METHOD)

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from tests import fuzz
 from tests.helpers import plan_of
 from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
-from weightsync import errors, frames, security, staging, wire
-from weightsync.layout import Layout, digest_of
-from weightsync.parts import Demand, Parts
+from weightsync import errors
+from weightsync.engine.stage import Stages
+from weightsync.memory import arenas
+from weightsync.protocol import auth, control, http
 from weightsync.sources import open_source
-from weightsync.stage import Stages
-from weightsync.transports.agents import Agent
-from weightsync.transports.packing import Packer
+from weightsync.tensors.layout import Layout, digest_of
+from weightsync.tensors.subset import Demand, Parts
+from weightsync.trainer.packing import Packer
+from weightsync.transports.nixl.agents import Agent
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -39,16 +41,16 @@ class FakeSender:
     """A socket and an arena where a rank was told to come, and that say what they like."""
 
     def __init__(self, context, source):
-        self.folder = security.private_directory()
+        self.folder = auth.private_directory()
         self.socket = context.socket(zmq.ROUTER)
-        self.socket.bind(f"ipc://{self.folder}/{security.SOCKET_NAME}")
+        self.socket.bind(f"ipc://{self.folder}/{auth.SOCKET_NAME}")
         self.layout = Layout(source.specs)
-        self.arena = staging.ShmArena(2 * BUCKET)
+        self.arena = arenas.ShmArena(2 * BUCKET)
         packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64", Demand([Parts(self.layout, {})]))
         self.filled = packer.fill(source.tensors(), self._taken)
         self.last = self.layout.buckets(BUCKET) - 1
         plan = plan_of(PUSH, self.layout, BUCKET, SOON_S)
-        address = f"ipc://{self.folder}/{security.SOCKET_NAME}"
+        address = f"ipc://{self.folder}/{auth.SOCKET_NAME}"
         self.request = msgspec.structs.replace(plan, address=address, secret="s")
         self.rank = b""
 
@@ -56,25 +58,25 @@ class FakeSender:
         """The rank's next message."""
         assert self.socket.poll(SOON_S * 1000), "the rank hangs"
         self.rank, frame = self.socket.recv_multipart()
-        return frames.unpack_from_rank(frame)
+        return control.unpack_from_rank(frame)
 
     def say(self, message):
-        frame = message if isinstance(message, bytes) else frames.pack(message)
+        frame = message if isinstance(message, bytes) else control.pack(message)
         self.socket.send_multipart([self.rank, frame])
 
     def _taken(self, bucket):
         if bucket >= 2:
-            assert self.hear() == frames.Taken(push=PUSH, index=bucket - 2)
+            assert self.hear() == control.Taken(push=PUSH, index=bucket - 2)
 
     def steps(self):
         """What an honest sender says, one after the other."""
-        yield frames.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
+        yield control.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
         for packed in self.filled:
-            yield frames.Filled(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
+            yield control.Filled(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
 
     def outcome(self):
         """What the rank says in the end."""
-        while isinstance(said := self.hear(), frames.Taken):
+        while isinstance(said := self.hear(), control.Taken):
             continue
         return said
 
@@ -88,8 +90,8 @@ class FakeSender:
 def is_ignored(frame):
     """Whether a frame is a message of some other push, or one that needs no answer."""
     try:
-        message = frames.unpack_from_sender(frame)
-        return message.push != PUSH or isinstance(message, frames.Still)
+        message = control.unpack_from_sender(frame)
+        return message.push != PUSH or isinstance(message, control.Still)
     except msgspec.MsgspecError:
         return False
 
@@ -100,7 +102,7 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
 
     def push(sender, at, frame):
         rank.prepare(sender.request)
-        assert isinstance(sender.hear(), frames.Hello)
+        assert isinstance(sender.hear(), control.Hello)
         for number, honest in enumerate(sender.steps()):
             if number == at:
                 sender.say(frame)
@@ -118,7 +120,7 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
             said = push(sender, at, frame)
             assert time.monotonic() - start < SOON_S
             counts[type(said).__name__] += 1
-            if isinstance(said, frames.Failed):
+            if isinstance(said, control.Failed):
                 assert issubclass(getattr(errors, said.error), errors.WeightSyncError)
                 assert said.message
                 assert rank.settled() == "serving"
@@ -228,10 +230,10 @@ def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, tra
 def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_ones_taken(rank, trained):
     agent, memory = Agent(CPU, 0), torch.zeros(BUCKET, dtype=torch.uint8)
     agent.register(memory)
-    whole = wire.RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
+    whole = http.RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
 
     def refused(**changes):
-        reply = rank.ask("register_nixl", wire.to_json(msgspec.structs.replace(whole, **changes)))
+        reply = rank.ask("register_nixl", http.to_json(msgspec.structs.replace(whole, **changes)))
         assert (reply.error.error, reply.error.weights) == ("TransferFailed", "unchanged")
         return reply.error.message
 

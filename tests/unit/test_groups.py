@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.by_hand import CPU
-from weightsync import wire
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.transports import groups, lanes
+from weightsync.protocol import http
+from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.registry import ENGINE_ENDS
 
 #: The trainer, an engine of two ranks, and one of one.
-ASKED = wire.InitNcclGroup(
+ASKED = http.InitNcclGroup(
     group_name="g", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=4, backend="gloo",
     timeout_s=5.0, members=(("http://a", 2), ("http://b", 1)),
 )  # fmt: skip
@@ -62,13 +62,15 @@ def test_what_does_not_add_up_is_refused_by_name(changes, ranks, said):
 
 @given(st.integers(1, 5), st.integers(0, 4000), st.integers(1, 300))
 def test_every_byte_travels_in_one_lane(senders, nbytes, bucket_bytes):
-    places = [place for lane in range(senders) for place in lanes.places(lane, senders, nbytes, bucket_bytes)]
+    places = [
+        place for lane in range(senders) for place in parallel_broadcast.places(lane, senders, nbytes, bucket_bytes)
+    ]
     assert sorted(place.number for place in places) == list(range(-(-nbytes // bucket_bytes)))
     for number, start, end in places:
         assert start == number * bucket_bytes
         assert end == min(start + bucket_bytes, nbytes)
     for lane in range(senders):
-        numbers = [place.number for place in lanes.places(lane, senders, nbytes, bucket_bytes)]
+        numbers = [place.number for place in parallel_broadcast.places(lane, senders, nbytes, bucket_bytes)]
         assert numbers == sorted(numbers)
         assert all(number % senders == lane for number in numbers)
 
@@ -77,7 +79,7 @@ def test_every_byte_travels_in_one_lane(senders, nbytes, bucket_bytes):
 
 
 def rank(uuid="GPU-1", **settings):
-    return wire.RankInfo(rank=0, pid=0, device="cuda", device_uuid=uuid, settings=settings)
+    return http.RankInfo(rank=0, pid=0, device="cuda", device_uuid=uuid, settings=settings)
 
 
 def preflight(*ranks, ours=(), uuid="GPU-0"):
@@ -151,8 +153,8 @@ def test_what_a_process_tells_of_itself_is_its_nccl_settings_and_no_others(monke
     found = groups.settings()
     assert (found["NCCL_ALGO"], found["PYTORCH_CUDA_ALLOC_CONF"]) == ("Ring", "expandable_segments:True")
     assert "secret" not in str(found)
-    info = wire.RankInfo(rank=0, pid=0, device="cpu", settings=found)
-    assert wire.from_json(wire.to_json(info), wire.RankInfo) == info  # nothing in it is too long for the wire
+    info = http.RankInfo(rank=0, pid=0, device="cpu", settings=found)
+    assert http.from_json(http.to_json(info), http.RankInfo) == info  # nothing in it is too long for the wire
 
 
 # --- the way to the store ---------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_a_rank_without_a_gpu_joins_no_group_of_nccl(end):
 
 
 def test_an_end_has_no_use_for_what_is_said_to_another(end):
-    register = wire.RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
+    register = http.RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
     for name, other in (("nccl", register), ("nixl", ASKED), ("ipc_zmq", ASKED), ("ipc_zmq", register)):
         made = end if name == "nccl" else ENGINE_ENDS[name](CPU)
         with pytest.raises(UnsupportedOption, match=f"{name} has no use for {type(other).__name__}"):

@@ -11,7 +11,7 @@ import requests
 from tests.helpers import plan_of
 from tests.unit.by_hand import Trainer
 from tools import models
-from weightsync import Sender, cli, wire
+from weightsync import Sender, cli
 from weightsync.errors import (
     ApplyFailed,
     DigestMismatch,
@@ -20,11 +20,12 @@ from weightsync.errors import (
     UnsupportedOption,
     WrongState,
 )
-from weightsync.layout import Layout, digest_of
-from weightsync.security import engine_token
+from weightsync.protocol import http
+from weightsync.protocol.auth import engine_token
 from weightsync.sources import open_source
+from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.packing import Packer
+from weightsync.trainer.packing import Packer
 from weightsync.transports.registry import TRAINER_ENDS
 
 PROMPT = list(b"guarantees")
@@ -238,7 +239,7 @@ def prepared_by_hand(engine, model, timeout_s, trainer):
     request = trainer.ask(plan_of("by-hand", layout, 1 << 20, timeout_s, owner="hand", holder="a hand"), engine.url)
     headers = {"Authorization": f"Bearer {engine_token()}"}
     url = f"{engine.url}/weightsync/update_weights_via_ipc_zmq"
-    assert requests.post(url, data=wire.to_json(request), headers=headers, timeout=30).ok
+    assert requests.post(url, data=http.to_json(request), headers=headers, timeout=30).ok
 
 
 def test_a_stuck_push_expires_and_can_be_aborted(engine, a, capsys):

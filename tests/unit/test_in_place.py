@@ -13,12 +13,14 @@ import torch
 
 from tests.faults.rig import SITE
 from tools import models, servers
-from weightsync import Sender, in_place, wire
+from weightsync import Sender
 from weightsync.errors import PushTimeout, TransferFailed
-from weightsync.handles import CudaHandle, FileHandle, InPlaceHandle
-from weightsync.layout import ALIGN_BYTES, Layout, digest_of, spec_of
-from weightsync.scattered import Scattered
+from weightsync.memory import shared_parameters
+from weightsync.protocol import http
+from weightsync.protocol.handles import CudaHandle, FileHandle, InPlaceHandle
 from weightsync.sources import open_source
+from weightsync.tensors.layout import ALIGN_BYTES, Layout, digest_of, spec_of
+from weightsync.tensors.scattered import Scattered
 from weightsync.testing import ReferenceEngine
 
 CPU = torch.device("cpu")
@@ -139,8 +141,10 @@ def test_an_engine_that_comes_later_waits_for_the_next_push(engine, trained, mod
 
 
 def arena_of(*tensors):
-    assert in_place.find(tensors, CPU) is not None
-    return in_place.InPlaceArena(Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)]), tensors)
+    assert shared_parameters.find(tensors, CPU) is not None
+    return shared_parameters.InPlaceArena(
+        Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)]), tensors
+    )
 
 
 def test_one_memory_that_holds_all_tensors_is_offered_once():
@@ -148,7 +152,7 @@ def test_one_memory_that_holds_all_tensors_is_offered_once():
     tensors = [memory[:1], memory[1:1], memory[1000:3000].view(20, 100), memory[3001:]]
     arena = arena_of(*tensors)
     assert len(arena.handle().storages) == 1
-    found = in_place.attach(arena.handle())
+    found = shared_parameters.attach(arena.handle())
     for name, stream in (("here", arena.bytes), ("there", found)):
         for entry, tensor in zip(Layout([spec_of("t", t) for t in tensors]).entries, tensors, strict=True):
             assert torch.equal(entry.view(stream), tensor), name
@@ -157,30 +161,30 @@ def test_one_memory_that_holds_all_tensors_is_offered_once():
 
 def test_what_is_on_another_device_or_has_no_bytes_is_not_read_where_it_is():
     shared = torch.zeros(4).share_memory_()
-    assert in_place.find([shared], CPU) == [shared]
-    assert in_place.find([shared], torch.device("meta")) is None
-    assert in_place.find([shared, torch.zeros(4)], CPU) is None
-    assert in_place.find([torch.zeros(0)], CPU) is None
+    assert shared_parameters.find([shared], CPU) == [shared]
+    assert shared_parameters.find([shared], torch.device("meta")) is None
+    assert shared_parameters.find([shared, torch.zeros(4)], CPU) is None
+    assert shared_parameters.find([torch.zeros(0)], CPU) is None
 
 
 def test_a_file_that_is_mapped_is_not_read_where_it_is(tmp_path):
     (tmp_path / "weights").write_bytes(bytes(64))
     mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=16)
     assert mapped.is_shared()
-    assert in_place.find([mapped], CPU) is None
+    assert shared_parameters.find([mapped], CPU) is None
 
 
 def test_a_negative_view_of_what_is_known_is_not_read_where_it_is():
     shared = torch.zeros(4).share_memory_()
     arena = arena_of(shared)
-    assert in_place.find([shared], CPU, arena) == [shared]
-    assert in_place.find([torch._neg_view(shared)], CPU, arena) is None
+    assert shared_parameters.find([shared], CPU, arena) == [shared]
+    assert shared_parameters.find([torch._neg_view(shared)], CPU, arena) is None
 
 
 def test_who_maps_parameters_is_told_that_they_may_change():
     shared = torch.zeros(4).share_memory_()
     arena = arena_of(shared)
-    found = in_place.attach(arena.handle())
+    found = shared_parameters.attach(arena.handle())
     found.check()
     arena.close()
     with pytest.raises(TransferFailed, match="gave the push up and may have changed its parameters"):
@@ -241,12 +245,13 @@ def test_a_slice_lies_in_one_part():
 
 def in_another_process(handle, code):
     begin = (
-        "import resource, sys\nfrom weightsync import in_place, wire\nfrom weightsync.handles import InPlaceHandle\n"
+        "import resource, sys\nfrom weightsync.memory import shared_parameters\nfrom weightsync.protocol import http\n"
+        "from weightsync.protocol.handles import InPlaceHandle\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "found = in_place.attach(wire.from_json(sys.stdin.read(), InPlaceHandle))\n"
+        "found = shared_parameters.attach(http.from_json(sys.stdin.read(), InPlaceHandle))\n"
     )
     command = [sys.executable, "-c", begin + code]
-    return subprocess.run(command, check=False, input=wire.to_json(handle), stderr=subprocess.PIPE)
+    return subprocess.run(command, check=False, input=http.to_json(handle), stderr=subprocess.PIPE)
 
 
 def test_a_rank_cannot_change_the_parameters():
@@ -289,13 +294,13 @@ def offered(pid=None, parts=((0, 0, 8192),)):
 def test_what_is_not_there_is_not_mapped(more, said):
     _memory, handle = offered(**more)
     with pytest.raises(TransferFailed, match=said):
-        in_place.attach(handle)
+        shared_parameters.attach(handle)
 
 
 def test_a_gpu_that_is_not_there_is_named():
     memory = CudaHandle("GPU-7", b"", 10, 0, b"", 0, b"", False)
     with pytest.raises(TransferFailed, match="the sender's GPU GPU-7 is not visible here"):
-        in_place.attach(InPlaceHandle((memory,), ((0, 0, 10),), FileHandle(0, 0, 0)))
+        shared_parameters.attach(InPlaceHandle((memory,), ((0, 0, 10),), FileHandle(0, 0, 0)))
 
 
 def test_other_files_are_not_mapped(tmp_path):
@@ -306,7 +311,7 @@ def test_other_files_are_not_mapped(tmp_path):
         for number, known in ((file.fileno(), inode), (file.fileno(), inode + 1), (0, os.fstat(0).st_ino)):
             handle = InPlaceHandle((FileHandle(os.getpid(), number, known),), ((0, 0, 4096),), FileHandle(0, 0, 0))
             with pytest.raises(TransferFailed, match=r"refused to map|cannot be opened"):
-                in_place.attach(handle)
+                shared_parameters.attach(handle)
 
 
 def test_a_pipe_is_refused_at_once(tmp_path):
@@ -314,5 +319,5 @@ def test_a_pipe_is_refused_at_once(tmp_path):
     number = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     file = FileHandle(os.getpid(), number, os.fstat(number).st_ino)
     with pytest.raises(TransferFailed, match="refused to map"):
-        in_place.attach(InPlaceHandle((file,), ((0, 0, 1),), file))
+        shared_parameters.attach(InPlaceHandle((file,), ((0, 0, 1),), file))
     os.close(number)

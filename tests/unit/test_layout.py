@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import ManifestMismatch
-from weightsync.layout import ALIGN_BYTES, DTYPES, Layout, check_manifest, digest_of, spec_of
-from weightsync.room import choose
-from weightsync.wire import TensorSpec
+from weightsync.protocol.http import TensorSpec
+from weightsync.tensors.layout import ALIGN_BYTES, DTYPES, Layout, check_manifest, digest_of, spec_of
+from weightsync.trainer.buckets import choose
 
 SPECS = st.lists(
     st.builds(

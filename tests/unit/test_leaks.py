@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from tools import servers
-from weightsync import Sender, security, staging
+from weightsync import Sender
 from weightsync.errors import EngineUnreachable, LeaseHeld, ManifestMismatch, TransferFailed
+from weightsync.memory import arenas
+from weightsync.protocol import auth
 
 PUSHES = 60
 #: Pushes in the life of a sender, and rounds of everything that happen before counting starts.
@@ -43,8 +45,8 @@ def files_of(pid):
 
 def held(pid=None):
     pid = pid or os.getpid()
-    shared = [path.name for path in staging.SHM_DIRECTORY.glob(f"weightsync-{pid}-*")]
-    private = [path.name for path in security.directory().glob(f"weightsync-{pid}-*")]
+    shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{pid}-*")]
+    private = [path.name for path in auth.directory().glob(f"weightsync-{pid}-*")]
     return Held(files_of(pid), psutil.Process(pid).num_threads(), shared, private)
 
 
@@ -126,7 +128,7 @@ def trainer_that_ends(engine, folder, how):
     code = (
         "import os, signal; from weightsync import Sender\n"
         f"sender = Sender([{engine.url!r}]); sender.push({str(folder)!r})\n"
-        f"print(len([name for name in os.listdir({str(staging.SHM_DIRECTORY)!r})"
+        f"print(len([name for name in os.listdir({str(arenas.SHM_DIRECTORY)!r})"
         " if name.startswith(f'weightsync-{os.getpid()}-')]), flush=True)\n"
         f"{how}"
     )
@@ -139,17 +141,17 @@ def trainer_that_ends(engine, folder, how):
 def test_a_trainer_that_exits_without_close_leaves_nothing(engine, model_folder):
     process = trainer_that_ends(engine, model_folder("llama", 1), "")
     assert process.returncode == 0
-    assert not list(staging.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*"))
-    assert not list(security.directory().glob(f"weightsync-{process.pid}-*"))
+    assert not list(arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*"))
+    assert not list(auth.directory().glob(f"weightsync-{process.pid}-*"))
 
 
 def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained, model_folder, monkeypatch):
     process = trainer_that_ends(engine, model_folder("llama", 1), "os.kill(os.getpid(), signal.SIGKILL)")
     assert process.returncode == -signal.SIGKILL
-    (left,) = staging.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
-    (private,) = security.directory().glob(f"weightsync-{process.pid}-*")
+    (left,) = arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
+    (private,) = auth.directory().glob(f"weightsync-{process.pid}-*")
     # As if the age were reached at which the next one no longer takes them for somebody's who has only begun.
-    for module in (staging, security):
+    for module in (arenas, auth):
         sweep = module.sweep
         monkeypatch.setattr(module, "sweep", lambda *root, sweep=sweep: sweep(*root, older_than_s=0.0))
     with Sender([engine.url]) as sender:
@@ -165,5 +167,5 @@ def test_memory_that_no_arena_can_be_made_of_leaves_no_file():
     before = held()
     for _ in range(3):
         with pytest.raises(TransferFailed, match="shared memory could not be had"):
-            staging.ShmArena(1 << 60)
+            arenas.ShmArena(1 << 60)
     assert held() == before

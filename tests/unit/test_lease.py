@@ -9,9 +9,10 @@ import requests
 import torch
 
 from tests.unit.test_replica import SERVING, WEIGHTS, Engine, driven, until
-from weightsync import Sender, security, wire
+from weightsync import Sender
+from weightsync.engine.lease import Lease
 from weightsync.errors import ManifestMismatch, TransferFailed
-from weightsync.lease import Lease
+from weightsync.protocol import auth, http
 
 SOON_S = 20.0
 
@@ -100,20 +101,20 @@ def test_others_are_served_while_a_far_trainer_is_looked_for(engine):
 )
 def test_status_answers_a_get(engine, query, digests):
     url = f"{engine.url}/weightsync/status{query}"
-    reply = requests.get(url, headers={"Authorization": f"Bearer {security.engine_token()}"}, timeout=SOON_S)
-    status = wire.from_json(reply.content, wire.StatusReply)
+    reply = requests.get(url, headers={"Authorization": f"Bearer {auth.engine_token()}"}, timeout=SOON_S)
+    status = http.from_json(reply.content, http.StatusReply)
     assert (reply.status_code, status.state, status.version) == (200, "serving", "default")
     assert len([rank for rank in status.ranks if rank.digest]) == digests
 
 
 @pytest.mark.parametrize("query", ["?digest=perhaps", "?timeout_s=0", "?timeout_s=long"])
 def test_a_get_that_asks_for_nonsense_is_refused(engine, query):
-    head = {"Authorization": f"Bearer {security.engine_token()}"}
+    head = {"Authorization": f"Bearer {auth.engine_token()}"}
     assert requests.get(f"{engine.url}/weightsync/status{query}", headers=head, timeout=SOON_S).status_code == 400
 
 
 def test_a_get_needs_the_key_and_reaches_nothing_but_status(engine):
     assert requests.get(f"{engine.url}/weightsync/status", timeout=SOON_S).status_code == 401
-    head = {"Authorization": f"Bearer {security.engine_token()}"}
+    head = {"Authorization": f"Bearer {auth.engine_token()}"}
     for route in ("open", "commit", "abort", "lease", "register_nixl"):
         assert requests.get(f"{engine.url}/weightsync/{route}", headers=head, timeout=SOON_S).status_code == 405

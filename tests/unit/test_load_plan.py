@@ -21,7 +21,7 @@ from tests.unit.loaders import (
     scattered,
     two,
 )
-from weightsync.sink import Opened
+from weightsync.engine.adapter import Opened
 
 # --- programs of views, casts and copies ------------------------------------------------------------------------------
 

@@ -9,15 +9,15 @@ import torch
 
 from tools import models
 from weightsync import Sender
-from weightsync.coverage import check_read
+from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.coverage import check_read
+from weightsync.engine.loading.loader import Loading
+from weightsync.engine.stage import Staged
 from weightsync.errors import ManifestMismatch
-from weightsync.layout import Layout, digest_of, spec_of
-from weightsync.loading import Loading
-from weightsync.parts import Parts
-from weightsync.sink import Expected, Opened
-from weightsync.stage import Staged
+from weightsync.protocol.http import Accepted
+from weightsync.tensors.layout import Layout, digest_of, spec_of
+from weightsync.tensors.subset import Parts
 from weightsync.testing import ModelSink, ReferenceEngine
-from weightsync.wire import Accepted
 
 CPU = torch.device("cpu")
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from weightsync import Sender, security, staging
+from weightsync import Sender
 from weightsync.errors import AuthenticationFailed
-from weightsync.layout import digest_of
+from weightsync.memory import arenas
+from weightsync.protocol import auth
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
 
@@ -47,7 +49,7 @@ def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folde
             AuthenticationFailed, match=f"this side's is missing .WEIGHTSYNC_TOKEN is not set.*{missing}"
         ):
             Sender([engine.url])
-        security.engine_token()  # another engine's
+        auth.engine_token()  # another engine's
         with pytest.raises(
             AuthenticationFailed, match=f"this side's is that in {own_homes[0]}/token, and the engine's log"
         ):
@@ -57,7 +59,7 @@ def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folde
 
 def log_out(pid):
     """What a login manager removes once the last session of a user has ended: its shared memory."""
-    for place in (staging.SHM_DIRECTORY, security.directory()):
+    for place in (arenas.SHM_DIRECTORY, auth.directory()):
         for path in place.glob(f"weightsync-{pid}-*"):
             (shutil.rmtree if path.is_dir() else os.unlink)(path)
 

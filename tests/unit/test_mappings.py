@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from weightsync import in_place
-from weightsync.mappings import Mappings
+from weightsync.memory import shared_parameters
+from weightsync.memory.mappings import Mappings
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def test_what_was_shared_in_one_way_stays_where_it_is_when_torch_shares_in_anoth
     tensor = torch.arange(1 << 18).share_memory_()
     address = tensor.data_ptr()
     strategy(now)
-    found = in_place.find([tensor], CPU)
+    found = shared_parameters.find([tensor], CPU)
     assert tensor.data_ptr() == address
     # Only what this process has open by a descriptor can be offered to others.
     assert (found is not None) == (then == "file_descriptor")
@@ -36,7 +36,7 @@ def test_what_was_shared_in_one_way_stays_where_it_is_when_torch_shares_in_anoth
 
 def see(weights, looked, written, seen):
     """In a process of its own: look whether they can be lent, then read them again."""
-    in_place.find([weights], CPU)
+    shared_parameters.find([weights], CPU)
     looked.set()
     assert written.wait(60)
     seen.put(weights[0].item())
@@ -87,5 +87,5 @@ def test_a_file_on_a_disk_is_not_lent_though_it_is_mapped_and_open(tmp_path):
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         assert Mappings().file(tensor.data_ptr(), tensor.nbytes) is not None
-        assert in_place.find([tensor], CPU) is None
+        assert shared_parameters.find([tensor], CPU) is None
         del tensor

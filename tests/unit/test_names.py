@@ -10,9 +10,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from tests.unit.test_replica import SERVING, WEIGHTS, Engine, until
-from weightsync import Sender, cli, exchange
+from weightsync import Sender, cli
 from weightsync.errors import PluginNotLoaded, UnsupportedOption
-from weightsync.names import plain_url
+from weightsync.protocol.names import plain_url
+from weightsync.trainer import http_client
 
 PLAIN = {
     "HTTP://Engine:80/": "http://engine",
@@ -134,9 +135,9 @@ def test_an_engine_below_a_path_is_reached_there(engine):
 def test_a_label_that_is_none_is_refused_and_engines_are_asked_what_they_serve_alone(engine, monkeypatch, label):
     with Sender([engine.url]) as sender:
         sender.push(WEIGHTS[1], version="before")
-        asked, ask = [], exchange.Server.ask
+        asked, ask = [], http_client.Server.ask
         with monkeypatch.context() as patch:
-            patch.setattr(exchange.Server, "ask", lambda *args, **more: asked.append(args[2]) or ask(*args, **more))
+            patch.setattr(http_client.Server, "ask", lambda *args, **more: asked.append(args[2]) or ask(*args, **more))
             with pytest.raises(
                 UnsupportedOption, match=f"version {re.escape(repr(label)[:60])}.* is no label"
             ) as raised:

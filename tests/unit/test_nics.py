@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from weightsync.transports import agents, nics
+from weightsync.transports.nixl import agents, nics
 
 CPU = torch.device("cpu")
 #: Makes an agent as a rank does, on a device that is said to be there.

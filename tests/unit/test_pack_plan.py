@@ -13,16 +13,17 @@ from torch import nn
 from tests.contract.rig import bits
 from tests.helpers import calls_of
 from tools import models
-from weightsync import LocalShard, Sender, bulk
-from weightsync.boxes import Box
-from weightsync.layout import Layout, digest_of, spec_of
-from weightsync.parts import Demand, Parts
+from weightsync import LocalShard, Sender
 from weightsync.sources import open_source
-from weightsync.sources.glance import Glance, glance_at
+from weightsync.sources.fingerprint import Glance, glance_at
 from weightsync.sources.module import ModuleSource
+from weightsync.tensors import native_copy
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.layout import Layout, digest_of, spec_of
+from weightsync.tensors.subset import Demand, Parts
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.pack_plan import pack_plan
-from weightsync.transports.packing import Packer
+from weightsync.trainer.pack_plan import pack_plan
+from weightsync.trainer.packing import Packer
 
 
 @st.composite
@@ -90,7 +91,7 @@ def test_packing_again_takes_no_step_of_python_for_each_tensor():
         addresses = [tensor.data_ptr() for tensor in source.tensors()]
         demand = Demand([Parts(layout, {})])
         plan = pack_plan(layout, arena, layout.nbytes, 1, "xxh3_64", demand, addresses)
-        hashes = bulk.Hashes([bulk.Piece(address, 256) for address in addresses])
+        hashes = native_copy.Hashes([native_copy.Piece(address, 256) for address in addresses])
         found.append(
             [
                 calls_of(lambda plan=plan: list(plan.fill(lambda _: None))),

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from tests.helpers import plan_of
 from tests.unit.by_hand import SOON_S, hello_of
 from tests.unit.loaders import Model, plan_for
-from weightsync import wire
-from weightsync.boxes import Box, hull, narrowed
-from weightsync.carrier import Carrier
-from weightsync.dispatch import handle
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.rank_methods import handle
+from weightsync.engine.receiver import Receiver
 from weightsync.errors import TransferFailed
-from weightsync.layout import Layout, digest_of, spec_of
-from weightsync.parts import Demand, Parts, widened
-from weightsync.receiver import Receiver
-from weightsync.sink import Expected, Opened
-from weightsync.transports.base import Deadline, Peer
+from weightsync.protocol import http
+from weightsync.tensors.boxes import Box, hull, narrowed
+from weightsync.tensors.layout import Layout, digest_of, spec_of
+from weightsync.tensors.subset import Demand, Parts, widened
+from weightsync.trainer.transfer import Carrier
+from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
 
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ class Pair:
         self.layout = Layout([spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()])
 
     def call(self, rank, method, message):
-        reply = wire.from_json(handle(lambda: self.receivers[rank], method, wire.to_json(message)), wire.RankReply)
+        reply = http.from_json(handle(lambda: self.receivers[rank], method, http.to_json(message)), http.RankReply)
         if reply.error is not None:
             raise TransferFailed(reply.error.message)
         return reply.body
@@ -232,12 +233,12 @@ class Pair:
         """Until both ranks have come."""
         self.plan = plan
         self.carrier.provide(plan)
-        ranks = tuple(wire.RankInfo(rank=rank, pid=0, device="cpu") for rank in range(2))
+        ranks = tuple(http.RankInfo(rank=rank, pid=0, device="cpu") for rank in range(2))
 
         def post(asked):
             method = "init_nccl_group" if self.transport == "nccl" else "register_nixl"
             replies = self.all(method, asked[URL])
-            return {URL: wire.JoinReply(tuple(wire.from_json(body, wire.RankJoined) for body in replies), instance)}
+            return {URL: http.JoinReply(tuple(http.from_json(body, http.RankJoined) for body in replies), instance)}
 
         hello = hello_of(*ranks, instance=instance)
         self.carrier.introduce({URL: (self.transport, hello)}, post, Deadline(SOON_S))
@@ -253,7 +254,7 @@ class Pair:
 
     def push(self, weights, **options):
         self.stage(weights, **options)
-        request = wire.CommitRequest(self.plan.push, self.plan.push, "retract", SOON_S)
+        request = http.CommitRequest(self.plan.push, self.plan.push, "retract", SOON_S)
         self.all("weightsync_ready", request)
         self.all("weightsync_commit", request)
         assert [sink.digest() for sink in self.sinks] == [sink.wanted(weights) for sink in self.sinks]
@@ -263,12 +264,12 @@ class Pair:
         return set(self.carrier._demand.names)
 
     def rollback(self, version):
-        back = wire.CommitRequest("back", version, "retract", SOON_S, rollback=True)
+        back = http.CommitRequest("back", version, "retract", SOON_S, rollback=True)
         self.all("weightsync_ready", back)
         self.all("weightsync_commit", back)
 
     def close(self):
-        self.all("weightsync_abort", wire.AbortRequest(release=self.carrier.address(URL, self.transport)))
+        self.all("weightsync_abort", http.AbortRequest(release=self.carrier.address(URL, self.transport)))
         self.carrier.close()
 
 
@@ -312,10 +313,10 @@ def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written
     before = pair.sinks[0].digest()
     model = pair.sinks[0].model
     model.up.data = model.up.data.clone()  # it has moved
-    request = wire.CommitRequest(pair.plan.push, "2", "retract", SOON_S)
+    request = http.CommitRequest(pair.plan.push, "2", "retract", SOON_S)
     with pytest.raises(TransferFailed, match="rank 0 holds the parts that it read by a load plan which no longer"):
         pair.call(0, "weightsync_ready", request)
-    pair.all("weightsync_abort", wire.AbortRequest(push=pair.plan.push))
+    pair.all("weightsync_abort", http.AbortRequest(push=pair.plan.push))
     assert pair.sinks[0].digest() == before
     pair.push(checkpoint(3))
     pair.push(checkpoint(4))
@@ -345,6 +346,6 @@ def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):
     pair.carrier.dismiss(URL, pair.transport)
     pair.meet(plan, "again")
     pair.carrier.resend(None)
-    request = wire.CommitRequest(plan.push, "again", "retract", SOON_S)
+    request = http.CommitRequest(plan.push, "again", "retract", SOON_S)
     pair.all("weightsync_commit", request)
     assert [sink.digest() for sink in pair.sinks] == [sink.wanted(weights) for sink in pair.sinks]

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.boxes import Box, whole
 from weightsync.errors import SourceError, UnsupportedOption
-from weightsync.plan import Held, plan, spread
-from weightsync.room import choose
-from weightsync.wire import TensorSpec
+from weightsync.protocol.http import TensorSpec
+from weightsync.tensors.boxes import Box, whole
+from weightsync.tensors.held import Held
+from weightsync.trainer.buckets import choose
+from weightsync.trainer.ranks.assignment import plan, spread
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 

@@ -2,13 +2,17 @@
 
 from types import SimpleNamespace
 
-from weightsync import wire
-from weightsync.private_names import lacks, missing, missing_below
+from weightsync.engine.private_names import lacks, missing, missing_below
+from weightsync.protocol import http
 
 
 def test_what_is_gone_is_named_with_its_module():
-    needed = {"weightsync.layout": ("Layout.name", "Layout.colour"), "weightsync.nowhere": ("x",), "json": ("dumps",)}
-    assert missing(needed) == ["weightsync.layout.Layout.colour", "weightsync.nowhere.x"]
+    needed = {
+        "weightsync.tensors.layout": ("Layout.name", "Layout.colour"),
+        "weightsync.nowhere": ("x",),
+        "json": ("dumps",),
+    }
+    assert missing(needed) == ["weightsync.tensors.layout.Layout.colour", "weightsync.nowhere.x"]
 
 
 def test_what_an_instance_lacks_is_named_by_its_path():
@@ -25,9 +29,9 @@ def test_nothing_is_said_where_nothing_is_gone():
 
 
 def test_how_a_push_is_verified_is_read_without_its_manifest():
-    asked = wire.UpdateRequest(
+    asked = http.UpdateRequest(
         push="p", address="a", secret="s", bucket_bytes=512, timeout_s=1.0, verify="deep",
-        manifest=(wire.TensorSpec("w", "bfloat16", (2,)),),
+        manifest=(http.TensorSpec("w", "bfloat16", (2,)),),
     )  # fmt: skip
-    assert wire.verify_of(wire.to_json(asked)) == "deep"
-    assert wire.verify_of(b'{"push":"p"}') == "off"
+    assert http.verify_of(http.to_json(asked)) == "deep"
+    assert http.verify_of(b'{"push":"p"}') == "off"

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.unit.explorer import ALL, FAULT, MIXED, NOBODY, NOTHING, RESTING, Model, Trainer, World, explore
-from weightsync.session import PUSH, REPLICA
+from weightsync.protocol.states import PUSH, REPLICA
 
 MODELS = {
     "one trainer, any faults": Model(),

@@ -6,14 +6,15 @@ import threading
 import pytest
 import requests
 
-from weightsync import Sender, security
+from weightsync import Sender
 from weightsync.cli import main
-from weightsync.client import EngineClient
+from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationFailed, EngineUnreachable, UnsupportedOption
-from weightsync.layout import digest_of
-from weightsync.reception import Reception
+from weightsync.protocol import auth
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.base import Deadline
+from weightsync.trainer.client import EngineClient
+from weightsync.trainer.join_server import Reception
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def listening(engine):
 
 
 def client(url):
-    return EngineClient(url, security.sender_token())
+    return EngineClient(url, auth.sender_token())
 
 
 def digest(url):
@@ -108,7 +109,7 @@ def test_without_the_key_nothing_is_said_or_done(listening):
 )  # fmt: skip
 def test_rubbish_is_refused(listening, path, body, status):
     _, address = listening
-    headers = {"Authorization": f"Bearer {security.sender_token()}"}
+    headers = {"Authorization": f"Bearer {auth.sender_token()}"}
     assert requests.post(f"{address}/weightsync/{path}", data=body, headers=headers, timeout=10).status_code == status
 
 

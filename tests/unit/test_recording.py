@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.loaders import bits, by_name, odd_loader, plan_for, really_loaded, two
-from weightsync.standin import Unrecordable
+from weightsync.engine.loading.fake_tensor import Unrecordable
 
 
 def fill_item(parameter, tensor):

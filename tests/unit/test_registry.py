@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from tests.unit.by_hand import HERE, hello_of
-from weightsync import security, staging, wire
 from weightsync.errors import UnsupportedOption
-from weightsync.transports import agents
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
+from weightsync.transports.nixl import agents
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS, available, pick
 
 ALL = tuple(TRAINER_ENDS)
@@ -17,7 +18,7 @@ FAR = "another host"
 
 def engine(*transports, host=FAR):
     """An engine with a rank for each of these lists of transports."""
-    ranks = [wire.RankInfo(rank=n, pid=0, device="cpu", transports=names) for n, names in enumerate(transports)]
+    ranks = [http.RankInfo(rank=n, pid=0, device="cpu", transports=names) for n, names in enumerate(transports)]
     return hello_of(*ranks, host=host)
 
 
@@ -40,7 +41,7 @@ def test_without_nixl_the_others_are_left(without_nixl):
 
 
 def test_an_engine_on_the_same_host_is_reached_through_memory():
-    transport, reason = pick("auto", HERE, engine(ALL, ALL, host=staging.host_id()))
+    transport, reason = pick("auto", HERE, engine(ALL, ALL, host=arenas.host_id()))
     assert transport == "ipc_zmq"
     assert "the same host" in reason
 
@@ -66,7 +67,7 @@ def test_a_trainer_without_nixl_takes_nccl(without_nixl):
 @pytest.mark.parametrize("asked", ALL)
 @pytest.mark.parametrize("host", [FAR, ""])
 def test_what_was_asked_for_is_taken_where_it_can_be(asked, host):
-    hello = engine(ALL, host=host or staging.host_id())
+    hello = engine(ALL, host=host or arenas.host_id())
     if asked == "ipc_zmq" and host:
         with pytest.raises(UnsupportedOption):
             pick(asked, HERE, hello)
@@ -100,25 +101,25 @@ def test_a_transport_that_the_trainer_lacks_is_refused_with_what_installs_it(wit
 )
 def test_an_engine_that_does_not_share_the_trainers_directory_is_reached_over_the_network(user, why, advice):
     own = os.geteuid()
-    hello = msgspec.structs.replace(engine(ALL, host=staging.host_id()), user=user.format(own))
+    hello = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=user.format(own))
     assert pick("auto", HERE, hello) == ("nixl", f"{why.format(own)}, and both sides have NIXL")
     with pytest.raises(UnsupportedOption, match=rf"{HERE} runs on {why.format(own)}: transport ipc_zmq .*{advice}"):
         pick("ipc_zmq", HERE, hello)
 
 
 def test_a_trainer_without_a_directory_of_its_own_reaches_engines_over_the_network(own_homes):
-    whole = msgspec.structs.replace(engine(ALL, host=staging.host_id()), user=security.meeting())
+    whole = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=auth.meeting())
     assert pick("auto", HERE, whole)[0] == "ipc_zmq"
     own_homes[0].chmod(0o777)  # as if somebody else had taken its name
-    assert security.meeting() == str(os.geteuid())
-    for hello in (whole, msgspec.structs.replace(whole, user=security.meeting())):
+    assert auth.meeting() == str(os.geteuid())
+    for hello in (whole, msgspec.structs.replace(whole, user=auth.meeting())):
         transport, reason = pick("auto", HERE, hello)
         assert transport == "nixl"
         assert f"{own_homes[0]} cannot be trusted: its mode is 0777" in reason
 
 
 def test_an_engine_of_before_there_were_others_is_reached_through_memory_or_not_at_all():
-    old = wire.RankInfo(rank=0, pid=0, device="cpu")
-    assert pick("auto", HERE, hello_of(old, host=staging.host_id()))[0] == "ipc_zmq"
+    old = http.RankInfo(rank=0, pid=0, device="cpu")
+    assert pick("auto", HERE, hello_of(old, host=arenas.host_id()))[0] == "ipc_zmq"
     with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nccl"):
         pick("nccl", HERE, hello_of(old, host=FAR))

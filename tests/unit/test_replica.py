@@ -20,26 +20,16 @@ from tests.helpers import plan_of
 from tests.unit import by_hand
 from tests.unit.test_session import DictSink
 from tools import models
-from weightsync import (
-    Sender,
-    calls,
-    client,
-    dispatch,
-    errors,
-    exchange,
-    layout,
-    lease,
-    receiver,
-    replica,
-    routes,
-    security,
-    staging,
-    testing,
-    wire,
-)
-from weightsync.transports.base import Deadline, Peer
+from weightsync import Sender, errors, testing
+from weightsync.deadline import Deadline
+from weightsync.engine import front_end, lease, rank_calls, rank_methods, receiver, routes
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
+from weightsync.tensors import layout
+from weightsync.trainer import client, http_client
+from weightsync.transports.base import Peer
 
-FORGET = wire.AbortRequest(push="v1", owner="one")
+FORGET = http.AbortRequest(push="v1", owner="one")
 SERVING = {x: [("serving", x)] * 2 for x in range(4)}
 WEIGHTS = {x: {name: torch.full_like(t, x) for name, t in DictSink().weights.items()} for x in range(4)}
 
@@ -49,12 +39,12 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
         super().__init__(DictSink(), "none", False)
         self.ranks, self.gates = [self._receiver, receiver.Receiver(DictSink())], {}
         self.ranks[1]._sink.rank = 1
-        self.replica = replica.Replica(self)
+        self.replica = front_end.Replica(self)
 
     async def call(self, method, payload):
         if gate := self.gates.get(method):
             await asyncio.to_thread(gate.wait, 5)
-        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, dispatch.handle)
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, rank_methods.handle)
         return [await run(lambda r=rank: r, method, payload) for rank in self.ranks]
 
     def seen(self):  # the state of each rank, and the numbers its weights are made of: one, unless it is torn
@@ -87,7 +77,7 @@ class Trainer(by_hand.Trainer):  # by hand: it calls the methods of a replica
 
     async def commit(self, push, **more):
         more = {"version": push, "pause": "keep", "timeout_s": 5.0, "owner": self.owner, **more}
-        await self.replica.commit(wire.CommitRequest(push=push, **more))
+        await self.replica.commit(http.CommitRequest(push=push, **more))
         self.served()
 
 
@@ -96,7 +86,7 @@ class Engine(Front):  # behind the real routes, on a real socket
         super().__init__()
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = Starlette(routes=[routes.admin_routes(lambda: self.replica, security.engine_token())])
+        app = Starlette(routes=[routes.admin_routes(lambda: self.replica, auth.engine_token())])
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()
@@ -153,12 +143,12 @@ async def test_a_rollback_that_fails_on_one_of_two_ranks_brings_both_back_to_the
     for version, value in (("v1", 1), ("v2", 2)):
         await one.stage(version, value)
         await one.commit(version)
-    before = await front.replica.status(wire.StatusRequest(digest=True))
+    before = await front.replica.status(http.StatusRequest(digest=True))
     front.ranks[failing]._sink.during = lambda: 1 / 0  # once, between two tensors
     with pytest.raises(errors.ApplyFailed, match=r"division by zero.*loaded again on every rank") as raised:
         await one.commit("back", version="v1", rollback=True)
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
-    assert await front.replica.status(wire.StatusRequest(digest=True)) == before  # version, state, digests, kept ones
+    assert await front.replica.status(http.StatusRequest(digest=True)) == before  # version, state, digests, kept ones
     await one.commit("back", version="v1", rollback=True)
     assert front.seen() == SERVING[1]
 
@@ -172,7 +162,7 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
     abort = asyncio.ensure_future(front.replica.abort(FORGET))
     commit = (await queued(front, one.commit("v1"))) if waits else one.commit("v1")
     gate.set()
-    assert await abort == wire.Done()
+    assert await abort == http.Done()
     with pytest.raises(errors.TransferFailed, match="has not prepared push v1") as raised:
         await commit
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[0])
@@ -191,7 +181,7 @@ def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference
             until = Deadline(30.0)
             broken.append(functools.partial(ask, method, path, *more[:1], until, **options))
             assert told == "unchanged" or len(broken) > 1 or broken[0]().status == 200
-            raise exchange.NoAnswer("the connection broke")
+            raise http_client.NoAnswer("the connection broke")
 
         patch.setattr(server, "ask", functools.partial(breaking, server.ask))
         if told == "committed":
@@ -259,7 +249,7 @@ async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_ran
     front.ranks[1]._sink.weights["more"] = torch.zeros(1)
     with pytest.raises(errors.ManifestMismatch, match="more"):
         await one.stage("v1")
-    status = await front.replica.status(wire.StatusRequest())
+    status = await front.replica.status(http.StatusRequest())
     assert (status.state, front.seen()) == ("serving", SERVING[0])
 
 
@@ -300,7 +290,7 @@ def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_g
 async def test_a_restart_between_prepare_and_commit_is_told_and_nothing_claimed_of_the_weights(rig):
     front, one, _ = rig
     await one.stage("v1", 1)
-    one.replica = replica.Replica(front)
+    one.replica = front_end.Replica(front)
     with pytest.raises(errors.EngineRestarted, match="restarted since the push was prepared") as raised:
         await one.commit("v1", instance=front.replica.instance)
     assert raised.value.weights == "unknown"
@@ -314,9 +304,9 @@ async def test_a_call_that_takes_too_long_names_the_stopped_rank_and_the_next_ge
         rank.stdin.write(payload)
         return [await rank.stdout.readline() or await asyncio.Event().wait()]  # engines do not notice its end
 
-    call, who = calls.Calls(raw), rf"rank 0 \(process {rank.pid}\)"
-    where = {"host": staging.host_id(), "process_space": staging.process_space()}
-    call.ranks = (wire.RankInfo(rank=0, pid=rank.pid, device="cpu", **where),)
+    call, who = rank_calls.Calls(raw), rf"rank 0 \(process {rank.pid}\)"
+    where = {"host": arenas.host_id(), "process_space": arenas.process_space()}
+    call.ranks = (http.RankInfo(rank=0, pid=rank.pid, device="cpu", **where),)
     try:
         rank.send_signal(signal.SIGSTOP)
         with pytest.raises(errors.PushTimeout, match=f"not answer first within 0.3 s: {who} is stopped"):

@@ -10,9 +10,10 @@ import threading
 
 import pytest
 
-from weightsync import security, staging
 from weightsync.errors import AuthenticationFailed, TransferFailed
-from weightsync.handles import ShmHandle
+from weightsync.memory import arenas
+from weightsync.protocol import auth
+from weightsync.protocol.handles import ShmHandle
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +26,10 @@ def token_of(home):
 
 
 def test_engine_and_sender_of_one_user_find_the_same_key(homes):
-    assert security.sender_token() == ""
-    token = security.engine_token()
+    assert auth.sender_token() == ""
+    token = auth.engine_token()
     assert len(token) >= 32
-    assert security.engine_token() == security.sender_token() == token
+    assert auth.engine_token() == auth.sender_token() == token
     for home in homes:
         assert stat.S_IMODE((home / "token").stat().st_mode) == 0o600
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
@@ -38,7 +39,7 @@ def test_engine_and_sender_of_one_user_find_the_same_key(homes):
 @pytest.mark.parametrize("sets", ["engine", "sender"])
 def test_they_do_so_where_one_of_them_alone_has_a_run_time_directory(homes, monkeypatch, sets):
     base = os.environ["XDG_RUNTIME_DIR"]
-    for side, read in (("engine", security.engine_token), ("sender", security.sender_token)):
+    for side, read in (("engine", auth.engine_token), ("sender", auth.sender_token)):
         if side == sets:
             monkeypatch.setenv("XDG_RUNTIME_DIR", base)
         else:
@@ -52,16 +53,16 @@ def test_the_key_that_an_older_engine_has_written_stays_the_key(homes):
     homes[1].mkdir(mode=0o700, parents=True)
     (homes[1] / "token").touch(mode=0o600)
     (homes[1] / "token").write_text("from before")
-    assert security.sender_token() == "from before"
-    assert security.engine_token() == "from before"
+    assert auth.sender_token() == "from before"
+    assert auth.engine_token() == "from before"
     assert [token_of(home) for home in homes] == ["from before"] * 3
 
 
 def test_the_key_outlives_a_logout_that_takes_run_time_directory_and_shared_memory(homes):
-    token = security.engine_token()
+    token = auth.engine_token()
     for home in homes[:2]:
         shutil.rmtree(home)
-    assert security.sender_token() == security.engine_token() == token
+    assert auth.sender_token() == auth.engine_token() == token
 
 
 def test_engines_that_start_together_agree_on_the_key():
@@ -69,7 +70,7 @@ def test_engines_that_start_together_agree_on_the_key():
 
     def engine():
         start.wait(10)
-        found.append(security.engine_token())
+        found.append(auth.engine_token())
 
     threads = [threading.Thread(target=engine) for _ in range(8)]
     for thread in threads:
@@ -81,50 +82,50 @@ def test_engines_that_start_together_agree_on_the_key():
 
 
 def test_the_variable_comes_first(monkeypatch):
-    security.engine_token()
+    auth.engine_token()
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
-    assert security.engine_token() == security.sender_token() == "mine"
+    assert auth.engine_token() == auth.sender_token() == "mine"
 
 
 def test_an_engine_says_at_start_which_key_it_asks_for(homes, caplog, monkeypatch):
-    token = security.engine_token()
+    token = auth.engine_token()
     assert caplog.messages == [f"weightsync asks for the key in {homes[0] / 'token'}"]
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
-    security.engine_token()
+    auth.engine_token()
     assert caplog.messages[1:] == ["weightsync asks for the key of WEIGHTSYNC_TOKEN"]
     assert token not in caplog.text
 
 
 def test_a_sender_can_say_where_its_key_is_from(homes, monkeypatch):
-    none = security.origin("")
+    none = auth.origin("")
     assert all(str(home / "token") in none for home in homes)
-    security.engine_token()
-    assert security.origin(security.sender_token()) == f"that in {homes[0] / 'token'}"
-    assert security.origin("given") == "the one that the sender was given"
+    auth.engine_token()
+    assert auth.origin(auth.sender_token()) == f"that in {homes[0] / 'token'}"
+    assert auth.origin("given") == "the one that the sender was given"
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
-    assert security.origin(security.sender_token()) == "that of WEIGHTSYNC_TOKEN"
+    assert auth.origin(auth.sender_token()) == "that of WEIGHTSYNC_TOKEN"
 
 
 def test_a_key_file_that_others_can_read_is_refused(homes):
-    security.engine_token()
+    auth.engine_token()
     (homes[0] / "token").chmod(0o644)
     with pytest.raises(AuthenticationFailed, match="0600"):
-        security.sender_token()
+        auth.sender_token()
 
 
 def test_a_directory_that_others_can_enter_holds_no_key(homes):
     for home in homes:
         home.mkdir(mode=0o755, parents=True)
     with pytest.raises(AuthenticationFailed, match=r"WEIGHTSYNC_TOKEN.*(0755.*){3}"):
-        security.engine_token()
+        auth.engine_token()
     with pytest.raises(AuthenticationFailed, match="0755"):
-        security.private_directory()
+        auth.private_directory()
 
 
 def test_a_directory_that_somebody_else_took_is_passed_over_and_named(homes, caplog):
     homes[0].mkdir(mode=0o777)
-    token = security.engine_token()
-    assert token == security.sender_token() == token_of(homes[1]) == token_of(homes[2])
+    token = auth.engine_token()
+    assert token == auth.sender_token() == token_of(homes[1]) == token_of(homes[2])
     assert os.listdir(homes[0]) == []
     assert f"{homes[0]} cannot be trusted" in caplog.text
 
@@ -134,18 +135,18 @@ def test_a_linked_directory_is_refused(homes, tmp_path_factory):
     elsewhere.chmod(0o700)
     homes[0].symlink_to(elsewhere)
     with pytest.raises(AuthenticationFailed, match="not a directory"):
-        security.directory()
-    security.engine_token()
+        auth.directory()
+    auth.engine_token()
     assert os.listdir(elsewhere) == []
 
 
 def test_a_linked_key_file_is_refused(homes):
-    security.engine_token()
+    auth.engine_token()
     file = homes[0] / "token"
     file.rename(homes[0] / "real")
     file.symlink_to(homes[0] / "real")
     with pytest.raises(AuthenticationFailed, match="symbolic"):
-        security.sender_token()
+        auth.sender_token()
 
 
 def test_a_full_mount_is_told_as_such_and_leaves_no_draft(homes, monkeypatch):
@@ -154,13 +155,13 @@ def test_a_full_mount_is_told_as_such_and_leaves_no_draft(homes, monkeypatch):
 
     monkeypatch.setattr(os, "link", full)
     with pytest.raises(AuthenticationFailed, match=f"{homes[0]}/token cannot be written: No space left"):
-        security.engine_token()
+        auth.engine_token()
     assert os.listdir(homes[0]) == []
 
 
 def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
-    root = security.directory()
-    dead = security.private_directory()
+    root = auth.directory()
+    dead = auth.private_directory()
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(dead / "control"))
     mine = root / "weightsync-1-0123456789abcdef"  # called as a sender's, and holding what is not one's
@@ -170,11 +171,11 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
         (folder / "step-1000.safetensors").write_text("precious")
     outside = root.parent / "weightsync-mine"
     outside.mkdir(mode=0o700)
-    alive = security.private_directory()
+    alive = auth.private_directory()
     with socket.socket(socket.AF_UNIX) as living:
         living.bind(str(alive / "control"))
         living.listen()
-        security.sweep(older_than_s=0.0)
+        auth.sweep(older_than_s=0.0)
         assert (alive / "control").exists()
     assert not dead.exists()
     assert all((folder / "step-1000.safetensors").read_text() == "precious" for folder in kept)
@@ -182,32 +183,32 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
 
 
 def test_sweeping_spares_files_that_are_not_called_as_an_arena():
-    notes = staging.SHM_DIRECTORY / f"weightsync-notes-of-{os.getpid()}"
+    notes = arenas.SHM_DIRECTORY / f"weightsync-notes-of-{os.getpid()}"
     notes.touch(mode=0o600)
     try:
-        staging.sweep(older_than_s=0.0)
+        arenas.sweep(older_than_s=0.0)
         assert notes.exists()
     finally:
         notes.unlink()
 
 
 def test_keys_compare_whole_and_empty_never_matches():
-    assert security.same("abc", "abc")
-    assert not security.same("ab", "abc")
-    assert not security.same("", "")
-    assert not security.same("schlüssel", "abc")
+    assert auth.same("abc", "abc")
+    assert not auth.same("ab", "abc")
+    assert not auth.same("", "")
+    assert not auth.same("schlüssel", "abc")
 
 
 def test_a_senders_address_passes():
-    directory = security.private_directory()
-    assert security.check_ipc_address(f"ipc://{directory}/control")
+    directory = auth.private_directory()
+    assert auth.check_ipc_address(f"ipc://{directory}/control")
 
 
 def test_addresses_that_are_not_a_senders_are_not_dialled(tmp_path):
     open_directory = tmp_path / "weightsync-open"
     open_directory.mkdir(mode=0o755)
     link = tmp_path / "weightsync-link"
-    link.symlink_to(security.private_directory())
+    link.symlink_to(auth.private_directory())
     for address in (
         "tcp://127.0.0.1:5555",
         "ipc://@abstract",
@@ -215,18 +216,18 @@ def test_addresses_that_are_not_a_senders_are_not_dialled(tmp_path):
         f"ipc://{tmp_path}/weightsync-absent/control",
         f"ipc://{open_directory}/control",
         f"ipc://{link}/control",
-        f"ipc://{security.private_directory()}/other",
+        f"ipc://{auth.private_directory()}/other",
         "",
     ):
         with pytest.raises(TransferFailed, match="refused to dial"):
-            security.check_ipc_address(address)
+            auth.check_ipc_address(address)
 
 
 def test_an_arena_is_private_shared_and_removed():
-    arena = staging.ShmArena(1 << 16)
-    path = staging.SHM_DIRECTORY / arena.name
+    arena = arenas.ShmArena(1 << 16)
+    path = arenas.SHM_DIRECTORY / arena.name
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    mapped = staging.attach(arena.handle())
+    mapped = arenas.attach(arena.handle())
     arena.bytes.fill_(7)
     assert (mapped == 7).all()
     arena.close()
@@ -235,37 +236,37 @@ def test_an_arena_is_private_shared_and_removed():
 
 
 def test_a_forgotten_arena_is_removed():
-    arena = staging.ShmArena(1 << 16)
-    path = staging.SHM_DIRECTORY / arena.name
+    arena = arenas.ShmArena(1 << 16)
+    path = arenas.SHM_DIRECTORY / arena.name
     del arena
     assert not path.exists()
 
 
 def test_a_full_mount_is_an_error_that_says_so():
-    mount = os.statvfs(staging.SHM_DIRECTORY)
+    mount = os.statvfs(arenas.SHM_DIRECTORY)
     with pytest.raises(TransferFailed, match="shared memory could not be had"):
-        staging.ShmArena(mount.f_blocks * mount.f_frsize + (1 << 30))
+        arenas.ShmArena(mount.f_blocks * mount.f_frsize + (1 << 30))
 
 
 def test_files_that_are_not_a_senders_arena_are_not_mapped(tmp_path):
-    arena = staging.ShmArena(1 << 16)
-    path = staging.SHM_DIRECTORY / arena.name
-    link = staging.SHM_DIRECTORY / f"{arena.name}-link"
+    arena = arenas.ShmArena(1 << 16)
+    path = arenas.SHM_DIRECTORY / arena.name
+    link = arenas.SHM_DIRECTORY / f"{arena.name}-link"
     link.symlink_to(path)
     try:
         handles = [
             ShmHandle(path="/etc/passwd", nbytes=10),
-            ShmHandle(path=str(staging.SHM_DIRECTORY / "other"), nbytes=10),
+            ShmHandle(path=str(arenas.SHM_DIRECTORY / "other"), nbytes=10),
             ShmHandle(path=str(link), nbytes=1 << 16),
             ShmHandle(path=str(path), nbytes=1 << 20),
-            ShmHandle(path=f"{staging.SHM_DIRECTORY}/../etc/passwd", nbytes=10),
+            ShmHandle(path=f"{arenas.SHM_DIRECTORY}/../etc/passwd", nbytes=10),
         ]
         for handle in handles:
             with pytest.raises(TransferFailed):
-                staging.attach(handle)
+                arenas.attach(handle)
         path.chmod(0o644)
         with pytest.raises(TransferFailed, match="not this user's alone"):
-            staging.attach(arena.handle())
+            arenas.attach(arena.handle())
     finally:
         link.unlink()
         arena.close()

@@ -22,21 +22,24 @@ from tests import fuzz
 from tests.helpers import plan_of
 from tests.unit.by_hand import Trainer
 from tools import models
-from weightsync import Sender, cli, security, staging, wire
-from weightsync.client import EngineClient
+from weightsync import Sender, cli
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import Expected
+from weightsync.engine.receiver import Receiver
 from weightsync.errors import AuthenticationFailed, PushTimeout, TransferFailed, WeightSyncError
-from weightsync.handles import ShmHandle
-from weightsync.layout import Layout
-from weightsync.receiver import Receiver
-from weightsync.sink import Expected
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
+from weightsync.protocol.handles import ShmHandle
+from weightsync.tensors.layout import Layout
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.base import Deadline, Peer
+from weightsync.trainer.client import EngineClient
+from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
 
 KEY = "The-Key-Of-These-Tests-0123456789abcdef"
 CPU = torch.device("cpu")
 CURVE_KEY = zmq.curve_keypair()[0].decode()
-MANIFEST = (wire.TensorSpec("a", "float32", (4,)),)
+MANIFEST = (http.TensorSpec("a", "float32", (4,)),)
 #: Says everything it can: every logger at debug, and the HTTP server at its most talkative.
 TALKATIVE = """
 import logging, uvicorn
@@ -86,15 +89,15 @@ def post(engine, route, body, key=KEY):
 def test_keys_are_compared_in_constant_time(monkeypatch):
     compared, compare = [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
-    assert security.same("right", "right")
-    assert not security.same("wrong", "right")
+    assert auth.same("right", "right")
+    assert not auth.same("wrong", "right")
     assert compared == [(b"right", b"right"), (b"wrong", b"right")]
 
 
 def test_the_key_file_is_0600_whatever_the_umask(own_homes):
     before = os.umask(0)
     try:
-        security.engine_token()
+        auth.engine_token()
     finally:
         os.umask(before)
     info = (own_homes[0] / "token").stat()
@@ -102,33 +105,33 @@ def test_the_key_file_is_0600_whatever_the_umask(own_homes):
 
 
 def test_an_empty_key_file_opens_nothing(own_homes):
-    security.engine_token()
+    auth.engine_token()
     (own_homes[0] / "token").write_text("\n")
-    assert security.engine_token() == ""
-    assert not security.same("", security.engine_token())
+    assert auth.engine_token() == ""
+    assert not auth.same("", auth.engine_token())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to somebody else")
 def test_what_belongs_to_somebody_else_is_refused(own_homes):
-    security.engine_token()
+    auth.engine_token()
     token = own_homes[0] / "token"
     os.chown(token, 65534, 65534)
     with pytest.raises(AuthenticationFailed, match="not this user's alone"):
-        security.sender_token()
+        auth.sender_token()
     os.chown(token.parent, 65534, 65534)
     with pytest.raises(AuthenticationFailed, match="belongs to user 65534"):
-        security.private_directory()
+        auth.private_directory()
 
 
 def test_a_key_with_a_line_end_is_taken_without_it(monkeypatch):
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}\n")
-    assert security.engine_token() == security.sender_token() == KEY
+    assert auth.engine_token() == auth.sender_token() == KEY
 
 
 @pytest.mark.parametrize("odd", ["in\nside", "in\0side".replace("\0", "\x7f"), "schlüssel", "\u20ac"])
 def test_a_key_that_http_cannot_carry_is_refused_without_being_told(monkeypatch, odd):
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}{odd}")
-    for read in (security.engine_token, security.sender_token):
+    for read in (auth.engine_token, auth.sender_token):
         with pytest.raises(AuthenticationFailed, match="printable ASCII") as raised:
             read()
         assert KEY not in str(raised.value)
@@ -199,13 +202,13 @@ def test_the_command_line_with_a_wrong_key_says_so_and_changes_nothing(engine, m
 
 
 def prepare(address, **more):
-    return wire.UpdateRequest(
+    return http.UpdateRequest(
         push="p", address=address, secret="s", bucket_bytes=512, timeout_s=60.0, manifest=MANIFEST, **more
     )
 
 
 def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
-    body = wire.to_json(prepare(trainer.here))
+    body = http.to_json(prepare(trainer.here))
     for key in ("", "wrong", KEY + "x"):
         assert post(engine, "update_weights_via_ipc_zmq", body, key).status_code == 401
     assert trainer.control.socket.poll(300) == 0
@@ -217,9 +220,9 @@ def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport)
     with fuzz.Traps() as traps:
         for address in (*traps.texts, *fuzz.TEXTS):
             asked = prepare(address, server_key=CURVE_KEY)
-            reply = post(engine, f"update_weights_via_{transport}", wire.to_json(asked))
+            reply = post(engine, f"update_weights_via_{transport}", http.to_json(asked))
             assert 400 <= reply.status_code < 500, address
-            post(engine, "abort", wire.to_json(wire.AbortRequest(release=address[:1000], owner="o")))
+            post(engine, "abort", http.to_json(http.AbortRequest(release=address[:1000], owner="o")))
         assert traps.sprung() == []
     assert post(engine, "status", b"{}").json()["state"] == "serving"
 
@@ -229,7 +232,7 @@ def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_ke
     with fuzz.Traps() as traps:
         (trap,) = [text for text in traps.texts if text.startswith("tcp://")]
         asked = prepare(trap, owner="o", holder="nobody")  # without its key no transport may dial it
-        assert post(engine, f"update_weights_via_{transport}", wire.to_json(asked)).status_code == 409
+        assert post(engine, f"update_weights_via_{transport}", http.to_json(asked)).status_code == 409
         holder = post(engine, "status", b"{}").json()["holder"]
         post(engine, "abort", b"{}")
         assert (holder, traps.sprung()) == ("", [])
@@ -239,9 +242,9 @@ def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_ke
 def test_a_path_in_other_words_is_refused(tmp_path, place):
     for name in ("weightsync-a", "weightsync-b"):
         (tmp_path / name).mkdir(mode=0o700)
-    assert security.check_ipc_address(f"ipc://{tmp_path}/weightsync-a/control")
+    assert auth.check_ipc_address(f"ipc://{tmp_path}/weightsync-a/control")
     with pytest.raises(TransferFailed, match="not a sender's ipc address"):
-        security.check_ipc_address(f"ipc://{place.format(tmp_path)}/control")
+        auth.check_ipc_address(f"ipc://{place.format(tmp_path)}/control")
 
 
 def test_a_linked_socket_is_refused(tmp_path):
@@ -251,7 +254,7 @@ def test_a_linked_socket_is_refused(tmp_path):
         elsewhere.bind(str(tmp_path / "elsewhere"))
         (directory / "control").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(TransferFailed, match="it is a link"):
-            security.check_ipc_address(f"ipc://{directory}/control")
+            auth.check_ipc_address(f"ipc://{directory}/control")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to somebody else")
@@ -260,19 +263,19 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path):
     directory.mkdir(mode=0o700)
     os.chown(directory, 65534, 65534)
     with pytest.raises(TransferFailed, match="belongs to user 65534"):
-        security.check_ipc_address(f"ipc://{directory}/control")
+        auth.check_ipc_address(f"ipc://{directory}/control")
 
 
 def test_shared_memory_is_mapped_under_its_own_name_alone():
-    arena = staging.ShmArena(1 << 16)
-    fifo = staging.SHM_DIRECTORY / f"{arena.name}-fifo"
+    arena = arenas.ShmArena(1 << 16)
+    fifo = arenas.SHM_DIRECTORY / f"{arena.name}-fifo"
     os.mkfifo(fifo, 0o600)
-    path = str(staging.SHM_DIRECTORY / arena.name)
+    path = str(arenas.SHM_DIRECTORY / arena.name)
     try:
         for odd in (f"{path}\0", f"{path}\0/x", f"{fifo}", "", "\0", f"/dev/shm/weightsync-{'x' * 5000}"):
             for nbytes in (1 << 16, 0, -1, 1 << 62):
                 with pytest.raises(TransferFailed):
-                    staging.attach(ShmHandle(path=odd, nbytes=nbytes))
+                    arenas.attach(ShmHandle(path=odd, nbytes=nbytes))
     finally:
         fifo.unlink()
         arena.close()
@@ -289,11 +292,11 @@ def test_a_body_beyond_the_limit_is_413_and_read_no_further(engine, route):
             f"POST /weightsync/{route} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
             "Transfer-Encoding: chunked\r\n\r\n".encode()
         )
-        while not select.select([connection], [], [], 0)[0] and sent < 2 * wire.MAX_BODY_BYTES:
+        while not select.select([connection], [], [], 0)[0] and sent < 2 * http.MAX_BODY_BYTES:
             connection.sendall(chunk)
             sent += 1 << 20
         assert connection.recv(12) == b"HTTP/1.1 413"
-    assert wire.MAX_BODY_BYTES <= sent < 2 * wire.MAX_BODY_BYTES
+    assert http.MAX_BODY_BYTES <= sent < 2 * http.MAX_BODY_BYTES
     assert post(engine, "status", b"{}").status_code == 200
 
 
@@ -359,8 +362,8 @@ class Held:
 
 
 def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
-    directory, receiver = security.private_directory(), Receiver(Held())
-    address = f"ipc://{directory}/{security.SOCKET_NAME}"
+    directory, receiver = auth.private_directory(), Receiver(Held())
+    address = f"ipc://{directory}/{auth.SOCKET_NAME}"
     with context.socket(zmq.ROUTER) as sender:
         sender.setsockopt(zmq.LINGER, 0)
         sender.bind(address)
@@ -384,5 +387,5 @@ def test_a_frame_beyond_the_limit_does_not_reach_a_trainer(trainer, context):
         stranger.send(bytes(1))
         assert trainer.control.socket.poll(10_000)
         trainer.control.socket.recv_multipart()
-        stranger.send(bytes(wire.MAX_FRAME_BYTES + 1))
+        stranger.send(bytes(http.MAX_FRAME_BYTES + 1))
         assert trainer.control.socket.poll(1000) == 0

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tests.helpers import plan_of
 from tests.unit.by_hand import Trainer
 from tools import models, servers
-from weightsync import Sender, security, staging, wire
-from weightsync.client import EngineClient
+from weightsync import Sender
+from weightsync.deadline import Deadline
 from weightsync.errors import (
     ApplyFailed,
     AuthenticationFailed,
@@ -28,11 +28,13 @@ from weightsync.errors import (
     SourceError,
     UnsupportedOption,
 )
-from weightsync.layout import Layout, digest_of
-from weightsync.security import engine_token
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
+from weightsync.protocol.auth import engine_token
 from weightsync.sources import open_source
+from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.base import Deadline
+from weightsync.trainer.client import EngineClient
 
 PROMPT = list(b"reference")
 
@@ -200,11 +202,11 @@ def test_a_body_that_is_too_large_is_refused(engine):
 
 
 def test_addresses_that_are_no_sender_are_not_dialled(engine):
-    request = wire.UpdateRequest(
+    request = http.UpdateRequest(
         push="p", address="tcp://127.0.0.1:1", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=()
     )
     with Sender([engine.url]) as sender:
-        reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
+        reply = post(engine, "update_weights_via_ipc_zmq", http.to_json(request))
         assert reply.status_code == 409
         assert "refused to dial 'tcp://127.0.0.1:1'" in reply.json()["message"]
         assert sender.status()[engine.url].state == "serving"
@@ -212,8 +214,8 @@ def test_addresses_that_are_no_sender_are_not_dialled(engine):
 
 def test_a_commit_of_what_was_never_prepared_changes_nothing(engine):
     before = served_digest(engine)
-    request = wire.CommitRequest(push="never", version="9", pause="retract", timeout_s=5.0)
-    reply = post(engine, "commit", wire.to_json(request))
+    request = http.CommitRequest(push="never", version="9", pause="retract", timeout_s=5.0)
+    reply = post(engine, "commit", http.to_json(request))
     assert reply.status_code == 409
     assert "has not prepared push never" in reply.json()["message"]
     assert served_digest(engine) == before
@@ -285,7 +287,7 @@ def prepare_by_hand(engine, trainer, model, push):
     """Make an engine come for a push that is never sent."""
     layout = Layout(open_source(model).specs)
     request = trainer.ask(plan_of(push, layout, 1 << 20, 60.0, owner="by hand"), engine.url)
-    assert post(engine, "update_weights_via_ipc_zmq", wire.to_json(request)).status_code == 200
+    assert post(engine, "update_weights_via_ipc_zmq", http.to_json(request)).status_code == 200
 
 
 def test_a_sender_that_died_after_prepare_is_superseded_by_the_next(engine, trained):
@@ -303,7 +305,7 @@ def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, traine
     layout = Layout(open_source(trained).specs)
     request = gone.ask(plan_of("gone", layout, 1 << 20, 60.0), engine.url)
     gone.close()
-    reply = post(engine, "update_weights_via_ipc_zmq", wire.to_json(request))
+    reply = post(engine, "update_weights_via_ipc_zmq", http.to_json(request))
     assert reply.status_code == 409
     assert "it cannot be read" in reply.json()["message"]
     with Sender([engine.url]) as sender:
@@ -319,16 +321,16 @@ def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained):
     )
     killed = subprocess.Popen([sys.executable, "-c", code])
     killed.wait(120)
-    left = [path for path in staging.SHM_DIRECTORY.iterdir() if path.name.startswith(f"weightsync-{killed.pid}-")]
+    left = [path for path in arenas.SHM_DIRECTORY.iterdir() if path.name.startswith(f"weightsync-{killed.pid}-")]
     assert len(left) == 1
     with Sender([engine.url]) as sender:
         sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
-        staging.sweep(older_than_s=0.0)
-        security.sweep(older_than_s=0.0)
+        arenas.sweep(older_than_s=0.0)
+        auth.sweep(older_than_s=0.0)
         assert not left[0].exists()
         sender.push(trained)  # what is alive was spared
-    assert not list(security.directory().glob(f"weightsync-{killed.pid}-*"))
+    assert not list(auth.directory().glob(f"weightsync-{killed.pid}-*"))
 
 
 def test_a_sender_that_closes_is_forgotten_by_the_ranks(engine, trained):
@@ -347,7 +349,7 @@ def test_nothing_is_left_when_senders_close(engine, trained):
     sender.close()
     mine = f"weightsync-{os.getpid()}-"
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(mine)]
-    assert not list(security.directory().glob(f"{mine}*"))
+    assert not list(auth.directory().glob(f"{mine}*"))
 
 
 def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_folder, trained):
@@ -390,7 +392,7 @@ def test_a_manifest_travels_once_and_again_where_it_was_forgotten(engine, traine
         for _ in range(3):
             sender.push(trained)
         assert told == [whole, 0, 0]
-        EngineClient(engine.url, security.sender_token()).abort("", Deadline(10))
+        EngineClient(engine.url, auth.sender_token()).abort("", Deadline(10))
         with Sender([engine.url]) as other:
             other.push(turned)
         sender.push(trained)

@@ -7,13 +7,15 @@ import torch
 
 from tests.helpers import plan_of
 from tests.unit.by_hand import Trainer
-from weightsync import errors, receiver, wire
-from weightsync.dispatch import handle
+from weightsync import errors
+from weightsync.engine import receiver
+from weightsync.engine.adapter import Expected
+from weightsync.engine.rank_methods import handle
+from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError, WrongState
-from weightsync.layout import Layout, digest_of, spec_of
-from weightsync.receiver import Receiver
-from weightsync.session import PUSH, REPLICA, Machine, diagram
-from weightsync.sink import Expected
+from weightsync.protocol import http
+from weightsync.protocol.states import PUSH, REPLICA, Machine, diagram
+from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.transports.base import Peer
 
 TABLES = {"replica": (REPLICA, ("serving", "unsynced"), "serving"), "push": (PUSH, ("idle",), "idle")}
@@ -61,7 +63,7 @@ def test_every_state_can_be_reached_and_none_but_closed_is_a_trap(name):
 
 
 def test_the_states_on_the_wire_are_those_of_the_table():
-    assert set(get_args(wire.State)) == set(REPLICA)
+    assert set(get_args(http.State)) == set(REPLICA)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -117,7 +119,7 @@ class Rig:
 
     def ask(self, method, message):
         """What the rank answers; an error as the exception that it names. Never raises."""
-        reply = wire.from_json(handle(lambda: self.receiver, method, wire.to_json(message)), wire.RankReply)
+        reply = http.from_json(handle(lambda: self.receiver, method, http.to_json(message)), http.RankReply)
         if reply.error is None:
             return None
         kind = getattr(errors, reply.error.error)
@@ -141,7 +143,7 @@ class Rig:
 
     def asked(self, push=None, version=None, **more):
         push = push or f"push-{self.pushes}"
-        return wire.CommitRequest(push=push, version=version or push, pause="keep", timeout_s=5.0, **more)
+        return http.CommitRequest(push=push, version=version or push, pause="keep", timeout_s=5.0, **more)
 
     def push(self, value):
         assert self.prepare() is None
@@ -195,11 +197,11 @@ def message(rig, name):
         "commit of another": ("weightsync_commit", rig.asked("another")),
         "rollback": ("weightsync_commit", rig.asked("back", "push-1", rollback=True)),
         "restore": ("weightsync_restore", rig.asked()),
-        "abort": ("weightsync_abort", wire.AbortRequest()),
-        "abort of another": ("weightsync_abort", wire.AbortRequest(push="another")),
-        "release": ("weightsync_abort", wire.AbortRequest(release=rig.trainer.here)),
-        "status": ("weightsync_status", wire.StatusRequest(digest=True)),
-        "open": ("weightsync_open", wire.OpenRequest(protocol=wire.PROTOCOL)),
+        "abort": ("weightsync_abort", http.AbortRequest()),
+        "abort of another": ("weightsync_abort", http.AbortRequest(push="another")),
+        "release": ("weightsync_abort", http.AbortRequest(release=rig.trainer.here)),
+        "status": ("weightsync_status", http.StatusRequest(digest=True)),
+        "open": ("weightsync_open", http.OpenRequest(protocol=http.PROTOCOL)),
     }[name]
 
 
@@ -260,6 +262,6 @@ def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, 
 
 def mend(rig):
     """Whatever was asked of it, a push by the next trainer is served."""
-    rig.ask("weightsync_abort", wire.AbortRequest())
+    rig.ask("weightsync_abort", http.AbortRequest())
     assert rig.push(9.0) is None
     assert (rig.state, rig.value()) == ("serving", 9.0)

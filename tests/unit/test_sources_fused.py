@@ -5,12 +5,12 @@ import torch
 
 from tests.megatron import checkpoint, megatron
 from weightsync import Fused, Rule
-from weightsync.assembly import orders_of, write
 from weightsync.errors import SourceError
-from weightsync.layout import Layout
-from weightsync.parts import Demand, Parts
-from weightsync.plan import plan
 from weightsync.sources import open_source
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.subset import Demand, Parts
+from weightsync.trainer.ranks.assembly import orders_of, write
+from weightsync.trainer.ranks.assignment import plan
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import Gemma2Config
 
 from weightsync.errors import SourceError
-from weightsync.layout import DTYPES
+from weightsync.protocol.http import TensorSpec
 from weightsync.sources import open_source
 from weightsync.sources.checkpoint import optional_names, read_specs
-from weightsync.wire import TensorSpec
+from weightsync.tensors.layout import DTYPES
 
 INDEX = "model.safetensors.index.json"
 

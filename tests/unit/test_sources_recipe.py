@@ -15,8 +15,8 @@ from transformers import (
 
 from weightsync.errors import SourceError
 from weightsync.sources import open_source
-from weightsync.sources.config import specs_from_config
-from weightsync.sources.conversion import Group, View, compute, traced_recipe
+from weightsync.sources.checkpoint_layout import Group, View, compute, traced_recipe
+from weightsync.sources.from_config import specs_from_config
 
 TINY = {
     "vocab_size": 96,

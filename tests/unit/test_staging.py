@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightsync import cuda_ipc, staging
+from weightsync.memory import arenas, cuda_ipc
 
 SETTINGS = "max_split_size_mb:512,expandable_segments:True"
 
@@ -42,7 +42,7 @@ def test_other_settings_stay(others):
 
 
 def test_plain_memory_is_zeros():
-    memory = staging.plain(1000, torch.device("cpu"))
+    memory = arenas.plain(1000, torch.device("cpu"))
     assert memory.shape == (1000,)
     assert memory.dtype == torch.uint8
     assert not memory.any()

@@ -8,11 +8,12 @@ import pytest
 
 from tests.unit.test_replica import Engine, Front, Trainer, driven, until
 from tests.unit.test_session import DictSink
-from weightsync import Sender, errors, wire
+from weightsync import Sender, errors
+from weightsync.protocol import http
 from weightsync.transports.base import Peer
 
 PEERS = {Peer("http://a", 0), Peer("http://a", 1)}
-STATUS = wire.to_json(wire.StatusRequest())
+STATUS = http.to_json(http.StatusRequest())
 
 
 class Held:
@@ -82,7 +83,7 @@ async def test_what_does_not_end_in_time_is_told(front):
         await asyncio.to_thread(first.await_all, PEERS, 5)
         await asyncio.to_thread(held.inside.wait, 5)
         with pytest.raises(errors.WeightSyncError, match="rank 1 is still busy with push v1, which was called off"):
-            await front.replica.abort(wire.AbortRequest(push="v1"))
+            await front.replica.abort(http.AbortRequest(push="v1"))
     finally:
         first.close()
         second.close()

@@ -9,12 +9,14 @@ import pytest
 
 from tests.unit.by_hand import CPU, HERE, hello_of
 from tools import servers
-from weightsync import Sender, cli, staging, wire
+from weightsync import Sender, cli
 from weightsync.errors import EngineUnreachable, TransferFailed, UnsupportedOption
-from weightsync.layout import digest_of
+from weightsync.memory import arenas
+from weightsync.protocol import http
+from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
-from weightsync.transports import agents
-from weightsync.transports.control import check_reachable, check_ways, own_address, way_to
+from weightsync.transports.control.sockets import check_reachable, check_ways, own_address, way_to
+from weightsync.transports.nixl import agents
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
 
 REMOTE = ["nccl", pytest.param("nixl", marks=pytest.mark.skipif(not agents.available(), reason="needs nixl"))]
@@ -46,7 +48,7 @@ def test_an_engine_behind_a_forwarded_port_is_refused_by_name_with_what_to_do(ur
 
 
 def test_a_loopback_that_both_sides_have_is_taken():
-    check_ways("", {HERE: hello(staging.network_id())})
+    check_ways("", {HERE: hello(arenas.network_id())})
     check_ways("", {HERE: hello("")})  # an engine of before it said so; its ranks refuse by themselves
 
 
@@ -125,8 +127,8 @@ def test_a_rank_that_is_told_its_own_loopback_says_so(transport):
     """A trainer on another host, which found the engine at a forwarded port, and did not look."""
     port = servers.free_port()
     asked = {
-        "nccl": wire.InitNcclGroup("g", "127.0.0.1", port, 1, 2, "gloo", 5.0, f"tcp://127.0.0.1:{port}"),
-        "nixl": wire.RegisterNixl("a", b"", 5.0, f"tcp://127.0.0.1:{port}"),
+        "nccl": http.InitNcclGroup("g", "127.0.0.1", port, 1, 2, "gloo", 5.0, f"tcp://127.0.0.1:{port}"),
+        "nixl": http.RegisterNixl("a", b"", 5.0, f"tcp://127.0.0.1:{port}"),
     }[transport]
     end = ENGINE_ENDS[transport](CPU)
     with (

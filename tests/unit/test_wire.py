@@ -6,29 +6,29 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightsync import frames, handles, wire
-from weightsync.model_status import Comparison, ModelStatus
-from weightsync.wire import TensorSpec
+from weightsync.protocol import control, handles, http
+from weightsync.protocol.http import TensorSpec
+from weightsync.protocol.model_status import Comparison, ModelStatus
 
 FILE = handles.FileHandle(7, 3, 9)
 GOLDEN_JSON = [
     (
-        wire.OpenRequest(protocol=(1, 0), package_version="0.1.0", timeout_s=1.5),
+        http.OpenRequest(protocol=(1, 0), package_version="0.1.0", timeout_s=1.5),
         b'{"protocol":[1,0],"package_version":"0.1.0","timeout_s":1.5}',
     ),
     (
-        wire.AbortRequest(push="p", release="r", owner="o", timeout_s=1.5),
+        http.AbortRequest(push="p", release="r", owner="o", timeout_s=1.5),
         b'{"push":"p","release":"r","owner":"o","timeout_s":1.5}',
     ),
-    (wire.StatusRequest(digest=True, timeout_s=1.5), b'{"digest":true,"timeout_s":1.5}'),
+    (http.StatusRequest(digest=True, timeout_s=1.5), b'{"digest":true,"timeout_s":1.5}'),
     (
-        wire.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
+        http.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
                       settings={"NCCL": "2.27.5"}, process_space="s", host="h", started=4),
         b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
         b'"settings":{"NCCL":"2.27.5"},"process_space":"s","host":"h","started":4}',
     ),
     (
-        wire.OpenReply(
+        http.OpenReply(
             protocol=(1, 0), engine="vllm", engine_version="0.32", package_version="0.1.0", host="b:1", model="m",
             version="7", ranks=(), pause_refused={"keep": "why"}, instance="i", user="0 5", network="b:net:[1]",
             stopped=True,
@@ -38,7 +38,7 @@ GOLDEN_JSON = [
         b'"stopped":true}',
     ),
     (
-        wire.UpdateRequest(
+        http.UpdateRequest(
             push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
             manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
         ),
@@ -46,9 +46,9 @@ GOLDEN_JSON = [
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
         b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false}',
     ),
-    (wire.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
+    (http.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
-        wire.InitNcclGroup(
+        http.InitNcclGroup(
             group_name="g", master_address="10.0.0.1", master_port=29500, rank_offset=1, world_size=3, backend="gloo",
             timeout_s=1.5, members=(("http://a", 2),),
         ),
@@ -57,34 +57,34 @@ GOLDEN_JSON = [
         b'"members":[["http://a",2]],"senders":1}',
     ),
     (
-        wire.RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
+        http.RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
         b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
         b'"host":"","rdma":false}',
     ),
-    (wire.AddEngine(url="http://a"), b'{"url":"http://a"}'),
-    (wire.EngineAdded(version="7"), b'{"version":"7"}'),
+    (http.AddEngine(url="http://a"), b'{"url":"http://a"}'),
+    (http.EngineAdded(version="7"), b'{"version":"7"}'),
     (
-        wire.JoinReply((wire.RankJoined(rank=1, device="cpu", interface="lo", agent="n", metadata=b"\0\xff"),), "i"),
+        http.JoinReply((http.RankJoined(rank=1, device="cpu", interface="lo", agent="n", metadata=b"\0\xff"),), "i"),
         b'{"ranks":[{"rank":1,"device":"cpu","interface":"lo","agent":"n","metadata":"AP8="}],"instance":"i"}',
     ),
     (
-        wire.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0),
+        http.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0),
         b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false,"instance":""}',
     ),
-    (wire.LeaseRequest(owner="o"), b'{"owner":"o"}'),
-    (wire.Accepted(unread=("w",)), b'{"unread":["w"]}'),
+    (http.LeaseRequest(owner="o"), b'{"owner":"o"}'),
+    (http.Accepted(unread=("w",)), b'{"unread":["w"]}'),
     (
-        wire.Accepted(skipped=b"\5", unwritten={"p": b"\1"}, record_s=0.5),
+        http.Accepted(skipped=b"\5", unwritten={"p": b"\1"}, record_s=0.5),
         b'{"skipped":"BQ==","unwritten":{"p":"AQ=="},"record_s":0.5}',
     ),
-    (wire.Ready(), b"{}"),
-    (wire.Ready(record_s=0.5), b'{"record_s":0.5}'),
+    (http.Ready(), b"{}"),
+    (http.Ready(record_s=0.5), b'{"record_s":0.5}'),
     (
-        wire.UpdateReply(version="7", instance="i", record_s=0.5),
+        http.UpdateReply(version="7", instance="i", record_s=0.5),
         b'{"version":"7","instance":"i","stopped":false,"record_s":0.5}',
     ),
     (
-        wire.RankStatus(
+        http.RankStatus(
             rank=1, state="serving",
             model=ModelStatus(3, 2, ("p",), 1, ("w",), 4, (Comparison("what the loader does", "v", "f"),)),
         ),
@@ -93,86 +93,86 @@ GOLDEN_JSON = [
         b'"compared":[{"what":"what the loader does","push":"v","fault":"f"}]}}',
     ),
     (
-        wire.RankStatus(rank=1, state="serving", loading="load plan, 3 copies"),
+        http.RankStatus(rank=1, state="serving", loading="load plan, 3 copies"),
         b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"",'
         b'"loading":"load plan, 3 copies"}',
     ),
     (
-        wire.StatusReply(engine="e", version="7", state="serving", ranks=(), off={"draft model": "why"}),
+        http.StatusReply(engine="e", version="7", state="serving", ranks=(), off={"draft model": "why"}),
         b'{"engine":"e","version":"7","state":"serving","ranks":[],"instance":"","committed":"","holder":"","detail":"",'
         b'"off":{"draft model":"why"}}',
     ),
     (
-        wire.ErrorReply(error="ManifestMismatch", message="m"),
+        http.ErrorReply(error="ManifestMismatch", message="m"),
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',
     ),
 ]  # fmt: skip
 
 #: As they were before fields were added: what the others sent then, and all that the others understand now.
 EARLIER_JSON = [
-    (wire.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
+    (http.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
     (
-        wire.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
+        http.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
                       settings={"NCCL": "2.27.5"}),
         b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
         b'"settings":{"NCCL":"2.27.5"},"process_space":""}',
     ),
-    (wire.AbortRequest(push="p", release="r", owner="o"), b'{"push":"p","release":"r","owner":"o"}'),
-    (wire.StatusRequest(digest=True), b'{"digest":true}'),
+    (http.AbortRequest(push="p", release="r", owner="o"), b'{"push":"p","release":"r","owner":"o"}'),
+    (http.StatusRequest(digest=True), b'{"digest":true}'),
 ]  # fmt: skip
 
 FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
 GOLDEN_MSGPACK = [
     (
-        frames.Hello(push="p", secret="s", rank=1, keeps="k", parts=((0, ((1, 2), (3, 4))),)),
+        control.Hello(push="p", secret="s", rank=1, keeps="k", parts=((0, ((1, 2), (3, 4))),)),
         "87a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490"
         "a56b65657073a16ba5706172747391920092920102920304",
     ),
-    (frames.Explain(push="p"), "82a474797065a76578706c61696ea470757368a170"),
+    (control.Explain(push="p"), "82a474797065a76578706c61696ea470757368a170"),
     (
-        frames.Offer(push="p", arena="a", handle=handles.ShmHandle(path="/d", nbytes=3)),
+        control.Offer(push="p", arena="a", handle=handles.ShmHandle(path="/d", nbytes=3)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "83a474797065a373686da470617468a22f64a66e627974657303a5616c69766590",
     ),
     (
-        frames.Offer(push="p", arena="a", handle=FAR, alive=("a",)),
+        control.Offer(push="p", arena="a", handle=FAR, alive=("a",)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "87a474797065a46e69786ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000"
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
     ),
     (
-        frames.Filled(push="p", index=2, digests=(1,), lane=3),
+        control.Filled(push="p", index=2, digests=(1,), lane=3),
         "85a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503",
     ),
-    (frames.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
-    (frames.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
+    (control.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
+    (control.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
     (
-        frames.Room("p", 4, 2, FAR),
+        control.Room("p", 4, 2, FAR),
         "85a474797065a4726f6f6da470757368a170a5736c6f747304a47570746f02a668616e646c6587a474797065a46e6978"
         "6ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a9"
         "6465766963655f696400a66d656d6f7279a44452414d",
     ),
     (
-        frames.Room("p", 2, 3),
+        control.Room("p", 2, 3),
         "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
     ),
     (
-        frames.Offer("p", "a", handles.InPlaceHandle((FILE,), ((0, 0, 4096),), FILE)),
+        control.Offer("p", "a", handles.InPlaceHandle((FILE,), ((0, 0, 4096),), FILE)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c6163"
         "65a873746f72616765739184a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509a570"
         "6172747391930000cd1000a77265766f6b656484a474797065a466696c65a370696407aa64657363726970746f7203a5"
         "696e6f646509a5616c69766590",
     ),
     (
-        frames.Prepared(push="p"),
+        control.Prepared(push="p"),
         "83a474797065a87072657061726564a470757368a170a87665726966795f73cb0000000000000000",
     ),
     (
-        frames.Failed(push="p", error="E", message="m"),
+        control.Failed(push="p", error="E", message="m"),
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
     ),
 ]
-FROM_SENDER = (frames.Offer, frames.Explain, frames.Filled, frames.Still)
+FROM_SENDER = (control.Offer, control.Explain, control.Filled, control.Still)
 
 
 def named(golden):
@@ -185,61 +185,61 @@ def named(golden):
 
 @pytest.mark.parametrize(**named(GOLDEN_JSON))
 def test_json_is_frozen(message, raw):
-    assert wire.to_json(message) == raw
-    assert wire.from_json(raw, type(message)) == message
+    assert http.to_json(message) == raw
+    assert http.from_json(raw, type(message)) == message
 
 
 @pytest.mark.parametrize(**named(EARLIER_JSON))
 def test_messages_from_before_a_field_was_added_are_understood_and_the_other_way_round(message, raw):
-    assert wire.from_json(raw, type(message)) == message
+    assert http.from_json(raw, type(message)) == message
     # Whoever knows no more than these fields ignores the others.
-    assert json.loads(raw).items() <= json.loads(wire.to_json(message)).items()
+    assert json.loads(raw).items() <= json.loads(http.to_json(message)).items()
 
 
 @pytest.mark.parametrize(**named(GOLDEN_MSGPACK))
 def test_msgpack_is_frozen(message, raw):
     frame = bytes.fromhex(raw)
-    assert frames.pack(message) == frame
-    unpack = frames.unpack_from_sender if isinstance(message, FROM_SENDER) else frames.unpack_from_rank
+    assert control.pack(message) == frame
+    unpack = control.unpack_from_sender if isinstance(message, FROM_SENDER) else control.unpack_from_rank
     assert unpack(frame) == message
 
 
 def test_every_frame_is_frozen():
     assert {type(message) for message, _ in GOLDEN_MSGPACK} == {
-        *get_args(frames.FromRank),
-        *get_args(frames.FromSender),
+        *get_args(control.FromRank),
+        *get_args(control.FromSender),
     }
 
 
 def test_fields_of_a_newer_minor_version_are_ignored():
     body = b'{"protocol":[1,9],"package_version":"9","invented":[1,2]}'
-    assert wire.from_json(body, wire.OpenRequest).protocol == (1, 9)
+    assert http.from_json(body, http.OpenRequest).protocol == (1, 9)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"protocol":"1.0"}', b'{"protocol":[1]}', b"\xff", b"null"])
 def test_what_is_no_message_is_refused(body):
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
-        wire.from_json(body, wire.OpenRequest)
+        http.from_json(body, http.OpenRequest)
 
 
 def test_a_message_of_a_sender_before_there_were_other_transports_is_understood():
     body = b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,"manifest":[]}'
-    assert (wire.from_json(body, wire.UpdateRequest).slots, wire.from_json(body, wire.UpdateRequest).server_key) == (
+    assert (http.from_json(body, http.UpdateRequest).slots, http.from_json(body, http.UpdateRequest).server_key) == (
         2,
         "",
     )
-    assert wire.from_json(b'{"rank":0,"pid":1,"device":"cpu"}', wire.RankInfo).transports == ("ipc_zmq",)
+    assert http.from_json(b'{"rank":0,"pid":1,"device":"cpu"}', http.RankInfo).transports == ("ipc_zmq",)
 
 
 def test_an_engine_of_before_it_said_whose_it_is_is_understood():
-    old = wire.from_json(
+    old = http.from_json(
         b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
         b'"version":"7","ranks":[],"pause_refused":{},"instance":"i"}',
-        wire.OpenReply,
+        http.OpenReply,
     )
     assert (old.user, old.network, old.stopped) == ("", "", False)
 
 
 def test_a_pickle_is_no_message():
     with pytest.raises(msgspec.MsgspecError):
-        frames.unpack_from_rank(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")
+        control.unpack_from_rank(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")

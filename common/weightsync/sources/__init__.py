@@ -10,10 +10,10 @@ import torch
 from weightsync.errors import SourceError
 from weightsync.sources.base import Source
 from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.dtensor import LocalShard
 from weightsync.sources.fused import Fused, FusedSource, Rule
 from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
-from weightsync.sources.shards import LocalShard
 from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
 
 __all__ = ["Fused", "LocalShard", "Rule", "Source", "open_source"]

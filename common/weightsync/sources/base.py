@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from weightsync.boxes import whole
 from weightsync.errors import ManifestMismatch, SourceError
-from weightsync.layout import spec_of
-from weightsync.plan import Held
-from weightsync.sources.shards import check_placements, is_dtensor
-from weightsync.wire import TensorSpec
+from weightsync.protocol.http import TensorSpec
+from weightsync.sources.dtensor import check_placements, is_dtensor
+from weightsync.tensors.boxes import whole
+from weightsync.tensors.held import Held
+from weightsync.tensors.layout import spec_of
 
 
 class Source(Protocol):

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weightsync.errors import SourceError
-from weightsync.layout import DTYPES
+from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import Whole, check_same, finish
-from weightsync.wire import TensorSpec
+from weightsync.tensors.layout import DTYPES
 
 _FILE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from weightsync.boxes import Box
 from weightsync.errors import SourceError
-from weightsync.plan import Held
+from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import check_same, describe, finish
-from weightsync.wire import TensorSpec
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.held import Held
 
 _FIELD: Final = re.compile(r"\{(\w+)\}")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from weightsync.boxes import Box, is_inside, whole
 from weightsync.errors import SourceError
-from weightsync.plan import Held
-from weightsync.sources import glance
+from weightsync.protocol.http import TensorSpec
+from weightsync.sources import fingerprint
 from weightsync.sources.base import check_same, describe, finish
-from weightsync.sources.shards import LocalShard, boxes_of, is_dtensor, local_of, whole_tensor
-from weightsync.wire import TensorSpec
+from weightsync.sources.dtensor import LocalShard, boxes_of, is_dtensor, local_of, whole_tensor
+from weightsync.tensors.boxes import Box, is_inside, whole
+from weightsync.tensors.held import Held
 
 
 class MappingSource:
@@ -39,7 +39,7 @@ class MappingSource:
         self.held = tuple(_held(name, value) for name, value in weights.items())
         self.specs = finish((one.spec for one in self.held), "the mapping")
         self.device = _tensor(next(iter(weights.values()))).device
-        if type(weights) is dict and glance.are_plain(list(weights.values())):
+        if type(weights) is dict and fingerprint.are_plain(list(weights.values())):
             self.seen = Seen(weights, self)
 
     def mark(self) -> object | None:
@@ -79,17 +79,17 @@ class Seen:
     def __init__(self, weights: dict[Any, torch.Tensor], source: MappingSource):
         self.held, self.specs, self.device = source.held, source.specs, source.device
         self._names = list(weights)
-        self._looks = list(glance.looks(list(weights.values())))
+        self._looks = list(fingerprint.looks(list(weights.values())))
 
     def is_of(self, weights: Mapping[Any, Any]) -> bool:
         """Whether these are such. Runs no Python for each tensor."""
         if type(weights) is not dict or len(weights) != len(self._names):
             return False
         values = list(weights.values())
-        if not glance.are_plain(values) or not all(map(operator.eq, weights, self._names)):
+        if not fingerprint.are_plain(values) or not all(map(operator.eq, weights, self._names)):
             return False
         try:
-            return all(map(operator.eq, glance.looks(values), self._looks))
+            return all(map(operator.eq, fingerprint.looks(values), self._looks))
         except RuntimeError:  # one has no strides, or no memory
             return False
 

@@ -10,14 +10,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from weightsync.boxes import Box, Cut, LocalBox, cut_of, whole
 from weightsync.errors import SourceError
-from weightsync.plan import Held
-from weightsync.sources import glance
+from weightsync.protocol.http import TensorSpec
+from weightsync.sources import fingerprint
 from weightsync.sources.base import check_plain, check_same, describe, spec
-from weightsync.sources.conversion import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
-from weightsync.sources.shards import boxes_of, is_dtensor, local_of, whole_tensor
-from weightsync.wire import TensorSpec
+from weightsync.sources.checkpoint_layout import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
+from weightsync.sources.dtensor import boxes_of, is_dtensor, local_of, whole_tensor
+from weightsync.tensors.boxes import Box, Cut, LocalBox, cut_of, whole
+from weightsync.tensors.held import Held
 
 _COMPILED: Final = "_orig_mod"
 
@@ -54,7 +54,7 @@ class ModuleSource:
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
         #: What the module was when it was found to have these traits.
-        self._glance = glance.glance_at(self._module)
+        self._glance = fingerprint.glance_at(self._module)
         self._was_seen = False
         plain = all(isinstance(step, View) for step in self._recipe.steps)
         #: Whether what is sent are views of what the module holds, all of it here.
@@ -78,11 +78,11 @@ class ModuleSource:
 
     def _look(self) -> tuple[State, dict[str, _Traits]]:
         """The state and its traits; in a moment, where all is where and what it was."""
-        if self._is_unmoved() and (found := glance.state_of(self._module)) is not None:
+        if self._is_unmoved() and (found := fingerprint.state_of(self._module)) is not None:
             return {_uncompiled(name): tensor.detach() for name, tensor in found.items()}, self._traits
         state = read_state(self._module)
         traits = _traits_of(state)
-        self._glance = glance.glance_at(self._module) if traits == self._traits else None
+        self._glance = fingerprint.glance_at(self._module) if traits == self._traits else None
         return state, traits
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -7,13 +7,13 @@ from typing import Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
-from weightsync.boxes import whole
 from weightsync.errors import SourceError
-from weightsync.layout import DTYPES
-from weightsync.plan import Held
+from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import check_same, describe, finish, text
-from weightsync.sources.shards import whole_tensor
-from weightsync.wire import TensorSpec
+from weightsync.sources.dtensor import whole_tensor
+from weightsync.tensors.boxes import whole
+from weightsync.tensors.held import Held
+from weightsync.tensors.layout import DTYPES
 
 CPU: Final = torch.device("cpu")
 

@@ -1,1 +1,1 @@
-"""Bytes across: one file a transport, each with a trainer end and an engine end (see `base`)."""
+"""Moving the bytes of a push from a trainer's arena to the ranks of engines; `base` says what a transport offers."""

@@ -1,65 +1,26 @@
 """What a transport offers to the drivers.
 
 A transport moves the stream of `layout.Layout` from an arena of the trainer to every rank of every engine, and nothing
-else: it knows neither models nor engines. The trainer end is driven by `carrier.Carrier`, the engine end by
+else: it knows neither models nor engines. The trainer end is driven by `transfer.Carrier`, the engine end by
 `receiver.Receiver`, in a thread that never touches the model.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import NamedTuple, Protocol
 
 import torch
 
-from weightsync import wire
-from weightsync.errors import PushTimeout, WeightSyncError
-from weightsync.layout import Layout
-from weightsync.parts import Digests, Parts
-from weightsync.scattered import Stream
-from weightsync.staging import Arena
-from weightsync.wire import UpdateRequest
-
-
-class Deadline:
-    """One budget of seconds, handed down to every wait. Another thread may end it early, with the reason."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-        self._reason: WeightSyncError | None = None
-
-    def left(self) -> float:
-        """Seconds left, never negative."""
-        return 0.0 if self._reason else max(0.0, self._end - time.monotonic())
-
-    def extended(self, seconds: float) -> Deadline:
-        """One that ends ``seconds`` after this one would have, ended early or not."""
-        later = Deadline(self.seconds)
-        later._end = self._end + seconds
-        return later
-
-    @property
-    def moment(self) -> float:
-        """When it is over, by this host's `time.monotonic`."""
-        return self._end
-
-    def advance(self, moment: float) -> None:
-        """Be over by then at the latest."""
-        self._end = min(self._end, moment)
-
-    def end(self, reason: WeightSyncError) -> None:
-        """Spend the budget at once: what is waited for will not come."""
-        self._reason = self._reason or reason
-
-    def check(self, waiting_for: str) -> None:
-        """Raise, once the budget is spent, the reason it was ended for, else `PushTimeout` naming what was awaited."""
-        if self._reason is not None:
-            raise self._reason
-        if self.left() == 0.0:
-            raise PushTimeout(f"no answer within {self.seconds:g} s, waiting for {waiting_for}")
+from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
+from weightsync.memory.arenas import Arena
+from weightsync.protocol import http
+from weightsync.protocol.http import Introduction, UpdateRequest
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.scattered import Stream
+from weightsync.tensors.subset import Digests, Parts
 
 
 class Peer(NamedTuple):
@@ -85,23 +46,19 @@ class Bucket(NamedTuple):
     digests: tuple[int, ...]
 
 
-Introduction = wire.InitNcclGroup | wire.RegisterNixl
-"""What an engine is told before the first push, where a transport has something to prepare."""
-
-
 class TrainerEnd(Protocol):
     """Sends; lives as long as the sender, or until a push fails."""
 
     def address(self, engine: str) -> str:
         """Where the engine at this URL finds this end; names it to `EngineEnd.release`."""
 
-    def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """What is to be told to which engine, by URL, before it can take part; nothing where it was told already.
 
         ``engines`` are all that will. Raises `UnsupportedOption` for what cannot work.
         """
 
-    def introduced(self, replies: Mapping[str, wire.JoinReply], deadline: Deadline) -> None:
+    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """Every engine has taken what `introduce` told it. Raises `TransferFailed` or `PushTimeout`, by name."""
 
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
@@ -194,7 +151,7 @@ class Assistant(Protocol):
 class EngineEnd(Protocol):
     """Receives, in one rank; lives as long as the rank and serves one push after another."""
 
-    def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
+    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
         """Get ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
 
     def check(self, request: UpdateRequest) -> None:

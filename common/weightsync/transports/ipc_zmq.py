@@ -10,18 +10,20 @@ from threading import Event
 
 import torch
 
-from weightsync import in_place, staging, wire
+from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.frames import Offer
-from weightsync.handles import CudaHandle, InPlaceHandle, ShmHandle
-from weightsync.layout import Layout
-from weightsync.parts import Digests, Parts
-from weightsync.scattered import Scattered, Stream
-from weightsync.staging import Arena
-from weightsync.transports.base import Bucket, Deadline, Helpers, Introduction, Peer
-from weightsync.transports.engine_control import Call, EngineControl
-from weightsync.transports.trainer_control import Talk, TrainerControl
-from weightsync.wire import UpdateRequest
+from weightsync.memory import arenas, shared_parameters
+from weightsync.memory.arenas import Arena
+from weightsync.protocol import http
+from weightsync.protocol.control import Offer
+from weightsync.protocol.handles import CudaHandle, InPlaceHandle, ShmHandle
+from weightsync.protocol.http import Introduction, UpdateRequest
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.scattered import Scattered, Stream
+from weightsync.tensors.subset import Digests, Parts
+from weightsync.transports.base import Bucket, Helpers, Peer
+from weightsync.transports.control.engine import Call, EngineControl
+from weightsync.transports.control.trainer import Talk, TrainerControl
 
 
 class Trainer:
@@ -33,11 +35,11 @@ class Trainer:
         self._talk: Talk | None = None
         self._slots, self._last, self._stream = 0, 0, False
 
-    def introduce(self, engines: Mapping[str, wire.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
         """There is nothing to prepare."""
         return {}
 
-    def introduced(self, replies: Mapping[str, wire.JoinReply], deadline: Deadline) -> None:
+    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
 
     def meet(
@@ -107,7 +109,7 @@ class Engine:
         #: Mapped arenas of the sender by name: one, or two where it keeps the version before.
         self._arenas: dict[str, Stream] = {}
 
-    def join(self, asked: Introduction, rank: int) -> wire.RankJoined:
+    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
         """No route leads here."""
         raise UnsupportedOption(f"ipc_zmq has no use for {type(asked).__name__}")
 
@@ -127,9 +129,9 @@ class Engine:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap what is old before mapping what is new
         if isinstance(offer.handle, InPlaceHandle):
-            self._arenas[offer.arena] = in_place.attach(offer.handle)
+            self._arenas[offer.arena] = shared_parameters.attach(offer.handle)
         elif isinstance(offer.handle, (ShmHandle, CudaHandle)):
-            self._arenas[offer.arena] = staging.attach(offer.handle)
+            self._arenas[offer.arena] = arenas.attach(offer.handle)
         arena = self._arenas.get(offer.arena)
         if arena is None:
             raise TransferFailed(f"the arena {offer.arena} was never mapped here; push again")
@@ -170,8 +172,8 @@ class Incoming:
             data = self._memory[slot : slot + nbytes]
             if stage is not None:
                 place = stage[index * size : index * size + data.numel()]
-                staging.copy(place, data)
-                staging.synchronize(place.device)
+                arenas.copy(place, data)
+                arenas.synchronize(place.device)
                 self._call.taken(index)
                 yield Bucket(index, place, filled.digests)
             else:

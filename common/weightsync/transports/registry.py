@@ -7,10 +7,15 @@ from typing import Final
 
 import torch
 
-from weightsync import security, staging, wire
 from weightsync.errors import AuthenticationFailed, UnsupportedOption
-from weightsync.transports import agents, ipc_zmq, lanes, nccl, nixl
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
+from weightsync.transports import ipc_zmq
 from weightsync.transports.base import Assistant, EngineEnd, Helpers, TrainerEnd
+from weightsync.transports.nccl import ends as nccl
+from weightsync.transports.nccl import parallel_broadcast
+from weightsync.transports.nixl import agents
+from weightsync.transports.nixl import ends as nixl
 
 #: The device is where the trainer's arena is, the text this host's own address that ranks are to dial, if one is given.
 TRAINER_ENDS: Final[dict[str, Callable[[torch.device, Helpers | None, str], TrainerEnd]]] = {
@@ -19,7 +24,7 @@ TRAINER_ENDS: Final[dict[str, Callable[[torch.device, Helpers | None, str], Trai
     "nixl": nixl.Trainer,
 }
 #: By transport, for those that are helped by the trainer's other ranks; the number is the rank's.
-ASSISTANTS: Final[dict[str, Callable[[int], Assistant]]] = {nccl.NAME: lanes.Assistant}
+ASSISTANTS: Final[dict[str, Callable[[int], Assistant]]] = {nccl.NAME: parallel_broadcast.Assistant}
 #: The device is where the rank's weights are.
 ENGINE_ENDS: Final[dict[str, Callable[[torch.device], EngineEnd]]] = {
     "ipc_zmq": ipc_zmq.Engine,
@@ -33,18 +38,18 @@ def available() -> tuple[str, ...]:
     return tuple(name for name in TRAINER_ENDS if name != "nixl" or agents.available())
 
 
-def _apart(hello: wire.OpenReply) -> tuple[str, str]:
+def _apart(hello: http.OpenReply) -> tuple[str, str]:
     """Why an engine cannot be reached through memory, and what can be done about it; empty if it can."""
-    if hello.host != staging.host_id():
+    if hello.host != arenas.host_id():
         return "another host", (
             " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
             "containers with --ipc=host"
         )
     try:
-        security.directory()
+        auth.directory()
     except AuthenticationFailed as error:
         return f"the same host, but {error}", " (on the trainer's side)"
-    ours, theirs = security.meeting(), hello.user
+    ours, theirs = auth.meeting(), hello.user
     if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
         return "", ""
     uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]
@@ -57,7 +62,7 @@ def _apart(hello: wire.OpenReply) -> tuple[str, str]:
     )
 
 
-def pick(asked: str, url: str, hello: wire.OpenReply) -> tuple[str, str]:
+def pick(asked: str, url: str, hello: http.OpenReply) -> tuple[str, str]:
     """The transport to an engine, and why that one. Raises `UnsupportedOption` where the one asked for cannot be."""
     apart, advice = _apart(hello)
     there = set(TRAINER_ENDS).intersection(*(rank.transports for rank in hello.ranks))

@@ -105,7 +105,7 @@ def receiver(module):
 
 
 def load_plan(module):
-    bulk = sys.modules["weightsync.bulk"]  # which makes its copies
+    bulk = sys.modules["weightsync.tensors.native_copy"]  # which makes its copies
 
     @around(module.LoadPlan, "replay")
     def replay(original, self, stage):
@@ -258,16 +258,16 @@ def replica(module):
 
 
 PATCHES = {
-    "weightsync.receiver": receiver,
-    "weightsync.load_plan": load_plan,
-    "weightsync.transports.engine_control": engine_control,
-    "weightsync.transports.trainer_control": trainer_control,
+    "weightsync.engine.receiver": receiver,
+    "weightsync.engine.loading.load_plan": load_plan,
+    "weightsync.transports.control.sockets.engine": engine_control,
+    "weightsync.transports.control.sockets.trainer": trainer_control,
     "weightsync.transports.ipc_zmq": incoming("Incoming"),
-    "weightsync.transports.nccl": incoming("Incoming"),
-    "weightsync.transports.nixl_incoming": incoming("Reading", "Written"),
-    "weightsync.carrier": carrier,
-    "weightsync.client": client,
-    "weightsync.replica": replica,
+    "weightsync.transports.nccl.ends": incoming("Incoming"),
+    "weightsync.transports.nixl.ends.incoming": incoming("Reading", "Written"),
+    "weightsync.trainer.transfer": carrier,
+    "weightsync.trainer.client": client,
+    "weightsync.engine.front_end": replica,
 }
 
 

@@ -1,0 +1,39 @@
+"""What a complete push to an engine consists of, found out from the model folder it was started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightsync.engine.adapter import Expected
+from weightsync.errors import ManifestMismatch, SourceError
+from weightsync.sources.checkpoint import optional_names, read_specs
+from weightsync.sources.from_config import specs_from_config
+
+
+def expected_of(model: str, *, revision: str | None, dtype: str) -> Expected:
+    """The checkpoint of ``model``, a folder or the name of a cached hub repository.
+
+    Read from the headers of its safetensors files; where there are none (dummy weights), what transformers would write
+    for its configuration, in ``dtype``. Raises `ManifestMismatch` where neither can be had.
+    """
+    try:
+        folder = _folder(model, revision)
+        if any(folder.glob("*.safetensors")):
+            return Expected(read_specs(folder), optional_names(folder))
+        return Expected(specs_from_config(folder, dtype=dtype))
+    except SourceError as error:
+        raise ManifestMismatch(
+            f"cannot tell what a complete push to {model} is: {error}; start the engine from a folder with safetensors "
+            "files or with a configuration that transformers knows"
+        ) from error
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise SourceError(f"{model} is neither a folder nor in the hub's cache ({type(error).__name__})") from error

@@ -1,0 +1,370 @@
+"""Engine-side driver of a whole engine, in the process that serves HTTP: lease, order, deadlines, state.
+
+Each engine package provides a `FrontEnd`. What is legal when is `states.REPLICA`'s to say; every call to the ranks has
+a deadline (`rank_calls.Calls`); a commit that has begun runs to its end, whoever still waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import msgspec
+
+from weightsync.deadline import Deadline
+from weightsync.engine.coverage import check_read
+from weightsync.engine.lease import Lease
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, Replies, collect
+from weightsync.errors import (
+    ApplyFailed,
+    EngineRestarted,
+    LeaseHeld,
+    ProtocolMismatch,
+    PushTimeout,
+    TransferFailed,
+    UnsupportedOption,
+    WeightSyncError,
+)
+from weightsync.memory import arenas
+from weightsync.protocol import auth, http
+from weightsync.protocol.http import Introduction
+from weightsync.protocol.states import REPLICA, Machine
+from weightsync.transports.nccl.groups import check_world
+
+logger = logging.getLogger(__name__)
+
+#: Hashing reads every weight, through the kernels where layers are packed.
+_DIGEST_S: Final = 300.0
+#: How often the owner of a push is looked after.
+_WATCH_S: Final = 0.5
+#: What is left of a commit's time when its turn comes late: a message cannot ask for less.
+_LEAST_S: Final = 0.01
+#: The engine's answer comes before its trainer stops waiting for it.
+_ANSWER_S: Final = 0.25
+
+#: From harmless to worst: an engine is in the worst state of its ranks.
+_STATES: Final[tuple[http.State, ...]] = (
+    "serving", "receiving", "prepared", "applying", "unsynced", "dirty_receiving", "dirty_prepared", "dirty_applying",
+    "dirty",
+)  # fmt: skip
+
+
+class FrontEnd(Protocol):
+    """What the process that serves HTTP must offer; errors are `WeightSyncError` or count as a failure half-way."""
+
+    engine: str
+    engine_version: str
+    model: str
+    pause_refused: dict[str, str]
+    """Why the engine lacks a pause mode, by mode."""
+    waits: bool
+    """Whether the engine was started so that it must not serve before its first push; it is then paused."""
+    off: dict[str, str]
+    """What this engine lacks, or what of it a push leaves as it is, by name, and why."""
+
+    async def version(self) -> str:
+        """Label of the weights that are served."""
+
+    async def call(self, method: str, payload: bytes) -> Replies:
+        """Run `rank_methods.handle` on every rank; the `http.RankReply` of each. Has no deadline."""
+
+    async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
+        """Stop, apply, drop caches, set the version, go on; every rank is ready. ``stopped``: it does not generate.
+
+        If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
+        """
+
+
+class Replica:
+    """One engine as its routes see it."""
+
+    def __init__(self, front: FrontEnd):
+        self.front = front
+        self.instance = secrets.token_hex(8)
+        self._machine: Machine[http.State] = Machine(
+            REPLICA, "unsynced" if front.waits else "serving", f"this {front.engine}"
+        )
+        self._call = Calls(front.call)
+        self._lease = Lease()
+        self._turn = asyncio.Lock()
+        self._push = self._committed = ""
+        self._detail = "it waits for its first push" if front.waits else ""
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def stopped(self) -> str:
+        """Why the engine does not generate; empty if it does."""
+        return (self._detail or self._machine.state) if http.is_stopped(self._machine.state) else ""
+
+    async def open(self, asked: http.OpenRequest) -> http.OpenReply:
+        """Who the engine and its ranks are. Raises `ProtocolMismatch`."""
+        theirs = asked.protocol
+        if theirs[0] != http.PROTOCOL[0]:
+            raise ProtocolMismatch(
+                f"the sender speaks protocol {theirs[0]}.{theirs[1]}, this engine "
+                f"{http.PROTOCOL[0]}.{http.PROTOCOL[1]} (weightsync {http.PACKAGE_VERSION}); install the same "
+                "weightsync on both sides"
+            )
+        await self._introduce_ranks(asked.timeout_s)
+        return http.OpenReply(
+            protocol=http.PROTOCOL,
+            engine=self.front.engine,
+            engine_version=self.front.engine_version,
+            package_version=http.PACKAGE_VERSION,
+            host=arenas.host_id(),
+            model=self.front.model,
+            version=await self.front.version(),
+            ranks=self._call.ranks,
+            pause_refused=self.front.pause_refused,
+            instance=self.instance,
+            user=auth.meeting(),
+            network=arenas.network_id(),
+            stopped=bool(self.stopped),
+        )
+
+    async def _introduce_ranks(self, timeout_s: float) -> None:
+        self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", timeout_s), http.RankInfo))
+
+    async def status(self, asked: http.StatusRequest) -> http.StatusReply:
+        """What is served, also while ranks do not answer."""
+        detail = ""
+        ranks: list[http.RankStatus] = []
+        timeout_s = asked.timeout_s or (_DIGEST_S if asked.digest else http.LOOK_S)
+        try:
+            if asked.digest or not self._machine.state.endswith("applying"):  # the ranks answer when they have loaded
+                ranks = collect(await self._call("weightsync_status", http.to_json(asked), timeout_s), http.RankStatus)
+        except PushTimeout as error:
+            if asked.digest:
+                raise
+            detail = str(error)
+        version = await self.front.version()
+        lapsed = await self._lease.lapsed()
+        # Read after the last wait, so that all of it is of one moment.
+        state = self._machine.state
+        return http.StatusReply(
+            engine=self.front.engine,
+            version=version,
+            state=max((state, *(rank.state for rank in ranks)), key=_STATES.index),
+            ranks=tuple(ranks),
+            instance=self.instance,
+            committed=self._committed,
+            holder="" if lapsed else self._lease.holder,
+            detail="; ".join(filter(None, (self._detail, detail))),
+            off=self.front.off,
+        )
+
+    async def join(self, asked: Introduction) -> http.JoinReply:
+        """Take the lease, then have every rank get a transport ready. Raises `UnsupportedOption`, `TransferFailed`."""
+        if asked.instance not in ("", self.instance):
+            raise EngineRestarted("the engine was restarted since it was opened")
+        auth.check_host_address(asked.address)
+        deadline = Deadline(asked.timeout_s)
+        async with self._alone("joining", deadline):
+            if not self._call.ranks:
+                await self._introduce_ranks(deadline.left())
+            method = "register_nixl"
+            if isinstance(asked, http.InitNcclGroup):
+                method = "init_nccl_group"
+                check_world(asked, len(self._call.ranks))
+            await self._lease.take(asked.owner, asked.holder, asked.address)
+            try:
+                if self._machine.allows("abort"):
+                    await self._forget(f"push {self._push} is superseded", deadline)
+                else:
+                    # Ranks join at once or not at all: what still ends on one of them has to have ended before.
+                    collect(await self._call("weightsync_abort", b"{}", deadline.left()), http.Done)
+                replies = await self._call(method, http.to_json(asked), deadline.left())
+                return http.JoinReply(tuple(collect(replies, http.RankJoined)), self.instance)
+            finally:
+                self._lease.idle()
+
+    async def prepare(self, asked: http.UpdateRequest, method: str) -> http.UpdateReply:
+        """Take the lease, then have every rank check the manifest and come for the bytes."""
+        if asked.instance not in ("", self.instance):
+            raise EngineRestarted("the engine was restarted since it was opened")
+        # Before the lease is given to who is there: whether one lives is asked at that address.
+        auth.check_address(asked.address, asked.server_key, remote=method != "update_weights_via_ipc_zmq")
+        deadline = Deadline(asked.timeout_s)
+        async with self._alone("prepare", deadline):
+            try:
+                await self._lease.take(asked.owner, asked.holder, asked.address)
+            except LeaseHeld as error:
+                self._own_up(error)
+                raise
+            try:
+                if self._machine.allows("abort"):
+                    await self._forget(f"push {self._push} is superseded by {asked.push}", deadline)
+                self._machine.check("prepare")
+                payload = http.to_json(asked)
+                accepted = collect(await self._call(method, payload, deadline.left()), http.Accepted)
+                check_read(accepted, asked.manifest)
+            except BaseException as error:
+                await self._forget_after_failure(asked.push, deadline)  # some rank may have begun
+                self._own_up(error)
+                raise
+            self._machine.move("prepare")
+            self._push = asked.push
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.ensure_future(self._look_after())
+        record_s = max(rank.record_s for rank in accepted)
+        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
+
+    async def lease(self, asked: http.LeaseRequest) -> http.Done:
+        """The owner is alive."""
+        self._lease.renew(asked.owner)
+        self._call.check_alive()
+        return http.Done()
+
+    async def commit(self, asked: http.CommitRequest) -> http.CommitReply:
+        """Make a prepared push, or the version before, the served one. Raises what it leaves the engine with."""
+        if reason := self.front.pause_refused.get(asked.pause):
+            raise UnsupportedOption(f"{self.front.engine} cannot pause with {asked.pause!r}: {reason}")
+        # Once begun it runs to its end, also when the trainer hangs up or dies.
+        run = asyncio.ensure_future(self._commit(asked))
+        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # perhaps nobody waits for it any more
+        await asyncio.wait({run}, timeout=asked.timeout_s + _ANSWER_S)
+        if not run.done():
+            raise PushTimeout(
+                f"the commit is still under way after {asked.timeout_s:g} s{self._call.trouble()}", weights="unknown"
+            )
+        return run.result()
+
+    async def _commit(self, asked: http.CommitRequest) -> http.CommitReply:
+        if asked.instance not in ("", self.instance):
+            raise EngineRestarted("the engine was restarted since the push was prepared", weights="unknown")
+        deadline = Deadline(asked.timeout_s)
+        async with self._alone("commit", deadline):
+            self._lease.check(asked.owner)
+            event = "rollback" if asked.rollback else "commit"
+            if asked.rollback:
+                self._machine.check("rollback")
+            elif asked.push != self._push:
+                raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
+            try:
+                ready = await self._call("weightsync_ready", http.to_json(asked), deadline.left())
+                record_s = max(rank.record_s for rank in collect(ready, http.Ready))
+                deadline.check("the ranks to be ready")
+                if not asked.rollback:
+                    self._machine.move("staged")
+                stopped = bool(self.stopped)
+                self._machine.move(event)
+            except WeightSyncError as error:
+                if isinstance(error, PushTimeout):
+                    error.weights = "unchanged"  # whatever the ranks do, they were not asked to load
+                await self._forget_after_failure(asked.push, deadline)
+                self._own_up(error)
+                raise
+            try:
+                left = msgspec.structs.replace(asked, timeout_s=max(deadline.left(), _LEAST_S))
+                reply = await self.front.commit(left, self._call, stopped)
+            except BaseException as error:
+                unchanged = isinstance(error, WeightSyncError) and error.weights == "unchanged"
+                self._machine.move("untouched" if unchanged else "broken")
+                if not unchanged:
+                    self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
+                    logger.error("%s", self._detail)
+                await self._forget_after_failure(asked.push, deadline)
+                self._own_up(error)
+                raise
+            self._machine.move("applied")
+            self._committed, self._push, self._detail = asked.push, "", ""
+            self._lease.idle()
+            reply.seconds["record"] = record_s
+            return reply
+
+    async def abort(self, asked: http.AbortRequest) -> http.Done:
+        """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
+        # A sender that fails, or closes, asks and goes: what it asked for is then done without it.
+        deadline = Deadline(max(asked.timeout_s, http.LOOK_S))
+        async with self._alone("abort", deadline):
+            if asked.owner and asked.push and asked.push != self._push:
+                return http.Done()  # it has ended, or never began
+            if asked.owner and not asked.release:
+                self._lease.check(asked.owner)
+            # What is kept belongs to the lease: a sender that was refused gives nothing back of another's.
+            mine = not asked.owner or asked.owner == self._lease.owner or await self._lease.lapsed()
+            if not asked.release and self._machine.allows("abort"):
+                await self._forget(f"push {self._push} was aborted", deadline)
+            if asked.release and mine:
+                collect(await self._call("weightsync_abort", http.to_json(asked), deadline.left()), http.Done)
+            if not asked.owner or (asked.release and asked.owner == self._lease.owner):
+                self._lease.drop()
+            elif mine:
+                self._lease.idle()
+        return http.Done()
+
+    async def _forget(self, detail: str, deadline: Deadline) -> None:
+        """Have the ranks forget a push that was not applied. Raises if they cannot be reached."""
+        push = self._push
+        payload = http.to_json(http.AbortRequest(push=push))
+        collect(await self._call("weightsync_abort", payload, deadline.left()), http.Done)
+        logger.warning("%s", detail)
+        self._machine.move("abort")
+        self._push = ""
+
+    def _own_up(self, error: BaseException) -> None:
+        """An engine that did not generate before a push is not "unchanged" after it, in the sense of users."""
+        if self.stopped and isinstance(error, WeightSyncError) and error.weights == "unchanged":
+            error.weights = "dirty"
+
+    async def _forget_after_failure(self, push: str, deadline: Deadline) -> None:
+        """As `_forget`, for a push that has failed already: its error is the one to tell, while its trainer listens."""
+        self._push = ""
+        if self._machine.allows("abort"):
+            self._machine.move("abort")
+        self._lease.idle()
+        telling = asyncio.ensure_future(self._tell_over(push))
+        await asyncio.wait({telling}, timeout=deadline.left())  # the next call to the ranks comes after it anyway
+
+    async def _tell_over(self, push: str) -> None:
+        try:
+            await self._call("weightsync_abort", http.to_json(http.AbortRequest(push=push)), http.LOOK_S)
+        except Exception as error:  # the ranks drop it by their own deadline
+            logger.warning("the ranks could not be told that push %s is over: %s", push, error)
+
+    async def _look_after(self) -> None:
+        """While a push is under way: if its trainer is gone, forget it."""
+        while self._push:
+            await asyncio.sleep(_WATCH_S)
+            if not await self._lease.lapsed() or not self._machine.allows("abort"):
+                continue
+            try:
+                deadline = Deadline(http.LOOK_S)
+                async with self._alone("abort", deadline):
+                    if await self._lease.lapsed() and self._machine.allows("abort"):
+                        holder = self._lease.holder or "its trainer"
+                        await self._forget(f"push {self._push} is forgotten: {holder} is gone", deadline)
+            except Exception as error:
+                logger.warning("push %s could not be forgotten yet: %s", self._push, error)
+
+    @asynccontextmanager
+    async def _alone(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
+        """One request at a time changes anything; raises `PushTimeout` if the turn does not come."""
+        try:
+            await asyncio.wait_for(self._turn.acquire(), deadline.left())
+        except asyncio.TimeoutError as error:
+            raise PushTimeout(
+                f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{self._call.trouble()}"
+            ) from error
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:
+    """For a commit that failed on some rank: ``error``, or where every rank could be brought back one that says so.
+
+    Engines call it while generation is stopped; ``payload`` is the `http.CommitRequest` that failed.
+    """
+    if error.weights == "unchanged":
+        return error
+    try:
+        collect(await call("weightsync_restore", payload, COMMIT_CALL_S), http.Done)
+    except WeightSyncError as second:
+        return ApplyFailed(f"{error}; {second}", weights="dirty")
+    return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")

@@ -1,0 +1,86 @@
+"""Who may push into an engine: one trainer at a time, until it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from weightsync.errors import LeaseHeld, TransferFailed
+from weightsync.protocol import auth
+
+#: How long an engine believes that a sender in the middle of a push is alive.
+PUSH_TTL_S: Final = 10.0
+#: How long a sender that does not push keeps its engines: longer than a training step takes.
+IDLE_TTL_S: Final = 600.0
+
+
+class Lease:
+    """One engine's lease, in the memory of its front end.
+
+    It belongs to ``owner`` until released, until the owner's socket is gone, or until it has not been heard of for
+    `PUSH_TTL_S` in the middle of a push, else for `IDLE_TTL_S`. Another then takes it without asking.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, lives: Callable[[str], bool] = auth.owner_lives):
+        self._clock, self._lives = clock, lives
+        self.owner = self.holder = self._address = ""
+        self._until = 0.0
+        #: Whether the owner at an address lives, as it is being found out.
+        self._probe: tuple[str, asyncio.Future[bool]] | None = None
+
+    async def lapsed(self) -> bool:
+        """Whether there is no owner, or none that is alive."""
+        while self.owner and self._clock() < self._until:
+            asked = self._address
+            if await self._is_alive(asked):
+                return False
+            if asked == self._address:
+                return True
+        return True
+
+    async def _is_alive(self, address: str) -> bool:
+        # In a thread: another host is given a moment to answer, and the engine's server has others to serve meanwhile.
+        # One for all who ask at once.
+        if self._probe is None or self._probe[0] != address:
+            self._probe = address, asyncio.ensure_future(asyncio.to_thread(self._lives, address))
+        probe = self._probe
+        try:
+            return await asyncio.shield(probe[1])
+        except TransferFailed:
+            return False  # what is there now is not its own
+        finally:
+            if self._probe is probe:
+                self._probe = None
+
+    async def take(self, owner: str, holder: str, address: str) -> None:
+        """Begin a push of ``owner``, at ``address``; ``holder`` is what others are told. Raises `LeaseHeld`."""
+        if self.owner != owner and not await self.lapsed():
+            raise LeaseHeld(self._held())
+        self.owner, self.holder, self._address = owner, holder, address
+        self._until = self._clock() + PUSH_TTL_S
+
+    def renew(self, owner: str) -> None:
+        """The owner is alive, and pushing. Raises `LeaseHeld` if it is not the owner any more."""
+        self.check(owner)
+        self._until = self._clock() + PUSH_TTL_S
+
+    def check(self, owner: str) -> None:
+        """Raise `LeaseHeld` unless ``owner`` holds the lease."""
+        if self.owner != owner:
+            raise LeaseHeld(self._held() if self.owner else "the lease was taken from this sender; push again")
+
+    def idle(self) -> None:
+        """The push has ended; its owner keeps the lease for the next."""
+        self._until = self._clock() + IDLE_TTL_S
+
+    def drop(self) -> None:
+        """Nobody holds it."""
+        self.owner = self.holder = self._address = ""
+
+    def _held(self) -> str:
+        return (
+            f"another trainer pushes here: {self.holder or 'it did not say who'}; close its Sender, wait until it is "
+            "gone, or end its lease with: weightsync abort URL"
+        )

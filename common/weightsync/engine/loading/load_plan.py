@@ -1,0 +1,362 @@
+"""A load plan: where an engine's own loader puts every slice of a checkpoint, done again as a few grouped copies."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from weightsync.engine.adapter import Opened
+from weightsync.engine.loading.fake_tensor import Unrecordable
+from weightsync.engine.loading.model_memory import Owner, overlap
+from weightsync.engine.loading.recording import Copy, Recording, record
+from weightsync.tensors.boxes import Box, cut_of, hull, whole
+from weightsync.tensors.layout import Entry, Layout
+from weightsync.tensors.native_copy import Copies, Run
+from weightsync.tensors.scattered import Stream, key
+from weightsync.tensors.subset import Parts, widened
+
+#: How much is compared in one go, in bytes.
+_COMPARED_BYTES: Final = 64 << 20
+#: How much of the model is compared after every replay: about 4 MiB in pieces, others each time, which takes a
+#: millisecond at most. What takes a step of Python for each is looked at in fewer.
+_LOOKED_BYTES: Final = 4 << 20
+_LOOK_BYTES: Final = 64 << 10
+_LOOKS: Final = 512
+_SLOW_LOOKS: Final = 8
+#: A loader is recorded again with this part of the tensors, at least so many; the next time with others. It is so twice
+#: in every push, so that each tensor is in 16 pushes, or sooner, and costs some 30 microseconds for each.
+_SHARES: Final = 32
+_SHARE: Final = 64
+
+_memcmp: Final = ctypes.CDLL(None).memcmp
+_memcmp.restype = ctypes.c_int
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _Bound(NamedTuple):
+    """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it.
+
+    ``ends`` counts the pieces of `_LOOK_BYTES` of the runs up to the end of each; so many are ``looks`` after a replay.
+    """
+
+    copies: Copies
+    runs: list[Run]
+    ends: list[int]
+    looks: int
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+
+
+class LoadPlan:
+    """How to load checkpoints of one layout into one model, as its loader would.
+
+    ``loader`` names what only the loader itself can load, for the parameters in ``fallen``, each with its reason;
+    `replay` does all else. Making one raises `Unrecordable`, or what the loader raises, and changes no weight.
+    """
+
+    def __init__(self, opened: Opened, layout: Layout, device: torch.device):
+        self.layout, self._device = layout, device
+        specs = [entry.spec for entry in layout.entries]
+        self._recording = found = record(opened, specs, device)
+        self.memory = found.memory
+        _refuse_conflicts(found)
+        self.fallen = {owner.name: why for owner, why in found.fallen.items()}
+        self.loader = frozenset(found.unfollowed).union(*(found.touched[owner] for owner in found.fallen))
+        if any(not found.touched[owner] for owner in found.fallen):
+            owner = next(owner for owner in found.fallen if not found.touched[owner])
+            raise Unrecordable(f"{owner.name}: {found.fallen[owner]}, and no tensor is known that it is loaded from")
+        self._check_loader_alone(opened)
+        self.copies: list[Copy] = []
+        for owner, copies in _by_owner(found).items():
+            if owner not in found.fallen:
+                self.copies += copies
+        #: What of the checkpoint is read, by this and by the loader for ``loader``.
+        self.parts = Parts(layout, dict(self._read()))
+        self._constants = [one for one in found.constants if self.memory.owner(one.target) not in found.fallen]
+        self._runs, self._strided = self._compile()
+        self._bound: dict[int, _Bound] = {}
+        #: Parameters that nothing is loaded into, or not all; and buffers that are loaded in part.
+        self._lacking = [
+            owner
+            for owner in self.memory.owners
+            if (owner.parameter or owner in found.written) and self.memory.gaps(owner, found.written.get(owner, ()))
+        ]
+        #: How often a part was compared: of what is in the model, of what the loader does.
+        self._looks = self._shares = 0
+
+    def _check_loader_alone(self, opened: Opened) -> None:
+        """The loader must do the same with ``loader`` alone as it does with the whole checkpoint."""
+        if not self.loader:
+            return
+        specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
+        specs = [spec for spec in specs if spec.name not in self._recording.unfollowed]
+        alone = record(opened, specs, self._device, self.memory)
+        for owner in self._recording.fallen:
+            if _places(alone, owner) != _places(self._recording, owner):
+                raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
+
+    def _read(self) -> Iterator[tuple[int, Box]]:
+        """For every tensor that is not read as a whole, what is."""
+        entries = {entry.spec.name: entry for entry in self.layout.entries}
+        read = {name: Box(none, none) for name, entry in entries.items() for none in [(0,) * len(entry.spec.shape)]}
+        for copy in self.copies:
+            entry = entries[copy.name]
+            size = entry.dtype.itemsize
+            alike = copy.dtype.itemsize == size and copy.offset_bytes % size == 0
+            shape, offset = entry.spec.shape, copy.offset_bytes // size
+            cut = cut_of(shape, copy.target.shape, copy.strides, offset) if alike else None
+            read[copy.name] = hull(read[copy.name], cut.box if cut is not None else whole(entry.spec))
+        for name in self.loader:
+            read[name] = whole(entries[name].spec)
+        for entry in self.layout.entries:
+            box = widened(entry, read[entry.spec.name])
+            if box is not None:
+                yield entry.number, box
+
+    def unread(self) -> list[str]:
+        """Names of tensors that nothing is loaded from on this rank."""
+        read = self._recording.read()
+        return [entry.spec.name for entry in self.layout.entries if entry.spec.name not in read]
+
+    def unwritten(self) -> list[str]:
+        """Names of parameters that are not loaded, or not as a whole; also of buffers, if they are in part."""
+        scalars = bool(self._recording.unfollowed)
+        return sorted(
+            owner.name
+            for owner in self._lacking
+            if owner in self._recording.written or not (scalars and owner.end - owner.start <= _SCALAR)
+        )
+
+    def loads(self, tensor: torch.Tensor) -> bool:
+        """Whether this, a parameter or buffer, is written to by every push."""
+        return self.memory.owner(tensor) in self._recording.written
+
+    def unfilled(self) -> dict[str, set[int]]:
+        """Parameters that are not loaded as a whole, with the numbers of dimensions of what they are loaded from.
+
+        Scalars are left out: scales that a checkpoint need not have.
+        """
+        found = self._recording
+        dimensions = {entry.spec.name: len(entry.spec.shape) for entry in self.layout.entries}
+        return {
+            owner.name: {dimensions[name] for name in found.touched.get(owner, ())}
+            for owner in self._lacking
+            if owner.parameter and owner not in found.fallen and owner.end - owner.start > _SCALAR
+        }
+
+    def lost(self, other: Recording) -> list[str]:
+        """Names of parameters that are loaded as a whole by what was recorded there, and not by this."""
+        mine, theirs = self._recording.written, other.written
+        return [
+            owner.name
+            for owner in self.memory.owners
+            if owner in theirs
+            and not self.memory.gaps(owner, theirs[owner])
+            and self.memory.gaps(owner, mine.get(owner, ()))
+        ]
+
+    # --- doing it again
+
+    def _compile(self) -> tuple[list[Run], list[tuple[Copy, Entry]]]:
+        """Copies as runs of bytes, sources counted from the stage's first byte; and all others."""
+        entries = {entry.spec.name: entry for entry in self.layout.entries}
+        runs: list[Run] = []
+        strided: list[tuple[Copy, Entry]] = []
+        for copy in self.copies:
+            entry, target = entries[copy.name], copy.target
+            whole = target.is_contiguous() and _is_contiguous(target.shape, copy.strides)
+            if self._device.type == "cpu" and whole and copy.dtype == target.dtype:
+                runs.append(Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
+            else:
+                strided.append((copy, entry))
+        return sorted(runs), strided
+
+    def _runs_from(self, stage: Stream) -> list[Run]:
+        """The runs as addresses, neighbours joined."""
+        joined: list[Run] = []
+        for at, target, nbytes in self._runs:
+            run = Run(stage[at : at + nbytes].data_ptr(), target, nbytes)
+            last = joined[-1] if joined else Run(0, 0, 0)
+            if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
+                joined[-1] = Run(last.source, last.target, last.nbytes + run.nbytes)
+            else:
+                joined.append(run)
+        return joined
+
+    def bind(self, stage: Stream) -> None:
+        """Get ready to `replay` out of ``stage``, of the layout's bytes; nothing the second time."""
+        if key(stage) in self._bound:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._bound[key(stage)] = self._bind(stage)
+
+    def _bind(self, stage: Stream) -> _Bound:
+        constants = [(one.target, one.value.expand(one.target.shape)) for one in self._constants]
+        strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
+        pairs = [*constants, *strided]
+        runs = self._runs_from(stage)
+        ends = list(itertools.accumulate(-(-run.nbytes // _LOOK_BYTES) for run in runs))
+        nbytes = sum(run.nbytes for run in runs)
+        return _Bound(
+            Copies(runs),
+            runs,
+            ends,
+            min(_LOOKS, _LOOKED_BYTES * ends[-1] // nbytes) if nbytes else 0,
+            [target for target, _ in pairs],
+            [source for _, source in pairs],
+        )
+
+    def keep(self, stages: Iterable[Stream]) -> None:
+        """Forget what was made ready for other memory than these stages, and let go of it."""
+        keys = set(map(key, stages))
+        self._bound = {which: bound for which, bound in self._bound.items() if which in keys}
+
+    def replay(self, stage: Stream) -> None:
+        """Copy every slice to where the loader would. Costs the bytes, and next to nothing for each tensor."""
+        self.bind(stage)
+        bound = self._bound[key(stage)]
+        bound.copies.make()
+        if bound.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(bound.targets, bound.sources)
+
+    def differs(self, stage: Stream) -> str:
+        """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if all are."""
+        entries = {entry.spec.name: entry for entry in self.layout.entries}
+        alike = all(_memcmp(*run) == 0 for run in self._runs_from(stage))
+        with torch.inference_mode(False), torch.no_grad():
+            for copy in [copy for copy, _ in self._strided] if alike else self.copies:
+                source = _part(stage, copy, entries[copy.name])
+                if not _same(source, copy.target):
+                    return copy.name
+            for constant in self._constants:
+                if not _same(constant.value.expand(constant.target.shape), constant.target):
+                    owner = self.memory.owner(constant.target)
+                    return owner.name if owner is not None else ""
+        return ""
+
+    def strays(self, stage: Stream) -> str:
+        """Name of a parameter that is not, where it is looked at, what `replay` put there; every time elsewhere."""
+        bound, turn = self._bound[key(stage)], self._looks
+        self._looks += 1
+        for piece in _moving(bound.ends[-1] if bound.ends else 0, turn, bound.looks):
+            at = bisect.bisect_right(bound.ends, piece)
+            source, target, nbytes = bound.runs[at]
+            into = (piece - (bound.ends[at - 1] if at else 0)) * _LOOK_BYTES
+            if _memcmp(source + into, target + into, min(_LOOK_BYTES, nbytes - into)):
+                owner = self.memory.owner_at(target + into)
+                return owner.name if owner is not None else ""
+        with torch.inference_mode(False), torch.no_grad():
+            for at in _moving(len(bound.targets), turn, _SLOW_LOOKS):
+                if not _same(_rows(bound.sources[at], turn), _rows(bound.targets[at], turn)):
+                    owner = self.memory.owner(bound.targets[at])
+                    return owner.name if owner is not None else ""
+        return ""
+
+    def redone(self, opened: Opened, share: bool) -> str:
+        """Name of something that the loader does otherwise than it did when this was made, recorded again.
+
+        With a ``share`` only some of the tensors are, every time others. Raises as `record`.
+        """
+        specs = [entry.spec for entry in self.layout.entries]
+        if not share:
+            return self._recording.differs(record(opened, specs, self._device, self.memory))
+        specs = [spec for spec in specs if spec.name not in self.loader]
+        specs = [specs[at] for at in _moving(len(specs), self._shares, max(_SHARE, len(specs) // _SHARES))]
+        names = frozenset(spec.name for spec in specs)
+        self._shares += 1
+        if not names:
+            return ""
+        return self._recording.differs(record(opened, specs, self._device, self.memory), names)
+
+
+def _moving(count: int, turn: int, most: int) -> range:
+    """At most so many of ``count`` places, spread over all of them; each of them once in as many turns as it takes."""
+    step = max(1, -(-count // max(1, most)))
+    return range(turn % step, count, step)
+
+
+def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """Some of a tensor, another part with every turn."""
+    if not tensor.ndim or not tensor.numel():
+        return tensor
+    rows = max(1, _LOOK_BYTES * len(tensor) // tensor.nbytes)
+    start = turn * rows % len(tensor)
+    return tensor.narrow(0, start, min(rows, len(tensor) - start))
+
+
+#: The largest parameter of one element, in bytes.
+_SCALAR: Final = 8
+
+
+def _refuse_conflicts(found: Recording) -> None:
+    """Parameters that are written to twice in one place fall back: grouped copies have no order."""
+    for owner, copies in _by_owner(found).items():
+        if owner in found.fallen:
+            continue
+        targets = [copy.target for copy in copies]
+        targets += [one.target for one in found.constants if found.memory.owner(one.target) == owner]
+        try:
+            if overlap(targets):
+                found.fallen[owner] = "a part of it is written twice"
+        except ValueError as error:
+            found.fallen[owner] = str(error)
+
+
+def _by_owner(found: Recording) -> dict[Owner, list[Copy]]:
+    """Copies by parameter, each once, and every parameter that constants are written to."""
+    groups: dict[Owner, dict[Any, Copy]] = {}
+    for copy in found.copies:
+        owner = found.memory.owner(copy.target)
+        assert owner is not None
+        target = copy.target
+        found.touched.setdefault(owner, set()).add(copy.name)
+        key = (*copy[:4], target.data_ptr(), target.shape, target.stride(), target.dtype)
+        groups.setdefault(owner, {})[key] = copy
+    return {owner: list(group.values()) for owner, group in groups.items()}
+
+
+def _places(found: Recording, owner: Owner) -> list[Any]:
+    return sorted(
+        (part.data_ptr(), tuple(part.shape), part.stride(), str(part.dtype)) for part in found.written.get(owner, ())
+    )
+
+
+def _part(stage: Stream, copy: Copy, entry: Entry) -> torch.Tensor:
+    """The slice of a copy as a view of the stage."""
+    raw = entry.raw(stage).view(copy.dtype)
+    offset = raw.storage_offset() + copy.offset_bytes // copy.dtype.itemsize
+    return raw.as_strided(copy.target.shape, copy.strides, offset)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    run = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != run:
+                return False
+            run *= size
+    return True
+
+
+def _same(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether copying would change no bit."""
+    alike = source.dtype == target.dtype and source.device == target.device
+    if alike and source.device.type == "cpu" and source.is_contiguous() and target.is_contiguous():
+        return bool(_memcmp(source.data_ptr(), target.data_ptr(), target.nbytes) == 0)
+    if not target.ndim:
+        source, target = source.view(1), target.view(1)
+    rows = max(1, _COMPARED_BYTES // max(1, math.prod(target.shape[1:]) * target.itemsize))
+    pairs = zip(torch.split(source, rows), torch.split(target, rows), strict=True)
+    return all(torch.equal(_bits(one.to(device=other.device, dtype=other.dtype)), _bits(other)) for one, other in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # Also where the only element of a dimension has a stride of its own.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -1,0 +1,129 @@
+"""Calls from an engine's front end to its ranks: one at a time, each with a deadline, none ever given up half-way; and
+what the ranks' replies come to.
+
+An engine that is told to forget a call may find the late reply in the place of the next one. So a call that takes too
+long is left to end by itself; who waited for it is told, and the next call waits for its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from weightsync import errors
+from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
+from weightsync.memory import arenas
+from weightsync.memory.processes import ENDED, fault
+from weightsync.protocol.http import Done, RankInfo, RankReply, from_json
+
+Replies = Sequence[bytes | str]
+_R = TypeVar("_R")
+
+#: For calls of a commit: giving up on one that may still load leaves nobody knowing what is served.
+COMMIT_CALL_S: Final = 600.0
+#: How often the ranks' processes are looked at while a call takes long.
+_LOOK_UP_S: Final = 1.0
+#: What a rank that is to be asked later gets to end what it is busy with.
+_AGAIN_S: Final = 0.05
+#: With less time than this they are not asked again: their last answer says more than that there was none.
+_ASKING_S: Final = 1.0
+
+
+class Calls:
+    """``raw(method, payload)`` reaches every rank, over the engine's own means and without a deadline."""
+
+    def __init__(self, raw: Callable[[str, bytes], Awaitable[Replies]]):
+        self._raw = raw
+        self._turn = asyncio.Lock()
+        self._running = ""
+        self._since = 0.0
+        #: The ranks as they last introduced themselves.
+        self.ranks: tuple[RankInfo, ...] = ()
+
+    async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
+        """Every rank's `http.RankReply`. Raises `PushTimeout` and whatever the engine raises.
+
+        Where a rank answers that it is to be asked later, all are asked again, and generate meanwhile.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            replies = await self._once(method, payload, max(end - time.monotonic(), 0.0))
+            if not any(map(_later, replies)) or time.monotonic() + _ASKING_S >= end:
+                return replies
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _once(self, method: str, payload: bytes, timeout_s: float) -> Replies:
+        start = time.monotonic()
+        try:
+            await asyncio.wait_for(self._turn.acquire(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise PushTimeout(
+                f"the ranks do not come to {method}: they are in {self._running} for "
+                f"{time.monotonic() - self._since:.0f} s{self.trouble()}"
+            ) from error
+        self._running, self._since = method, time.monotonic()
+        call = asyncio.ensure_future(self._raw(method, payload))
+        call.add_done_callback(self._ended)
+        while not call.done() and (left_s := timeout_s - (time.monotonic() - start)) > 0:
+            await asyncio.wait({call}, timeout=min(left_s, _LOOK_UP_S))
+            if not call.done():
+                self.check_alive()
+        if not call.done():
+            raise PushTimeout(
+                f"the ranks did not answer {method} within {timeout_s:g} s{self.trouble()}", weights="unknown"
+            )
+        return call.result()
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._turn.release()
+        if not call.cancelled():
+            call.exception()  # told to whoever still waits; asyncio need not complain that nobody did
+
+    def check_alive(self) -> None:
+        """Raise `EngineUnreachable` if a rank's process has ended; engines themselves notice much later."""
+        if any(_seen(rank) == ENDED for rank in self.ranks):
+            raise EngineUnreachable(f"the engine cannot go on{self.trouble()}", weights="unknown")
+
+    def trouble(self) -> str:
+        """What can be seen of ranks that cannot answer, to be appended to an error."""
+        seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := _seen(rank))]
+        return f": {', '.join(seen)}" if seen else ""
+
+
+def _later(reply: bytes | str) -> bool:
+    try:
+        return from_json(reply, RankReply).later
+    except msgspec.MsgspecError:
+        return False  # whoever reads the reply says what is wrong with it
+
+
+def _seen(rank: RankInfo) -> str:
+    """As `fault`; empty for a rank on another host or in another container, where its number is somebody else's."""
+    here = (arenas.host_id(), arenas.process_space())
+    return fault(rank.pid, rank.started) if (rank.host, rank.process_space) == here else ""
+
+
+def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
+    """The replies of all ranks. Raises what the worst of the failed ranks reported, with every message."""
+    decoded = [from_json(reply, RankReply) for reply in replies]
+    failed = [reply.error for reply in decoded if reply.error is not None]
+    if failed:
+        worst = max(failed, key=lambda reply: SEVERITY.index(reply.weights))
+        messages = dict.fromkeys(reply.message for reply in failed)
+        raise errors.named(worst.error)("; ".join(messages), weights=worst.weights)
+    return [from_json(reply.body, kind) for reply in decoded]
+
+
+def settle(replies: Sequence[bytes | str]) -> None:
+    """Return if every rank applied. Else raise; ``weights`` are dirty unless no rank wrote anything."""
+    try:
+        collect(replies, Done)
+    except WeightSyncError as error:
+        decoded = [from_json(reply, RankReply) for reply in replies]
+        if all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded):
+            raise
+        raise ApplyFailed(str(error), weights="dirty") from error

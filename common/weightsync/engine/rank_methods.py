@@ -1,0 +1,77 @@
+"""The methods of a rank, by name: JSON in, JSON out, over whatever means an engine has to reach its ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from weightsync.engine.receiver import Busy, Receiver
+from weightsync.errors import WeightSyncError, WrongState
+from weightsync.protocol.http import (
+    AbortRequest,
+    CommitRequest,
+    Done,
+    InitNcclGroup,
+    RankReply,
+    RegisterNixl,
+    StatusRequest,
+    UpdateRequest,
+    error_reply,
+    from_json,
+    to_json,
+)
+from weightsync.transports.registry import ENGINE_ENDS
+
+logger = logging.getLogger(__name__)
+
+#: What announces a push -> by which transport its bytes come.
+UPDATE_METHODS: Final = {f"update_weights_via_{name}": name for name in ENGINE_ENDS}
+
+
+def _abort(receiver: Receiver, asked: AbortRequest) -> None:
+    if asked.release:
+        receiver.release(asked.release)
+    else:
+        receiver.abort(asked.push)
+
+
+#: By name: what is asked, None where that is nothing, and who does it. Who returns nothing is `Done`.
+_METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
+    "weightsync_open": (None, lambda receiver, _: receiver.info()),
+    "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
+    "init_nccl_group": (InitNcclGroup, lambda receiver, asked: receiver.join(asked)),
+    "register_nixl": (RegisterNixl, lambda receiver, asked: receiver.join(asked)),
+    "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),
+    "weightsync_commit": (CommitRequest, lambda receiver, asked: receiver.apply(asked)),
+    "weightsync_restore": (CommitRequest, lambda receiver, asked: receiver.restore(asked)),
+    "weightsync_abort": (AbortRequest, _abort),
+}
+
+
+def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
+    if method in UPDATE_METHODS:
+        return receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
+    if method not in _METHODS:
+        raise ValueError(f"no such method: {method}")
+    kind, run = _METHODS[method]
+    reply = run(receiver, from_json(payload, kind) if kind is not None else None)
+    return reply if isinstance(reply, msgspec.Struct) else Done()
+
+
+def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:
+    """Run one method on this rank: JSON in, JSON of a `http.RankReply` out.
+
+    Never raises: an exception that leaves a worker method or a scheduler handler can take the engine down, and in
+    vLLM's multi-process executor leaves the other ranks' replies queued for the next call.
+    """
+    try:
+        return to_json(RankReply(body=msgspec.Raw(to_json(_run(receiver(), method, payload)))))
+    except Busy as error:
+        return to_json(RankReply(error=error_reply(WrongState(str(error))), later=True))
+    except Exception as error:
+        if not isinstance(error, WeightSyncError):
+            logger.exception("%s failed", method)
+        return to_json(RankReply(error=error_reply(error)))

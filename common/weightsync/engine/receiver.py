@@ -1,0 +1,365 @@
+"""Engine-side driver of one rank: check, receive, verify, apply.
+
+`prepare` returns at once; receiving happens in a thread that never touches the model. `apply` runs in the engine's own
+loop, at the engine's own bidding, when generation has stopped. What is legal when is `states.REPLICA`'s to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from threading import Event
+
+from msgspec import UNSET
+
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import Sink
+from weightsync.engine.loading.loader import Loading
+from weightsync.engine.rank_calls import COMMIT_CALL_S
+from weightsync.engine.stage import Staged, Stages
+from weightsync.errors import (
+    ApplyFailed,
+    DigestMismatch,
+    TransferFailed,
+    WrongState,
+)
+from weightsync.memory import arenas
+from weightsync.memory.cuda_ipc import device_uuid
+from weightsync.memory.processes import started
+from weightsync.protocol.http import (
+    Accepted,
+    CommitRequest,
+    InitNcclGroup,
+    Introduction,
+    RankInfo,
+    RankJoined,
+    RankStatus,
+    Ready,
+    State,
+    UpdateRequest,
+)
+from weightsync.protocol.states import REPLICA, Machine
+from weightsync.tensors.subset import Parts
+from weightsync.transports.base import EngineEnd, Incoming
+from weightsync.transports.nccl import groups
+from weightsync.transports.registry import ENGINE_ENDS, available
+
+logger = logging.getLogger(__name__)
+
+#: How long the engine stands still, at most, for a push that is called off; its thread looks up ten times a second.
+_ABORT_WAIT_S = 0.2
+
+
+class Busy(WrongState):
+    """The thread of a push that was called off has not ended: nothing was done, ask again between two steps."""
+
+
+class _Job:
+    """One push on this rank, from prepare to its end."""
+
+    def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Parts):
+        self.request, self.transport, self.parts = request, end, parts
+        self.deadline = Deadline(request.timeout_s)
+        self.over, self.ended = Event(), Event()
+        self.incoming: Incoming | None = None
+        self.staged: Staged | None = None
+
+    def end(self) -> None:
+        """It was applied or called off: nothing holds the sender's memory on its account."""
+        self.incoming = self.staged = None
+        self.over.set()
+
+
+class Receiver:
+    """One rank's side of every push. Methods are called from the engine's loop, one at a time."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self._loading = Loading(sink)
+        #: By transport, each made when it is first used.
+        self._ends: dict[str, EngineEnd] = {}
+        self._stages = Stages(sink.rank, sink.device)
+        self._machine: Machine[State] = Machine(REPLICA, "serving", f"rank {sink.rank}")
+        self._job: _Job | None = None
+        #: The job whose thread used the transport last; two threads at once must not.
+        self._last: _Job | None = None
+        self._detail = self._failed = ""
+        #: The version that is loaded and the one before, where the last push asked for them to be kept.
+        self._current: Staged | None = None
+        self._previous: Staged | None = None
+        #: The request that was applied last, or was begun, and the two as they were before it.
+        self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
+        #: Guards the machine and the job against the receiving thread.
+        self._lock = threading.Lock()
+
+    def info(self) -> RankInfo:
+        """Who this rank is and what memory it has."""
+        device = self._sink.device
+        return RankInfo(
+            rank=self._sink.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
+            free_bytes=arenas.free_bytes(device), transports=available(), settings=groups.settings(),
+            process_space=arenas.process_space(), host=arenas.host_id(), started=started(os.getpid()),
+        )  # fmt: skip
+
+    def status(self, digest: bool = False) -> RankStatus:
+        """What this rank is doing."""
+        previous = self._previous  # the receiving thread may forget it
+        return RankStatus(
+            rank=self._sink.rank,
+            state=self._machine.state,
+            push=self._job.request.push if self._job is not None else "",
+            detail=self._detail,
+            digest=self._sink.digest() if digest else "",
+            previous=previous.version if previous is not None else "",
+            failed=self._failed,
+            loading=self._loading.way,
+            model=self._loading.status() or UNSET,
+        )
+
+    def _end(self, transport: str) -> EngineEnd:
+        if transport not in self._ends:
+            self._ends[transport] = ENGINE_ENDS[transport](self._sink.device)
+        return self._ends[transport]
+
+    def join(self, asked: Introduction) -> RankJoined:
+        """Get a transport ready for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
+        self._supersede(asked.address)
+        self._disown(asked.owner)
+        return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
+
+    def _supersede(self, what: str) -> None:
+        """Give up the push that is under way: the front end has given the lease to another sender, or another push."""
+        if self._job is not None:
+            logger.warning("push %s is superseded by %s", self._job.request.push, what)
+            self.abort()
+        self._settled()
+
+    def prepare(self, request: UpdateRequest, transport: str) -> Accepted:
+        """Check the manifest, then fetch the bytes in a thread.
+
+        Raises `ManifestMismatch`, `TransferFailed`, or `Busy`.
+        """
+        end = self._end(transport)
+        end.check(request)
+        if self._job is not None and self._job.request == request:
+            return self._loading.accepted()  # asked again because another rank was not ready
+        self._supersede(request.push)
+        self._disown(request.owner)
+        self._machine.check("prepare")
+        layout = self._loading.accept(request.manifest, request.known, request.push)
+        # A version that is kept may have to go in again when no plan is for it.
+        some = request.parts and not request.keep
+        job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))
+        if not request.keep:
+            self._current = self._previous = None
+        self._before = ("", None, None)
+        with self._lock:
+            self._machine.move("prepare")
+            self._job, self._last, self._detail = job, job, ""
+        threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
+        return self._loading.accepted()
+
+    def _receive(self, job: _Job) -> None:
+        try:
+            try:
+                incoming = job.transport.meet(job.request, job.parts, self._sink.rank, job.over)
+            except BaseException:
+                self._forget(None)  # the sender may have begun to write already
+                raise
+            self._forget(incoming.arena)
+            staged, verify_s = None, 0.0
+            if not job.request.stream:
+                staged, verify_s = self._stages.fill(incoming, job.request, job.parts, self._current)
+            # A sender that is gone, or has another arena by now, gets its memory back.
+            self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
+            with self._lock:
+                if job.over.is_set():
+                    raise TransferFailed("the push was aborted")
+                job.incoming, job.staged = incoming, staged
+                self._machine.move("staged")
+            del incoming, staged
+            # Not before the stage is in its place: the commit may follow at once.
+            job.transport.confirm(job.request.push, verify_s)
+            while not job.over.wait(job.deadline.left()):
+                if job.deadline.left() == 0.0:
+                    self._expire(job)
+        except Exception as error:
+            # The thread has nobody to raise to: `ready` tells the engine, the transport tells the sender.
+            logger.warning("push %s was not received: %s", job.request.push, error)
+            # Nor may the memory that was given up live on in what was made ready for it.
+            self._loading.keep(kept.data for kept in (self._current, self._previous) if kept is not None)
+            job.transport.fail(job.request.push, error)
+            self._call_off(job, _text(error))
+        finally:
+            job.ended.set()
+
+    def _forget(self, arena: str | None) -> None:
+        """A sender writes to this arena of its, or to any: nothing that lies there can be gone back to."""
+        if self._previous is not None and (arena is None or self._previous.arena in ("", arena)):
+            self._previous = None
+        if self._current is not None and self._current.arena and arena in (None, self._current.arena):
+            self._current = None
+
+    def _disown(self, owner: str) -> None:
+        """The lease is ``owner``'s: what lies in another sender's memory may be written to, for that one knows of this
+        engine no more."""
+        kept = self._current, self._previous, *self._before[1:]
+        if any(one is not None and one.arena and one.owner != owner for one in kept):
+            self._current = self._previous = None
+            self._before = ("", None, None)
+            self._loading.keep(())
+
+    def _expire(self, job: _Job) -> None:
+        self._call_off(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
+
+    def _call_off(self, job: _Job, detail: str) -> None:
+        """End a push that was not applied; one that is being applied ends by itself."""
+        with self._lock:
+            if self._job is job and self._machine.allows("abort"):
+                self._machine.move("abort")
+                self._job, self._detail, self._failed = None, detail, job.request.push
+                job.end()
+
+    def ready(self, request: CommitRequest) -> Ready:
+        """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
+        self._loading.look_up(self._wanted(request), request.push)
+        return self._loading.ready()
+
+    def _wanted(self, request: CommitRequest) -> Staged | None:
+        """What is to be loaded, if it is in memory; raises as `ready`."""
+        if request.rollback:
+            self._machine.check("rollback")
+            if self._previous is None or self._previous.version != request.version:
+                raise TransferFailed(f"rank {self._sink.rank} keeps no version {request.version!r} to go back to")
+            return self._previous
+        job = self._job
+        if job is None or job.request.push != request.push or not self._machine.allows("commit"):
+            raise TransferFailed(
+                f"rank {self._sink.rank} has not prepared push {request.push}"
+                + (f" ({self._detail})" if self._detail else "")
+            )
+        if job.staged is not None:
+            job.staged.check()
+        # It must not expire on one rank while another already loads it.
+        job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
+        return job.staged
+
+    def apply(self, request: CommitRequest) -> float:
+        """Load the staged push, or the version before; returns the seconds it took.
+
+        Raises `ApplyFailed`: ``weights`` are unchanged if nothing was written, else dirty.
+        """
+        start = time.perf_counter()
+        with self._lock:
+            self._wanted(request)
+            self._machine.move("rollback" if request.rollback else "commit")
+            self._before = (request.push, self._current, self._previous)
+            job = None if request.rollback else self._job
+        try:
+            if job is None:
+                assert self._previous is not None
+                self._load(self._previous)
+                self._current, self._previous = self._previous, self._current
+            else:
+                self._apply_job(job)
+                if job.staged is not None and job.request.keep:
+                    job.staged.version = request.version
+                    self._current, self._previous = job.staged, self._current
+                else:
+                    self._current = self._previous = None
+                    self._before = ("", None, None)
+        finally:
+            if job is not None:
+                self._job = None
+                job.end()
+        self._detail = ""
+        self._machine.move("applied")
+        return time.perf_counter() - start
+
+    def _apply_job(self, job: _Job) -> None:
+        if job.staged is not None:
+            self._load(job.staged, deep=job.request.verify == "deep")
+            return
+        try:
+            self._load(job)
+        except ApplyFailed as error:
+            job.transport.fail(job.request.push, error)
+            raise
+
+    def _load(self, what: Staged | _Job, *, deep: bool = False) -> None:
+        """Load a version in memory, or one that is still to come."""
+        rank = self._sink.rank
+        try:
+            self._quiesce()
+        except Exception as error:
+            self._machine.move("untouched")
+            raise ApplyFailed(f"rank {rank} failed before anything was loaded: {_text(error)}") from error
+        try:
+            if isinstance(what, Staged):
+                self._loading.load(what)
+            else:
+                assert what.incoming is not None
+                self._sink.load(self._stages.stream(what.incoming, what.request, what.parts.layout))
+                arenas.synchronize(self._sink.device)
+            if deep and isinstance(what, Staged) and self._sink.fresh_digest(what.tensors()) != self._sink.digest():
+                raise DigestMismatch("the engine's parameters do not hold what a fresh engine would load")
+        except Exception as error:
+            self._detail = _text(error)
+            self._machine.move("broken")
+            raise ApplyFailed(
+                f"rank {rank} failed while loading: {self._detail}; it does not generate until a full push commits",
+                weights="dirty",
+            ) from error
+
+    def _quiesce(self) -> None:
+        # A step that was launched before generation stopped may still be reading the weights.
+        arenas.synchronize(self._sink.device)
+
+    def restore(self, request: CommitRequest) -> None:
+        """Load the version that was served before ``request`` again, which another rank could not be brought to.
+
+        Raises `ApplyFailed` if it was not kept.
+        """
+        begun, current, previous = self._before
+        if begun != request.push:
+            current, previous = self._current, self._previous
+        self._machine.check("rollback")
+        if current is None:
+            raise ApplyFailed(f"rank {self._sink.rank} keeps no version to go back to", weights="dirty")
+        self._machine.move("rollback")
+        self._load(current)
+        self._machine.move("applied")
+        self._before = ("", None, None)
+        self._current, self._previous, self._detail = current, previous, ""
+
+    def abort(self, push: str = "") -> None:
+        """Forget a push that was not applied, whichever it is where ``push`` is empty. Raises `Busy`."""
+        job = self._job
+        if job is not None and push in ("", job.request.push):
+            self._call_off(job, f"push {job.request.push} was aborted")
+        if self._last is not None and push in ("", self._last.request.push):
+            self._settled()
+
+    def _settled(self) -> None:
+        if self._last is not None and not self._last.ended.wait(_ABORT_WAIT_S):
+            raise Busy(
+                f"rank {self._sink.rank} is still busy with push {self._last.request.push}, which was called off; push "
+                "again"
+            )
+
+    def release(self, address: str) -> None:
+        """Give back what is held of a sender that has closed. Raises `Busy`."""
+        if self._job is None:
+            self._settled()
+            released = [end.release(address) for end in self._ends.values()]
+            if any(released):
+                self._last = self._current = self._previous = None
+                self._before = ("", None, None)
+                self._loading.keep(())
+                self._stages.release()
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,154 @@
+"""The admin routes under ``/weightsync/``, the same for every engine.
+
+The routes add the key, limits, decoding and errors to a `front_end.Replica`. Nothing in a route can stop the engine:
+whatever goes wrong becomes an `ErrorReply`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.datastructures import URLPath
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
+from starlette.types import Receive, Scope, Send
+
+from weightsync.engine.front_end import Replica
+from weightsync.engine.rank_methods import UPDATE_METHODS
+from weightsync.errors import AuthenticationFailed
+from weightsync.protocol import auth, http
+
+logger = logging.getLogger(__name__)
+
+_STATUS: Final = {
+    "AuthenticationFailed": 401,
+    "PluginNotLoaded": 501,
+    "EngineUnreachable": 503,
+    "ProtocolMismatch": 426,
+    "UnsupportedOption": 422,
+    "ManifestMismatch": 422,
+    "ManifestUnknown": 409,
+    "TransferFailed": 409,
+    "DigestMismatch": 409,
+    "EngineRestarted": 409,
+    "LeaseHeld": 409,
+    "WrongState": 409,
+    "PushTimeout": 504,
+}
+
+
+def _preparer(method: str, replica: Replica) -> Callable[[Any], Awaitable[msgspec.Struct]]:
+    return partial(replica.prepare, method=method)
+
+
+#: Every message that a trainer may send: route -> what it carries, and who answers.
+_ROUTES: Final[
+    dict[str, tuple[type[msgspec.Struct], Callable[[Replica], Callable[[Any], Awaitable[msgspec.Struct]]]]]
+] = {
+    "status": (http.StatusRequest, lambda replica: replica.status),
+    "open": (http.OpenRequest, lambda replica: replica.open),
+    **{method: (http.UpdateRequest, partial(_preparer, method)) for method in UPDATE_METHODS},
+    "init_nccl_group": (http.InitNcclGroup, lambda replica: replica.join),
+    "register_nixl": (http.RegisterNixl, lambda replica: replica.join),
+    "lease": (http.LeaseRequest, lambda replica: replica.lease),
+    "commit": (http.CommitRequest, lambda replica: replica.commit),
+    "abort": (http.AbortRequest, lambda replica: replica.abort),
+}
+
+#: Where engines say whether requests may be sent to them; ``/ping`` is what SageMaker asks.
+_HEALTH: Final = ("/health", "/health_generate", "/ping")
+
+_Q = TypeVar("_Q", bound=msgspec.Struct)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, error: str, message: str):
+        super().__init__(message)
+        self.status, self.error = status, error
+
+
+def admin_routes(replica: Callable[[], Replica], token: str) -> Mount:
+    """The routes for an engine, ``replica()`` once it serves; ``token`` is never logged."""
+    return Mount(
+        http.PREFIX,
+        routes=[
+            Route(f"/{name}", _endpoint(name, replica, token), methods=["POST", *["GET"] * (name == "status")])
+            for name in _ROUTES
+        ],
+    )
+
+
+class HealthGuard(BaseRoute):
+    """Answers the engine's own health routes with 503 while it holds weights that it must not serve.
+
+    To be put before the engine's routes, which answer at any other time.
+    """
+
+    def __init__(self, replica: Callable[[], Replica | None]):
+        self._replica = replica
+
+    def _reason(self) -> str:
+        replica = self._replica()
+        return replica.stopped if replica is not None else ""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Only while there is a reason."""
+        asked = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) in _HEALTH
+        return (Match.FULL if asked and self._reason() else Match.NONE), {}
+
+    def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
+        """It has no name."""
+        raise NoMatchFound(name, path_params)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say why."""
+        await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
+
+
+def _endpoint(name: str, replica: Callable[[], Replica], token: str) -> Callable[[Request], Awaitable[Response]]:
+    kind, answerer = _ROUTES[name]
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            _authenticate(request, token)
+            asked = await _read(request, kind)
+            return _response(await answerer(replica())(asked), 200)
+        except _Refused as error:
+            status, reply = error.status, http.ErrorReply(error=error.error, message=str(error))
+        except Exception as error:
+            reply = http.error_reply(error)
+            status = _STATUS.get(reply.error, 500)
+            if status == 500:
+                logger.exception("%s failed", request.url.path)
+        return _response(reply, status)
+
+    return endpoint
+
+
+def _response(reply: msgspec.Struct, status: int) -> Response:
+    return Response(http.to_json(reply), status, media_type="application/json")
+
+
+def _authenticate(request: Request, token: str) -> None:
+    if not auth.same(auth.shown_key(request.headers.get("authorization", "")), token):
+        raise AuthenticationFailed("unauthorized")
+
+
+async def _read(request: Request, kind: type[_Q]) -> _Q:
+    """The message: the body of a POST, the query of a GET (``?digest=1``)."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > http.MAX_BODY_BYTES:
+            raise _Refused(413, "TransferFailed", f"the message is larger than {http.MAX_BODY_BYTES} bytes")
+    try:
+        if request.method != "POST":
+            return msgspec.convert(dict(request.query_params), kind, strict=False)
+        return http.from_json(bytes(body), kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _Refused(400, "TransferFailed", f"not a {kind.__name__}: {error}") from error

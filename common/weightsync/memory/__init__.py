@@ -1,0 +1,1 @@
+"""Memory that several processes map, and what can be seen of those processes."""

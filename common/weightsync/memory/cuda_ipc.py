@@ -1,0 +1,104 @@
+"""Device memory of one process, mapped by others: as torch does it for tensors that it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.protocol.handles import CudaHandle
+
+_EXPANDABLE: Final = "expandable_segments:True"
+#: In one of the files in which torch counts the users of shared memory.
+_COUNTERS: Final = 10_000
+#: Of two threads the second would restore what the first has set.
+_SETTING: Final = threading.Lock()
+
+
+def device_uuid(device: torch.device) -> str:
+    """Name of an accelerator that survives remapping of visible devices; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def settings() -> str:
+    """Those of torch's allocator; empty where torch has no way to tell them."""
+    tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return tell() if tell is not None else ""
+
+
+def expandable() -> bool:
+    """Whether torch's allocator makes expandable segments, which can neither be shared nor registered."""
+    return _EXPANDABLE in settings()
+
+
+@contextlib.contextmanager
+def unexpandable() -> Iterator[None]:
+    """Meanwhile torch's allocator makes plain segments, where it has a way to be told so.
+
+    Its settings are one text, and those that are not in it are reset.
+    """
+    with _SETTING:
+        before = settings()
+        if _EXPANDABLE not in before:
+            yield
+            return
+        torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(before)
+
+
+def share(storage: torch.UntypedStorage) -> CudaHandle:
+    """What one other process needs to map a storage; torch counts the users, so each needs a handle of its own."""
+    try:
+        shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UnsupportedOption(
+            f"memory on {storage.device} cannot be shared through CUDA IPC: {error}; if the trainer's torch has "
+            "another allocator than its own, or expandable segments and no way to turn them off, unset that; for "
+            "parameters that are shared where they are, pass bucket_bytes to have them copied"
+        ) from error
+    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
+    return CudaHandle(
+        device_uuid=device_uuid(storage.device),
+        handle=handle,
+        storage_nbytes=nbytes,
+        storage_offset_bytes=offset,
+        ref_counter_handle=counter,
+        ref_counter_offset=counter_offset,
+        event_handle=event,
+        event_sync_required=event_sync,
+    )
+
+
+def attach(handle: CudaHandle) -> torch.Tensor:
+    """Map another process's storage as a 1-D uint8 tensor. Raises `TransferFailed`."""
+    visible = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    if handle.device_uuid not in visible:
+        raise TransferFailed(f"the sender's GPU {handle.device_uuid} is not visible here (visible: {list(visible)})")
+    index = visible[handle.device_uuid]
+    if min(handle.storage_nbytes, handle.storage_offset_bytes) < 0 or not 0 <= handle.ref_counter_offset < _COUNTERS:
+        raise TransferFailed("refused to map memory of the sender's GPU: that is no handle of torch's")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            index,
+            handle.handle,
+            handle.storage_nbytes,
+            handle.storage_offset_bytes,
+            handle.ref_counter_handle,
+            handle.ref_counter_offset,
+            handle.event_handle,
+            handle.event_sync_required,
+        )
+    except RuntimeError as error:
+        raise TransferFailed(
+            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if the trainer's torch has "
+            "another allocator than its own, unset that"
+        ) from error
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)

@@ -1,0 +1,120 @@
+"""Messages between a sender and an engine's ranks, over ZMQ in msgpack; `wire` has all others, and the rules."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from weightsync.protocol import codec
+from weightsync.protocol.handles import CudaHandle, InPlaceHandle, NixlHandle, ShmHandle
+from weightsync.protocol.http import Message, Shape
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped.
+
+    ``keeps`` is the name of what I keep of the tensors, empty if that is all; ``parts`` says it, see `subset.Parts`:
+    number of the tensor, start and shape.
+    """
+
+    push: str
+    secret: str
+    rank: int
+    mapped: tuple[str, ...] = ()
+    keeps: str = ""
+    parts: tuple[tuple[int, tuple[Shape, Shape]], ...] | None = None
+
+
+class Explain(Message, frozen=True, tag="explain"):
+    """sender -> rank: I do not know what you keep; say hello again, with ``parts``."""
+
+    push: str
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """sender -> rank: bucket k lies in slot k modulo `http.UpdateRequest.slots` of this arena.
+
+    ``handle`` says how to reach it, and is absent where this rank knows, or where the bytes come by themselves.
+    ``alive`` names all arenas that the sender still has, so that others can be unmapped.
+    """
+
+    push: str
+    arena: str
+    handle: ShmHandle | InPlaceHandle | CudaHandle | NixlHandle | None = None
+    alive: tuple[str, ...] = ()
+
+
+class Filled(Message, frozen=True, tag="filled"):
+    """sender -> rank: bucket ``index`` can be read; ``digests`` are of what is kept of the tensors that end in it.
+
+    ``lane`` is the rank of the trainer that sends it, where it does not lie where the rank reads.
+    """
+
+    push: str
+    index: int
+    digests: tuple[int, ...] = ()
+    lane: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Still(Message, frozen=True, tag="still"):
+    """sender -> rank: the push goes on; there is nothing to answer. A rank that is gone cannot be sent it."""
+
+    push: str
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """rank -> sender: bucket ``index`` is no longer needed where the sender keeps it."""
+
+    push: str
+    index: int
+
+
+class Room(Message, frozen=True, tag="room"):
+    """rank -> sender: write bucket k, below ``upto``, to slot k modulo ``slots`` of my memory.
+
+    ``handle`` says how to reach it, and is absent where only ``upto`` has grown.
+    """
+
+    push: str
+    slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+    upto: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+    handle: NixlHandle | None = None
+
+
+class Prepared(Message, frozen=True, tag="prepared"):
+    """rank -> sender: the whole stream is here; verifying it took ``verify_s`` seconds."""
+
+    push: str
+    verify_s: float = 0.0
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Either side: this push is over. ``error`` is a class name of `weightsync.errors`."""
+
+    push: str
+    error: str
+    message: str
+
+
+FromRank = Hello | Taken | Room | Prepared | Failed
+FromSender = Offer | Explain | Filled | Still | Failed
+
+_encode_msgpack = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
+
+
+def pack(message: FromRank | FromSender) -> bytes:
+    """ZMQ frame of a message."""
+    return _encode_msgpack.encode(message)
+
+
+def unpack_from_rank(frame: bytes) -> FromRank:
+    """Message of an engine rank. Raises as `from_json`."""
+    return codec.readable(lambda: _from_rank.decode(frame))
+
+
+def unpack_from_sender(frame: bytes) -> FromSender:
+    """Message of a sender. Raises as `from_json`."""
+    return codec.readable(lambda: _from_sender.decode(frame))

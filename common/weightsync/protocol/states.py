@@ -1,0 +1,87 @@
+"""Both state machines, as tables: which event is legal in which state, and what it leads to.
+
+Drivers act and report what happened as an event; the tables decide what state that is. `REPLICA` is obeyed by every
+engine rank (`receiver.Receiver`) and by the engine's front end (`routes`), `PUSH` by the sender. Nothing here does any
+I/O, so that tests can walk every edge and explore the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Generic, TypeVar
+
+from weightsync.errors import WrongState
+from weightsync.protocol.http import State
+
+Table = Mapping[str, Mapping[str, str]]
+
+#: A replica, or one rank of it. The ``dirty_`` states hold weights of neither version: the engine does not generate.
+#: Events: ``prepare`` a push was announced and its manifest fits · ``staged`` everything is here and verified (or, to
+#: be streamed, its sender is met) · ``abort`` it was called off, failed on the way, or expired · ``commit`` loading
+#: begins · ``rollback`` so does that of a version that was kept · ``applied`` it is what is served · ``untouched``
+#: loading failed before the first write · ``broken`` after it.
+REPLICA: Final[Mapping[State, Mapping[str, State]]] = {
+    "serving": {"prepare": "receiving", "rollback": "applying"},
+    "receiving": {"staged": "prepared", "abort": "serving"},
+    "prepared": {"commit": "applying", "abort": "serving"},
+    "applying": {"applied": "serving", "untouched": "serving", "broken": "dirty"},
+    "dirty": {"prepare": "dirty_receiving", "rollback": "dirty_applying"},
+    "dirty_receiving": {"staged": "dirty_prepared", "abort": "dirty"},
+    "dirty_prepared": {"commit": "dirty_applying", "abort": "dirty"},
+    "dirty_applying": {"applied": "serving", "untouched": "dirty", "broken": "dirty"},
+    "unsynced": {"prepare": "dirty_receiving"},
+}
+
+#: A sender. Events: ``push`` · ``rollback`` · ``accepted`` every engine took the manifest · ``refused`` one did not, or
+#: cannot be reached · ``staged`` every rank has everything, verified · ``lost`` the transfer failed · ``stream`` every
+#: engine is asked to commit while the bytes travel · ``committed`` every engine has · ``failed`` one has not ·
+#: ``aborted`` the engines were told to forget it · ``interrupted`` the sender's own thread was (Ctrl-C), before it
+#: could do so: they find out by themselves · ``close``.
+PUSH: Final[Table] = {
+    "idle": {"push": "preparing", "rollback": "committing", "close": "closed"},
+    "preparing": {"accepted": "transferring", "stream": "streaming", "refused": "aborting", "interrupted": "idle"},
+    "transferring": {"staged": "committing", "lost": "aborting", "interrupted": "idle"},
+    "committing": {"committed": "idle", "failed": "aborting", "interrupted": "idle"},
+    "streaming": {"committed": "idle", "failed": "aborting", "interrupted": "idle"},
+    "aborting": {"aborted": "idle", "interrupted": "idle"},
+    "closed": {},
+}
+
+S = TypeVar("S", bound=str)
+
+
+class Machine(Generic[S]):
+    """Where one of the tables stands. ``who`` is what errors call it."""
+
+    def __init__(self, table: Mapping[S, Mapping[str, S]], state: S, who: str):
+        self._table, self.state, self._who = table, state, who
+
+    def allows(self, event: str) -> bool:
+        """Whether the event is legal now."""
+        return event in self._table[self.state]
+
+    def check(self, event: str) -> S:
+        """The state that ``event`` would lead to. Raises `WrongState`, and nothing has happened."""
+        legal = self._table[self.state]
+        if event not in legal:
+            raise WrongState(
+                f"{self._who} is {self.state}: {event} is not possible now"
+                + (f", only {' or '.join(sorted(legal))}" if legal else "")
+            )
+        return legal[event]
+
+    def move(self, event: str) -> S:
+        """Take the event; returns the new state. Raises as `check`."""
+        self.state = self.check(event)
+        return self.state
+
+
+def diagram(table: Table) -> str:
+    """The table as the text of a Mermaid state diagram."""
+    lines = ["stateDiagram-v2"]
+    for state, edges in table.items():
+        by_target: dict[str, list[str]] = {}
+        for event, target in edges.items():
+            by_target.setdefault(target, []).append(event)
+        lines += [f"    {state} --> {target}: {', '.join(events)}" for target, events in by_target.items()]
+    return "\n".join(lines)

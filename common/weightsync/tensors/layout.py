@@ -1,0 +1,194 @@
+"""Tensors as plain data: manifests, and the one stream of bytes in which a checkpoint crosses."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from weightsync.errors import ManifestMismatch
+from weightsync.protocol.codec import to_json
+from weightsync.protocol.http import TensorSpec
+from weightsync.tensors.scattered import Stream
+
+#: Every tensor starts at a multiple of this many bytes in the stream; it suits any dtype and any vector load.
+ALIGN_BYTES: Final = 512
+
+#: dtypes that can cross, by the name torch prints without its prefix.
+DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name)
+    for name in (
+        "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+        "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "bool",
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+#: How many names an error lists before it says "and N more", and how much of each.
+_LISTED: Final = 5
+_LISTED_CHARS: Final = 300
+
+
+#: What to do about the two mistakes that are nobody's: transformers drops layers, and trainers keep their own dtype.
+_IF_MISSING: Final = (
+    "transformers drops what it has no module for, such as layers for multi-token prediction: push a mapping that has "
+    "these tensors too, or start the engine from a folder whose checkpoint is without them"
+)
+_IF_CAST: Final = (
+    "load or convert the trainer's model with the engine's dtype, as in from_pretrained(..., dtype=torch.bfloat16) or "
+    "model.to(torch.bfloat16), or push a mapping of tensors that were cast"
+)
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor. Raises `ManifestMismatch` by name for a dtype that no checkpoint holds."""
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise ManifestMismatch(f"{name}: dtype {tensor.dtype} cannot be sent; supported are {', '.join(DTYPES)}")
+    return TensorSpec(name, dtype, tuple(tensor.shape))
+
+
+def align(nbytes: int) -> int:
+    """Round up to a multiple of `ALIGN_BYTES`."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Entry(NamedTuple):
+    """One tensor in the stream: ``offset`` and ``nbytes`` in bytes, ``number`` is its place in the manifest."""
+
+    spec: TensorSpec
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+    number: int
+
+    def raw(self, stream: Stream) -> torch.Tensor:
+        """The tensor's bytes in ``stream``, the whole of it."""
+        return stream[self.offset : self.offset + self.nbytes]
+
+    def view(self, stream: Stream) -> torch.Tensor:
+        """The tensor as a view of ``stream``."""
+        return self.raw(stream).view(self.dtype).view(self.spec.shape)
+
+
+class Piece(NamedTuple):
+    """What a bucket holds of one tensor: bytes ``start`` to ``start + nbytes`` of it, at ``at`` in the bucket.
+
+    ``last`` marks the tensor's end. A tensor without elements is one piece without bytes.
+    """
+
+    entry: Entry
+    start: int
+    at: int
+    nbytes: int
+    last: bool
+
+
+class Layout:
+    """Where each tensor of a manifest lies in the stream; both sides compute it from the manifest alone.
+
+    The stream is cut into buckets of ``bucket_bytes`` wherever a boundary falls, so a tensor larger than a bucket is
+    split, and a stage that holds the whole stream holds every tensor contiguously. Tensors start at multiples of
+    `ALIGN_BYTES`.
+    """
+
+    def __init__(self, manifest: Sequence[TensorSpec]):
+        self.specs = tuple(manifest)
+        self.entries: list[Entry] = []
+        offset = 0
+        for spec in manifest:
+            dtype = DTYPES.get(spec.dtype)
+            if dtype is None or any(size < 0 for size in spec.shape):
+                raise ManifestMismatch(f"{spec.name}: dtype {spec.dtype}, shape {spec.shape} is not a tensor")
+            nbytes = math.prod(spec.shape) * dtype.itemsize
+            self.entries.append(Entry(spec, dtype, offset, nbytes, len(self.entries)))
+            offset += align(nbytes)
+        self.nbytes = offset
+        self._ends = [entry.offset + entry.nbytes for entry in self.entries]
+        #: Bytes of the tensors alone, without the padding between them.
+        self.payload_bytes = sum(entry.nbytes for entry in self.entries)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Equal for two layouts that are."""
+        return hashlib.blake2b(to_json(self.specs), digest_size=16).hexdigest()
+
+    def buckets(self, bucket_bytes: int) -> int:
+        """Number of buckets; a stream without bytes is sent as one."""
+        return max(1, -(-self.nbytes // bucket_bytes))
+
+    def pieces(self, index: int, bucket_bytes: int) -> Iterator[Piece]:
+        """What the bucket holds, in the stream's order."""
+        low, high = index * bucket_bytes, min((index + 1) * bucket_bytes, self.nbytes)
+        final = index == self.buckets(bucket_bytes) - 1
+        at = bisect.bisect_left(self._ends, low) if index else 0
+        for entry in itertools.islice(self.entries, at, None):
+            if entry.offset >= high and not final:
+                return
+            end = entry.offset + entry.nbytes
+            start = max(entry.offset, low)
+            if entry.nbytes == 0 or end > low:
+                yield Piece(entry, start - entry.offset, start - low, max(0, min(end, high) - start), end <= high)
+
+
+def named(items: Iterable[str]) -> tuple[str, ...]:
+    """The first few names, each of bounded length."""
+    names = sorted(items)[:_LISTED]
+    return tuple(name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "..." for name in names)
+
+
+def listed(items: Iterable[str]) -> str:
+    """Names for an error, in order, shortened where they are many or long."""
+    names = list(items)
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(named(names)) + more
+
+
+def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec], optional: Iterable[str] = ()) -> None:
+    """Refuse, by name, a push that is not exactly the checkpoint an engine was built from.
+
+    ``optional`` names may be absent (the second half of a tied pair). Raises `ManifestMismatch`.
+    """
+    want = {spec.name: spec for spec in expected}
+    have: dict[str, TensorSpec] = {}
+    faults: list[str] = []
+    twice = {spec.name for spec in pushed if spec.name in have or have.update({spec.name: spec})}
+    if twice:
+        faults.append(f"sent twice: {listed(twice)}")
+    if unknown := have.keys() - want.keys():
+        faults.append(f"unknown to the engine: {listed(unknown)}")
+    if missing := want.keys() - have.keys() - set(optional):
+        faults.append(f"missing: {listed(missing)} ({_IF_MISSING})")
+    both = have.keys() & want.keys()
+    faults += [
+        f"{label}: "
+        + listed(
+            f"{name} ({getattr(have[name], what)}, the engine has {getattr(want[name], what)})"
+            for name in both
+            if getattr(have[name], what) != getattr(want[name], what)
+        )
+        for what, label in (("shape", "wrong shape"), ("dtype", f"wrong dtype ({_IF_CAST})"))
+        if any(getattr(have[name], what) != getattr(want[name], what) for name in both)
+    ]
+    if faults:
+        raise ManifestMismatch(
+            f"the push does not fit the engine's model ({len(have)} tensors sent, {len(want)} expected): "
+            + "; ".join(faults)
+        )
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """BLAKE2b of named tensors in order of name, in hex: names, dtypes, shapes and bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""The trainer: the `Sender`, and what it is made of."""

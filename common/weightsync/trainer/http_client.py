@@ -1,0 +1,215 @@
+"""One HTTP request and its reply, within one deadline, whatever the server does.
+
+A timeout of an HTTP client holds for each wait: a server that sends a byte now and then outlasts it for as long as it
+likes. So every wait for a connection is given here what is left of the caller's deadline, in the caller's own thread.
+Only a name server cannot be waited for like that: it is asked in a thread, one for each `Server`, which ends by the
+resolver's own limits if nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from weightsync.deadline import Deadline
+from weightsync.errors import UnsupportedOption
+
+#: How long all addresses of a server together may take to accept a connection.
+_CONNECT_S: Final = 5.0
+_CHUNK_BYTES: Final = 1 << 20
+_PORTS: Final = {"http": 80, "https": 443}
+#: Where certificates of one's own authority are named: OpenSSL's own variable, and that of Python's HTTP clients.
+CA_FILE: Final = "SSL_CERT_FILE"
+_CA_BUNDLE: Final = "REQUESTS_CA_BUNDLE"
+
+
+class NoAnswer(Exception):
+    """There is no reply; the text says why."""
+
+
+class Late(NoAnswer):
+    """The time was up. ``connected``: the server had taken the connection."""
+
+    def __init__(self, connected: bool):
+        super().__init__("it did not answer in time" if connected else "it took no connection in time")
+        self.connected = connected
+
+
+class Untrusted(NoAnswer):
+    """The server's certificate is none that this host trusts."""
+
+
+class Reply(NamedTuple):
+    """``status`` as HTTP counts them, and the whole body."""
+
+    status: int
+    body: bytes
+
+
+class Server:
+    """The server at a base URL, as `names.plain_url` writes it. ``headers`` go with every request. For several threads.
+
+    Proxies are for the outside world, and a redirect would show the key to another server: neither is followed. Each
+    request has a connection of its own: servers close idle ones, and a commit must not meet one that closes just then.
+    Raises `UnsupportedOption` for certificates that cannot be read.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]):
+        split = urlsplit(url)
+        self._host, self._path = split.hostname or "", split.path
+        self._port = split.port or _PORTS[split.scheme]
+        self._headers = {**headers, "Host": split.netloc, "Connection": "close"}
+        self._tls = _trust() if split.scheme == "https" else None
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._looked_up: Future[list[Any]] | None = None
+
+    def ask(self, method: str, path: str, body: bytes, deadline: Deadline, *, limit: int) -> Reply:
+        """Send a request and return its reply, whose body takes ``limit`` bytes at most. Raises `NoAnswer`."""
+        connection: socket.socket | None = None
+        try:
+            connection = self._connect(deadline)
+            with self._lock:
+                self._open.add(connection)
+            return self._asked(connection, method, path, body, deadline, limit)
+        except (TimeoutError, FutureTimeout) as error:  # they are one from Python 3.11 on
+            raise Late(connection is not None) from error
+        except ssl.SSLCertVerificationError as error:
+            raise Untrusted(error.verify_message) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswer(_reason(error)) from error
+        finally:
+            if connection is not None:
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
+
+    def _asked(
+        self, connection: socket.socket, method: str, path: str, body: bytes, deadline: Deadline, limit: int
+    ) -> Reply:
+        if self._tls is not None:
+            connection.settimeout(_left(deadline))
+            # A duplicate, so that `close` still reaches what is underneath.
+            connection = self._tls.wrap_socket(connection.dup(), server_hostname=self._host)
+        with connection:
+            client = http.client.HTTPConnection(self._host, self._port)
+            client.sock = _Wire(connection, deadline)  # as much of a socket as it uses
+            client.request(method, self._path + path, body, self._headers)
+            with client.getresponse() as response:
+                read = response.read(limit + 1)
+                if len(read) > limit:
+                    raise http.client.HTTPException(f"its reply is larger than {limit} bytes")
+                if response.length:
+                    raise http.client.HTTPException("its reply broke off")
+                return Reply(response.status, read)
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        until = Deadline(min(_CONNECT_S, deadline.left()))
+        addresses = self._addresses(until)
+        for number, (family, kind, protocol, _, address) in enumerate(addresses):
+            connection = socket.socket(family, kind, protocol)
+            to_come = len(addresses) - number
+            try:
+                connection.settimeout(_left(until) / to_come)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.connect(address)
+                return connection
+            except OSError:
+                connection.close()
+                if to_come == 1:
+                    raise
+        raise OSError("its name has no address")
+
+    def _addresses(self, deadline: Deadline) -> list[Any]:
+        where = self._host, self._port, socket.AF_UNSPEC, socket.SOCK_STREAM
+        with suppress(socket.gaierror):
+            return socket.getaddrinfo(*where, flags=socket.AI_NUMERICHOST)
+        with self._lock:
+            if self._looked_up is None or self._looked_up.done():
+                self._looked_up = Future()
+                threading.Thread(
+                    target=_look_up, args=(self._looked_up, *where), name="weightsync-name", daemon=True
+                ).start()
+            found = self._looked_up
+        return found.result(_left(deadline))
+
+    def close(self) -> None:
+        """End the requests that are under way in other threads; they raise `NoAnswer`."""
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Wire(io.RawIOBase):
+    """A connection as `http.client` uses one, each of whose waits is for what is left of one deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: Deadline):
+        self._connection, self._deadline = connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(_left(self._deadline))
+        return self._connection.recv_into(buffer)
+
+    def sendall(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            self._connection.settimeout(_left(self._deadline))
+            rest = rest[self._connection.send(rest[:_CHUNK_BYTES]) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def close(self) -> None:
+        """It is read to its end after `http.client` has given it up; `Server` closes the connection."""
+
+
+def _left(deadline: Deadline) -> float:
+    if not (left_s := deadline.left()):
+        raise TimeoutError
+    return left_s
+
+
+def _look_up(found: Future[list[Any]], *where: Any) -> None:
+    try:
+        found.set_result(socket.getaddrinfo(*where))
+    except Exception as error:
+        found.set_exception(error)
+
+
+def _trust() -> ssl.SSLContext:
+    """What certificates are checked against: the system's authorities or `CA_FILE`'s, and those of `_CA_BUNDLE`."""
+    context = ssl.create_default_context()
+    if named := os.environ.get(_CA_BUNDLE, ""):
+        try:
+            if os.path.isdir(named):
+                context.load_verify_locations(capath=named)
+            else:
+                context.load_verify_locations(cafile=named)
+        except OSError as error:  # ssl.SSLError, too
+            raise UnsupportedOption(f"{_CA_BUNDLE} is {named!r}, which holds no certificates: {error}") from error
+    return context
+
+
+def _reason(error: BaseException) -> str:
+    """What a person needs to know of it."""
+    if isinstance(error, ssl.SSLError):
+        return f"it does not speak TLS as https:// asks for ({error.reason})"
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        return "it does not speak HTTP"
+    if isinstance(error, http.client.IncompleteRead):
+        return "its reply broke off"
+    return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__

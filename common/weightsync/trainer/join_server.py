@@ -1,0 +1,98 @@
+"""Where a trainer is asked, by those who start engines, to have one more take part: HTTP, with the key, no more.
+
+The trainer's own program has no part in it: a thread answers, between two pushes.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+import msgspec
+
+from weightsync.errors import UnsupportedOption, WeightSyncError
+from weightsync.protocol import auth, http
+
+logger = logging.getLogger(__name__)
+
+ROUTE: Final = "add_engine"
+#: Longer than any address is.
+_MAX_BODY_BYTES: Final = 64 << 10
+#: Whoever connects and says nothing is not waited for.
+_SILENCE_S: Final = 10.0
+
+
+class Reception:
+    """Listens at ``host`` and ``port`` (0: any that is free); ``has_key`` says whether a caller does.
+
+    ``admit`` brings in the engine at a URL and returns the version that it then serves. Raises `WeightSyncError`.
+    """
+
+    def __init__(self, host: str, port: int, has_key: Callable[[str], bool], admit: Callable[[str], str]):
+        try:
+            self._server = _Server((host, port), partial(_Handler, has_key, admit))
+        except OSError as error:
+            raise UnsupportedOption(f"cannot listen at {host} port {port}: {error}") from error
+        self._server.daemon_threads = True
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="weightsync-reception", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(self, address: tuple[str, int], handler: Callable[..., Any]):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # Not the base class's, which asks a name server what this host is called and waits as long as that takes.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SILENCE_S
+
+    def __init__(self, has_key: Callable[[str], bool], admit: Callable[[str], str], *connection: Any):
+        self._has_key, self._admit = has_key, admit
+        super().__init__(*connection)  # answers, too
+
+    def do_POST(self) -> None:
+        status, reply = self._answer()
+        body = http.to_json(reply)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _answer(self) -> tuple[int, msgspec.Struct]:
+        if not self._has_key(auth.shown_key(self.headers.get("Authorization", ""))):
+            return 401, http.ErrorReply(error="AuthenticationFailed", message="unauthorized")
+        if self.path != f"{http.PREFIX}/{ROUTE}":
+            return 404, http.ErrorReply(error="UnsupportedOption", message="there is no such route")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
+            return 413, http.ErrorReply(error="UnsupportedOption", message=f"at most {_MAX_BODY_BYTES} bytes")
+        try:
+            asked = http.from_json(self.rfile.read(int(length)), http.AddEngine)
+        except msgspec.MsgspecError as error:
+            return 400, http.ErrorReply(error="UnsupportedOption", message=f"not an engine: {error}")
+        try:
+            return 200, http.EngineAdded(version=self._admit(asked.url))
+        except WeightSyncError as error:
+            return 409, http.error_reply(error)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)

@@ -1,0 +1,210 @@
+"""Packing again what was packed before, from the same memory to the same arena, without looking at any tensor."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from weightsync.tensors import native_copy
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.layout import Layout, Piece
+from weightsync.tensors.native_copy import Copies, Hashes, Run
+from weightsync.tensors.scattered import Stream
+from weightsync.tensors.subset import Demand, Digests, place
+from weightsync.trainer.packing import Packed
+
+
+class _Group(NamedTuple):
+    """Tensors that are hashed after they were copied, or not at all; ``number`` among the steps of a bucket."""
+
+    number: int
+    copies: Copies
+    hashes: Hashes
+
+
+class _Part(NamedTuple):
+    """What a bucket holds of a tensor that is large, or goes on in another bucket.
+
+    All of the tensor is hashed while it is copied, if there is a ``hasher``; ``rest`` are parts of it, that follow once
+    the ``last`` of it was copied.
+    """
+
+    number: int
+    run: Run
+    hasher: Any
+    first: bool
+    last: bool
+    rest: Hashes | None
+
+
+class _Done(NamedTuple):
+    """What was hashed in a step, and the seconds that copying and hashing took."""
+
+    number: int
+    digests: list[int]
+    gather_s: float
+    digest_s: float
+
+
+class _Bucket(NamedTuple):
+    """Steps, and which of the digests that they yield are announced to whom. Threads share the ``large`` ones."""
+
+    groups: list[_Group]
+    large: list[_Part]
+    small: list[_Part]
+    picks: dict[str, Callable[[Sequence[int]], tuple[int, ...]]]
+
+
+class PackPlan:
+    """How to pack tensors at ``addresses`` in host memory, each in one piece, into ``arena``; see `packing.Packer`.
+
+    Made for one layout, arena, demand, and hashes by XXH3 or not at all. Afterwards ``gather_s`` and ``digest_s`` are
+    as there. Use `pack_plan`, which knows what cannot be planned.
+    """
+
+    def __init__(
+        self, layout: Layout, addresses: Sequence[int], arena: Stream, bucket_bytes: int, slots: int,
+        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Piece]]], demand: Demand,
+    ):  # fmt: skip
+        self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
+        self.gather_s = self.digest_s = 0.0
+        self._addresses, self._boxes = addresses, boxes
+        self._hashers: dict[int, Any] = {}
+        self._buckets = []
+        start = arena.data_ptr() if isinstance(arena, torch.Tensor) else 0
+        for bucket in range(layout.buckets(bucket_bytes)):
+            base = start + bucket % slots * bucket_bytes
+            pieces = [piece for piece in layout.pieces(bucket, bucket_bytes) if piece.nbytes]
+            keys = [(p.entry.number, box) for p in pieces if p.last for box, _ in boxes[p.entry.number]]
+            steps = list(self._steps(pieces, base))
+            groups = [step for step in steps if isinstance(step, _Group)]
+            parts = [step for step in steps if isinstance(step, _Part)]
+            large = [part for part in parts if part.run.nbytes >= native_copy.LARGE_BYTES]
+            small = [part for part in parts if part.run.nbytes < native_copy.LARGE_BYTES]
+            self._buckets.append(_Bucket(groups, large, small, _picks(demand, keys)))
+        del self._addresses, self._boxes, self._hashers
+
+    def _steps(self, pieces: Sequence[Piece], base: int) -> Iterator[_Group | _Part]:
+        """What is hashed while it is copied by itself; all else in groups, as large as what is hashed of them can be.
+
+        What was copied is hashed while it is in the cache, so that nothing is read twice; without that there is but
+        one group.
+        """
+        hashed = any(self._boxes[piece.entry.number] for piece in pieces)
+        nbytes = (lambda piece: piece.nbytes) if hashed else (lambda _: 0)
+        number = itertools.count()
+        for group in native_copy.grouped(pieces, nbytes):
+            for together, some in itertools.groupby(group, _is_small if hashed else lambda _: True):
+                if together:
+                    yield self._group(next(number), list(some), base)
+                else:
+                    yield from (self._part(next(number), piece, base) for piece in some)
+
+    def _group(self, number: int, pieces: Sequence[Piece], base: int) -> _Group:
+        runs = [self._run(piece, base) for piece in pieces] if self._copies else []
+        hashed = [at for piece in pieces for _, at in self._boxes[piece.entry.number]]
+        return _Group(number, Copies(runs), Hashes(hashed))
+
+    def _part(self, number: int, piece: Piece, base: int) -> _Part:
+        boxes, which = self._boxes[piece.entry.number], piece.entry.number
+        wanted = any(box is None for box, _ in boxes)
+        hasher = self._hashers.setdefault(which, xxhash.xxh3_64()) if wanted else None
+        rest = [at for box, at in boxes if box is not None] if piece.last else []
+        return _Part(
+            number, self._run(piece, base), hasher, piece.start == 0, piece.last, Hashes(rest) if rest else None
+        )
+
+    def _run(self, piece: Piece, base: int) -> Run:
+        return Run(self._addresses[piece.entry.number] + piece.start, base + piece.at, piece.nbytes)
+
+    def fill(self, acquire: Callable[[int], None]) -> Iterator[Packed]:
+        """See `packing.Packer.fill`."""
+        self.gather_s = self.digest_s = 0.0
+        for number, bucket in enumerate(self._buckets):
+            acquire(number)
+            start = time.perf_counter()
+            small = [*map(_grouped, bucket.groups), *map(self._take, bucket.small)]
+            done = sorted([*small, *native_copy.each(self._take, bucket.large)])
+            self._spent(time.perf_counter() - start, done)
+            found = [digest for one in done for digest in one.digests]
+            digests: Digests = {name: pick(found) for name, pick in bucket.picks.items()}
+            yield Packed(number, digests, min((number + 1) * self._bucket_bytes, self._layout.nbytes))
+
+    def _spent(self, seconds: float, done: Sequence[_Done]) -> None:
+        """Threads that work side by side share the time that passes."""
+        gather_s, digest_s = sum(one.gather_s for one in done), sum(one.digest_s for one in done)
+        share = seconds / max(gather_s + digest_s, seconds, 1e-9)
+        self.gather_s += share * gather_s
+        self.digest_s += share * digest_s
+
+    def _take(self, part: _Part) -> _Done:
+        gather_s = digest_s = 0.0
+        if part.first and part.hasher is not None:
+            part.hasher.reset()  # what a push that was called off has left there
+        # What is hashed is still in the cache then.
+        for run in native_copy.chunks(
+            part.run, native_copy.SHARE_BYTES if part.hasher is None else native_copy.LARGE_BYTES
+        ):
+            start = time.perf_counter()
+            if self._copies:
+                native_copy.copy(run)
+            copied = time.perf_counter()
+            if part.hasher is not None:
+                part.hasher.update(native_copy.view(native_copy.Piece(run.source, run.nbytes)))
+            gather_s += copied - start
+            digest_s += time.perf_counter() - copied
+        start = time.perf_counter()
+        found = [part.hasher.intdigest()] if part.last and part.hasher is not None else []
+        found += part.rest.make() if part.rest is not None else []
+        return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start)
+
+
+def _grouped(group: _Group) -> _Done:
+    start = time.perf_counter()
+    group.copies.make()
+    copied = time.perf_counter()
+    return _Done(group.number, group.hashes.make(), copied - start, time.perf_counter() - copied)
+
+
+def pack_plan(
+    layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Demand,
+    addresses: Sequence[int],
+) -> PackPlan | None:  # fmt: skip
+    """A plan, where all that is to be hashed lies in one piece each."""
+    if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
+        return None
+    boxes: list[list[tuple[Box | None, native_copy.Piece]]] = []
+    for entry, address in zip(layout.entries, addresses, strict=True):
+        wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
+        found = [(box, place(entry, box, address)) for box in wanted]
+        if any(at is None for _, at in found):
+            return None
+        boxes.append([(box, at) for box, at in found if at is not None])
+    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
+
+
+def _is_small(piece: Piece) -> bool:
+    """Whether it is a whole tensor, of few bytes."""
+    return piece.nbytes == piece.entry.nbytes and piece.nbytes < native_copy.LARGE_BYTES
+
+
+def _picks(
+    demand: Demand, keys: Sequence[tuple[int, Box | None]]
+) -> dict[str, Callable[[Sequence[int]], tuple[int, ...]]]:
+    """For every name in ``demand``, which of the digests found for ``keys`` are announced."""
+    at = {key: index for index, key in enumerate(keys)}
+    numbers = dict.fromkeys(number for number, _ in keys)
+    return {name: _picker(those) for name, those in demand.digests(numbers, at).items()}
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    if len(indices) < 2:
+        return lambda found: tuple(found[index] for index in indices)
+    pick: Callable[[Sequence[int]], tuple[int, ...]] = operator.itemgetter(*indices)
+    return pick

@@ -1,0 +1,151 @@
+"""Packing tensors into the buckets of an arena, and hashing them on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from weightsync.errors import SourceError
+from weightsync.memory import arenas
+from weightsync.tensors import digest
+from weightsync.tensors.boxes import Box, narrowed
+from weightsync.tensors.digest import Hasher
+from weightsync.tensors.layout import Entry, Layout
+from weightsync.tensors.scattered import Scattered, Stream
+from weightsync.tensors.subset import Demand, Digests, Found
+
+
+class Packed(NamedTuple):
+    """A bucket that is full: its number, the digests of the tensors that end in it, the bytes packed so far."""
+
+    number: int
+    digests: Digests
+    nbytes: int
+
+
+_Hashing = dict[tuple[int, Box | None], Hasher]
+"""What has been hashed, by tensor and part."""
+
+
+class Packer:
+    """Packs one stream into ``arena``, a 1-D uint8 tensor of ``slots`` buckets that are filled in turn.
+
+    What is hashed, for ``demand``, is the trainer's own tensor where that is possible, so that a fault in packing shows
+    too. A scattered arena is the tensors' own memory: nothing is copied then.
+    Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
+    """
+
+    def __init__(
+        self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Demand
+    ):  # fmt: skip
+        self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
+        self._copies = not isinstance(arena, Scattered)
+        self._algorithm, self._demand = algorithm, demand
+        self.gather_s = self.digest_s = 0.0
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[Packed]:
+        """Every bucket as soon as it is full; ``acquire(index)`` waits until its slot may be written.
+
+        Raises `SourceError` by name for a tensor that is not what the layout says.
+        """
+        bucket, size, ended = -1, self._bucket_bytes, _Hashing()
+        for entry, tensor in zip(self._layout.entries, tensors, strict=True):
+            if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != entry.dtype:
+                raise SourceError(
+                    f"{entry.spec.name} changed while it was sent: {entry.spec.dtype} {entry.spec.shape} became "
+                    f"{tensor.dtype} {tuple(tensor.shape)}"
+                )
+            raw = self._raw(entry, tensor)
+            boxes = self._demand.boxes(entry.number) if self._algorithm and entry.nbytes else set()
+            hasher = digest.ALGORITHMS[self._algorithm]() if None in boxes else None
+            done = 0
+            while done < entry.nbytes:
+                wanted = (entry.offset + done) // size
+                if wanted != bucket:
+                    if bucket >= 0:
+                        yield self._full(bucket, ended)
+                    bucket = wanted
+                    acquire(bucket)
+                done += self._copy(entry, tensor, raw, done, hasher)
+            if hasher is not None:
+                ended[entry.number, None] = hasher
+            if boxes - {None}:
+                ended |= self._parts(entry, tensor, boxes)
+        if bucket < 0:
+            acquire(0)
+        yield self._full(max(bucket, 0), ended)
+
+    def _raw(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor's own bytes, where they lie in one piece or must be cut."""
+        whole = tensor.is_contiguous() and not tensor.is_neg()
+        if not whole and entry.offset // self._bucket_bytes == (entry.offset + entry.nbytes) // self._bucket_bytes:
+            return None
+        return (tensor if whole else tensor.resolve_neg().contiguous()).view(-1).view(torch.uint8)
+
+    def _copy(
+        self, entry: Entry, tensor: torch.Tensor, raw: torch.Tensor | None, done: int, hasher: Hasher | None
+    ) -> int:
+        """Copy as much of the tensor as the bucket still holds; returns how many bytes that was."""
+        start, hashing_s = time.perf_counter(), 0.0
+        position = entry.offset + done
+        nbytes = min(entry.nbytes - done, self._bucket_bytes - position % self._bucket_bytes)
+        at = position % (self._slots * self._bucket_bytes)
+        target = self._arena[at : at + nbytes]
+        if raw is None:
+            target.view(entry.dtype).view(entry.spec.shape).copy_(tensor)
+            pieces = [(target, target)]
+        else:
+            source = raw[done : done + nbytes]
+            # In pieces, so that what is hashed is still in the cache; on an accelerator that would only cost launches.
+            cached = hasher is not None and self._copies and source.device.type == "cpu"
+            step = digest.CHUNK_BYTES if cached else max(1, nbytes)
+            pieces = list(zip(torch.split(target, step), torch.split(source, step), strict=True))
+        for into, out_of in pieces:
+            if into is not out_of and self._copies:
+                arenas.copy(into, out_of)
+            if hasher is not None:
+                mark = time.perf_counter()
+                hasher.update(out_of)
+                hashing_s += time.perf_counter() - mark
+        self.digest_s += hashing_s
+        self.gather_s += time.perf_counter() - start - hashing_s
+        return nbytes
+
+    def _parts(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
+        """Hash parts of a tensor."""
+        mark = time.perf_counter()
+        plain = tensor.resolve_neg()
+        found: _Hashing = {
+            (entry.number, box): digest.hashed(self._algorithm, narrowed(plain, *box))
+            for box in boxes
+            if box is not None
+        }
+        self.digest_s += time.perf_counter() - mark
+        return found
+
+    def _full(self, bucket: int, ended: _Hashing) -> Packed:
+        digests: Digests = {}
+        if ended:
+            mark = time.perf_counter()
+            numbers = dict.fromkeys(number for number, _ in ended)
+            digests = self._demand.digests(numbers, {which: hasher.value() for which, hasher in ended.items()})
+            ended.clear()
+            self.digest_s += time.perf_counter() - mark
+        arenas.synchronize(self._arena.device)
+        return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))
+
+
+@torch.no_grad()
+def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Demand) -> Found:
+    """Hash what ``demand`` asks for, of a stream that was packed before."""
+    return {
+        (entry.number, box): digest.hashed(algorithm, tensor if box is None else narrowed(tensor, *box)).value()
+        for entry in layout.entries
+        if entry.nbytes
+        for tensor in [entry.view(stream)]
+        for box in demand.boxes(entry.number)
+    }

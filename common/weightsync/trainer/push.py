@@ -1,0 +1,223 @@
+"""Trainer side: one push on its way, from prepare to commit, to every engine of a fleet; `states.PUSH` says what may
+follow what."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    EngineUnreachable,
+    LeaseHeld,
+    PushTimeout,
+    SourceError,
+    TransferFailed,
+    Weights,
+    WeightSyncError,
+)
+from weightsync.protocol import http
+from weightsync.protocol.states import Machine
+from weightsync.trainer.engines import Engine, Fleet
+from weightsync.trainer.transfer import Carrier, Sent
+from weightsync.transports.base import Progress
+
+Commits = dict[str, http.CommitReply]
+Send = Callable[[Progress | None], Sent]
+
+
+def introduce(carrier: Carrier, fleet: Fleet, deadline: Deadline) -> None:
+    """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Carrier.introduce`."""
+    carrier.introduce(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
+
+
+def release(carrier: Carrier, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
+    """Have engines give back what they hold of this sender, and its lease. ``deadline`` is that of the whole call."""
+    by = {url: fleet.engines[url].transport for url in urls}
+    fleet.release({url: carrier.address(url, transport) for url, transport in by.items()}, deadline)
+    for url, transport in by.items():
+        carrier.dismiss(url, transport)
+
+
+class Delivery:
+    """One push, or the return to a version that was kept. ``seconds`` are those of its phases, once it is over.
+
+    Whatever fails, the engines are told to forget it, the error says what each of them serves, and a carrier through
+    which something broke is closed.
+    """
+
+    def __init__(
+        self, fleet: Fleet, carrier: Carrier | None, machine: Machine[str], deadline: Deadline, *,
+        pause: http.PauseMode, progress: bool,
+    ):  # fmt: skip
+        self._fleet, self._carrier, self._machine, self._deadline = fleet, carrier, machine, deadline
+        self._pause, self._progress = pause, progress
+        self.seconds: dict[str, float] = {}
+
+    def push(
+        self, plan: http.UpdateRequest, label: str, send: Send, nbytes: int,
+        lent: list[torch.Tensor] | None = None,
+    ) -> tuple[Sent, Commits]:  # fmt: skip
+        """Prepare, ``send`` and commit; ``lent`` are tensors to be read where they are. Raises `WeightSyncError`."""
+        carrier = self._carrier
+        assert carrier is not None, "a push has a carrier"
+        with self._settled(plan.push):
+            self._machine.move("push")
+            with self._fleet.renewed(plan.push, self._deadline):
+                self._prepare(carrier, plan, lent)
+                if plan.stream:
+                    sent, commits = self._stream(carrier, plan.push, label, send, nbytes)
+                else:
+                    self._machine.move("accepted")
+                    sent = self._send(send, nbytes)
+                    self._machine.move("staged")
+            if not plan.stream:
+                commits = self._commit(self._request(plan.push, label))
+        self._machine.move("committed")
+        carrier.served()
+        return sent, commits
+
+    def rollback(self, label: str) -> Commits:
+        """Have the engines serve the version that they kept. Raises `WeightSyncError`."""
+        request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
+        with self._settled(request.push):
+            self._machine.move("rollback")
+            commits = self._commit(request)
+        self._machine.move("committed")
+        if self._carrier is not None:
+            self._carrier.rolled_back()
+        return commits
+
+    def _prepare(self, carrier: Carrier, plan: http.UpdateRequest, lent: list[torch.Tensor] | None) -> None:
+        fleet, deadline = self._fleet, self._deadline
+        carrier.provide(plan, lent)
+        introduce(carrier, fleet, deadline)
+        # Here, and not in the threads that ask the engines: a socket is not for several.
+        requests = {url: carrier.request(url, engine.transport) for url, engine in fleet.engines.items()}
+
+        def make(engine: Engine) -> http.UpdateRequest:
+            return msgspec.structs.replace(
+                requests[engine.client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
+            )
+
+        with self._timed("prepare"):
+            fleet.prepare(make, deadline)
+            carrier.meet(fleet.peers, deadline)
+        self.seconds["record"] = max(engine.record_s for engine in fleet.engines.values())
+
+    def _send(self, send: Send, nbytes: int) -> Sent:
+        with self._timed("transfer"), _bar(nbytes, self._progress) as progress:
+            return send(progress)
+
+    def _stream(self, carrier: Carrier, push: str, label: str, send: Send, nbytes: int) -> tuple[Sent, Commits]:
+        """The bytes travel while the engines are stopped: memory for no stage is needed."""
+        self._machine.move("stream")
+        with self._timed("commit"):
+            commits = self._fleet.commit(self._request(push, label), self._deadline)
+            try:
+                sent = self._send(send, nbytes)
+            except BaseException as error:
+                carrier.call_off(error)
+                # What became of the engines is theirs to say.
+                replies = self._fleet.outcome(commits, label, self._deadline)
+                raise TransferFailed(
+                    f"every engine has committed, but sending did not end well: {error}",
+                    engines=dict.fromkeys(replies, "committed"),
+                ) from error
+            return sent, self._fleet.outcome(commits, label, self._deadline)
+
+    def _request(self, push: str, label: str) -> http.CommitRequest:
+        return http.CommitRequest(
+            push=push, version=label, pause=self._pause, timeout_s=max(self._deadline.left(), 0.1),
+            owner=self._fleet.owner,
+        )  # fmt: skip
+
+    def _commit(self, request: http.CommitRequest) -> Commits:
+        self._deadline.check("the engines to be asked to commit")
+        with self._timed("commit"):
+            return self._fleet.outcome(self._fleet.commit(request, self._deadline), request.version, self._deadline)
+
+    @contextmanager
+    def _settled(self, push: str) -> Iterator[None]:
+        """Inside, whatever goes wrong is settled with the engines and told in full."""
+        try:
+            yield
+        except BaseException as error:
+            asked = self._machine.state == "committing"
+            self._failed(push, error)
+            self._tell(error, asked)
+            raise
+
+    def _failed(self, push: str, error: BaseException) -> None:
+        carrier = self._carrier
+        try:
+            if carrier is not None:
+                # Before anything that takes time or may be interrupted: the trainer's memory is its own again.
+                carrier.revoke()
+            if self._machine.state != "idle":  # else it was interrupted before it began
+                self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
+            if carrier is not None:
+                carrier.call_off(error)
+            # An engine that is still in its commit could not be told in time, and ends by itself.
+            if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
+                self._fleet.abort(push, self._deadline)
+            if carrier is not None and isinstance(error, LeaseHeld):
+                # Two trainers that each hold some of the engines would keep each other from the rest.
+                release(carrier, self._fleet, self._fleet.engines, self._deadline)
+        finally:
+            if carrier is not None and not _is_settled(error):
+                carrier.close()
+            if self._machine.state != "idle":
+                self._machine.move("aborted" if self._machine.allows("aborted") else "interrupted")
+
+    def _tell(self, error: BaseException, asked: bool) -> None:
+        """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised.
+
+        ``asked``: engines may have been asked to commit by then.
+        """
+        failed = isinstance(error, Exception) and not asked  # who was asked has said what became of it
+        untold = self._fleet.look(self._deadline) if failed else self._fleet.untouched()
+        if isinstance(error, WeightSyncError):
+            told: dict[str, Weights] = {
+                url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()
+            }
+            error.settle({**untold, **told})
+        elif asked and isinstance(error, Exception):
+            unknown: dict[str, Weights] = dict.fromkeys(untold, "unknown")
+            raise WeightSyncError(f"the commit broke off: {type(error).__name__}: {error}", engines=unknown) from error
+        elif isinstance(error, (RuntimeError, OSError, ValueError)):
+            raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+
+
+def _is_settled(error: BaseException) -> bool:
+    """Whether nobody can be using the memory and the sockets of a push that failed like this.
+
+    An engine that was asked to load and has not said how that ended may be loading still, whichever engine's error is
+    the one that is told; so may all of them after an error that is none of ours, Ctrl-C for one. Memory that they read
+    is never written again: the next push gets other. So it does where something broke, be it a socket whose file
+    somebody removed.
+    """
+    if not isinstance(error, WeightSyncError) or isinstance(error, (PushTimeout, TransferFailed, EngineUnreachable)):
+        return False
+    return "unknown" not in (error.weights, *error.engines.values())
+
+
+@contextmanager
+def _bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
+    if not shown:
+        yield None
+        return
+    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="push") as bar:
+        yield lambda sent: bar.update(sent - bar.n) and None

@@ -1,0 +1,1 @@
+"""Broadcast to every rank of every engine: NCCL on GPUs, gloo elsewhere."""

@@ -1,0 +1,394 @@
+"""Across hosts by broadcast: one process group of the trainer and every rank of every engine; NCCL on GPUs, gloo else.
+
+A group that a peer has left is of no use to anybody; it is dropped, and the next push makes a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket as sockets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from threading import Event
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from weightsync.deadline import Deadline
+from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.memory.arenas import Arena
+from weightsync.memory.cuda_ipc import device_uuid
+from weightsync.protocol import http
+from weightsync.protocol.control import Filled, Offer
+from weightsync.protocol.http import InitNcclGroup, Introduction, UpdateRequest
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.subset import Digests, Parts
+from weightsync.transports.base import Bucket, Helpers, Peer
+from weightsync.transports.control.engine import Call, EngineControl
+from weightsync.transports.control.sockets import LOOK_UP_S, check_ways, host_of, interface_of, local_address
+from weightsync.transports.control.trainer import Talk, TrainerControl
+from weightsync.transports.nccl import groups, parallel_broadcast
+from weightsync.transports.nccl.groups import Group, Joining
+
+NAME: Final = "nccl"
+
+
+class Trainer:
+    """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is, ``address`` this
+    host's own by which the ranks find it, if not that on the way to each."""
+
+    def __init__(self, device: torch.device, helpers: Helpers | None = None, address: str = ""):
+        self._device, self._helpers, self._given = device, helpers, address
+        self._control = TrainerControl(remote=True, address=address)
+        self.address, self.request = self._control.address, self._control.invite
+        self._group: Group | None = None
+        self._asked: InitNcclGroup | None = None
+        self._store: Any = None
+        #: Who is in the group: each engine's instance by URL.
+        self._known: dict[str, str] = {}
+        self._names: list[str] = []
+        self._here = ""
+        self._push: _Push | None = None
+
+    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+        """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
+        instances = {url: hello.instance for url, hello in engines.items()}
+        if self._group is not None and instances == self._known:
+            return {}
+        self._leave()
+        named = [(f"rank {rank.rank} of {url}", rank) for url, hello in engines.items() for rank in hello.ranks]
+        on_gpus = self._device.type == "cuda" and all(rank.device == "cuda" for _, rank in named)
+        if on_gpus:
+            groups.preflight(groups.settings(), device_uuid(self._device), named)
+        check_ways(self._given, engines)
+        found = {self._given or local_address(host_of(url)) for url in engines}
+        ways = sorted(found, key=lambda a: a.startswith(("127.", "::1")))
+        self._here = ways[0]
+        family = sockets.AF_INET6 if ":" in self._here else sockets.AF_INET
+        listening = sockets.create_server((self._here, 0), family=family, backlog=1024)
+        port = int(listening.getsockname()[1])
+        self._store = dist.TCPStore(
+            self._here, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+        members = tuple((url, len(hello.ranks)) for url, hello in engines.items())
+        self._names = [name for name, _ in named]
+        self._asked = InitNcclGroup(
+            group_name=f"weightsync-{secrets.token_hex(8)}",
+            master_address=self._here,
+            master_port=port,
+            rank_offset=1,
+            world_size=1 + len(named),
+            backend="nccl" if on_gpus else "gloo",
+            timeout_s=timeout_s,
+            members=members,
+            senders=self._helpers.size if self._helpers is not None else 1,
+        )
+        asked: dict[str, Introduction] = {}
+        offset = 1
+        for url, count in members:
+            asked[url] = msgspec.structs.replace(
+                self._asked, rank_offset=offset, address=self.address(url), instance=instances[url]
+            )
+            offset += count
+        self._known = instances
+        return asked
+
+    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
+        """See `base.TrainerEnd`."""
+        if self._group is not None or self._asked is None:
+            return
+        helpers = self._helpers
+        with _naming(lambda: helpers):
+            try:
+                if helpers is not None:
+                    helpers.ask(NAME, http.to_json(parallel_broadcast.Make(self._asked)), deadline)
+                look = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
+                self._group = parallel_broadcast.make(self._store, self._asked, self._here, self._names, deadline, look)
+                if helpers is not None:
+                    helpers.answered("to join its group", deadline)
+            except BaseException:
+                self._leave()
+                raise
+
+    def meet(
+        self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
+    ) -> None:
+        """See `base.TrainerEnd`."""
+        assert self._group is not None, "introduced() comes first"
+        name = self._group.name
+        talk = Talk(self._control, plan.push, layout, peers, deadline)
+        self._push = _Push(self._group, talk, arenas[0], plan, layout, self._helpers)
+        self._push.talk.meet(lambda _: Offer(push=plan.push, arena=name))
+        if plan.stream:
+            self._push.talk.all_prepared("the ranks to be ready")
+
+    @contextlib.contextmanager
+    def _pushing(self) -> Iterator[_Push]:
+        """The push under way; what goes wrong with it is told as by `_naming`."""
+        push = self._push
+        assert push is not None, "meet() comes first"
+        with _naming(lambda: push.senders):
+            yield push
+
+    def acquire(self, bucket: int) -> None:
+        """See `base.TrainerEnd`."""
+        with self._pushing() as push:
+            push.sent(bucket - push.plan.slots)
+
+    def keeps(self) -> Iterable[Parts]:
+        """See `base.TrainerEnd`."""
+        with self._pushing() as push:
+            return push.talk.keeps.values()
+
+    def announce(self, bucket: int, digests: Digests) -> None:
+        """See `base.TrainerEnd`."""
+        with self._pushing() as push:
+            push.send(bucket, digests)
+
+    def finish(self) -> float:
+        """See `base.TrainerEnd`."""
+        with self._pushing() as push:
+            return push.finish()
+
+    def call_off(self, error: BaseException) -> None:
+        """See `base.TrainerEnd`; what has left here may be half-way at a rank, to which the group is of no use then."""
+        if self._push is not None:
+            self._push.talk.call_off(error)
+            self._leave()
+            self._push = None
+
+    def dismiss(self, engine: str) -> None:
+        """See `base.TrainerEnd`; the group is one short."""
+        if engine in self._known:
+            self._leave()
+
+    def forget(self) -> None:
+        """See `base.TrainerEnd`."""
+        self._push = None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.drop(self._push.works if self._push is not None else ())
+        self._group = self._asked = self._store = None
+        self._known = {}
+
+    def close(self) -> None:
+        """Leave the group, release the socket; idempotent."""
+        self._leave()
+        self._control.close()
+
+
+class _Push:
+    """One push of the trainer end."""
+
+    def __init__(
+        self, group: Group, talk: Talk, arena: Arena, plan: UpdateRequest, layout: Layout, helpers: Helpers | None
+    ):
+        self._group, self.talk, self._arena, self.plan, self._layout = group, talk, arena, plan, layout
+        #: By bucket; none for what is empty, or travels in another rank's lane.
+        self.works: list[Any] = []
+        self._sent = -1
+        self._helpers = helpers
+        #: How many ranks send.
+        self._lanes = 1
+
+    def send(self, bucket: int, digests: Digests) -> None:
+        size, nbytes, deadline = self.plan.bucket_bytes, self._layout.nbytes, self.talk.deadline
+        if not bucket and (helpers := self._helpers) is not None and helpers.filled:
+            self._lanes = helpers.size
+            helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
+            self.talk.watch = lambda: helpers.check(deadline)
+        lane = bucket % self._lanes
+        self.talk.announce(bucket, digests, lane)
+        slot = (bucket % self.plan.slots) * size
+        data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
+        own = not lane and data.numel()
+        self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
+
+    def sent(self, bucket: int) -> None:
+        """Wait until a bucket, and all before it, have left; those of the other ranks are not looked at."""
+        while self._sent < bucket:
+            work, number = self.works[self._sent + 1], self._sent + 1
+            if work is not None:
+                self.talk.wait(
+                    lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
+                    f"bucket {number} to be broadcast", parallel_broadcast.LOOK_S,
+                )  # fmt: skip
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    gone = self.talk.call_off(error) or self.talk.without(number)
+                    raise TransferFailed(
+                        f"bucket {number} could not be broadcast to {', '.join(sorted(map(str, gone)))}: {error}"
+                    ) from error
+            self._sent += 1
+
+    def finish(self) -> float:
+        last = len(self.works) - 1
+        self.sent(last)
+        if self.plan.stream:
+            self.talk.all_taken(last)
+        verify_s = self.talk.all_prepared("the ranks to hold and verify everything")
+        if (senders := self.senders) is not None:
+            senders.answered("to broadcast its part", self.talk.deadline)
+        return verify_s
+
+    @property
+    def senders(self) -> Helpers | None:
+        """The others, where they send too."""
+        return self._helpers if self._lanes > 1 else None
+
+
+@contextlib.contextmanager
+def _naming(helping: Callable[[], Helpers | None]) -> Iterator[None]:
+    """What goes wrong inside names the ranks of the trainer that are ``helping`` by then and do not run."""
+    try:
+        yield
+    except WeightSyncError as error:
+        told = helpers.blamed(error) if (helpers := helping()) is not None else error
+        if told is error:
+            raise
+        raise told from error
+
+
+class Engine:
+    """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._control = EngineControl(remote=True)
+        self.check, self.confirm = self._control.check, self._control.confirm
+        #: One a lane.
+        self._joinings: list[Joining] = []
+        #: Where buckets go that have no stage: made once.
+        self._buckets: list[torch.Tensor] = []
+        self._incoming: Incoming | None = None
+
+    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
+        """See `base.EngineEnd`; checks what can be, then joins in a thread."""
+        if not isinstance(asked, InitNcclGroup):
+            raise UnsupportedOption(f"nccl has no use for {type(asked).__name__}")
+        number = asked.rank_offset + rank
+        if asked.backend == "nccl" and self._device.type != "cuda":
+            raise UnsupportedOption(f"rank {rank} is on {self._device.type}, where there is no NCCL: use gloo")
+        here = groups.reach(asked, rank)
+        self._leave()
+        self._joinings = [
+            Joining(parallel_broadcast.lane_of(asked, lane), number, here) for lane in range(asked.senders)
+        ]
+        uuid = device_uuid(self._device)
+        return http.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
+
+    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
+        """See `base.EngineEnd`."""
+        if not self._joinings:
+            raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
+        deadline = Deadline(request.timeout_s)
+        joined = [joining.wait(deadline, over) for joining in self._joinings]
+        name = joined[0].name
+        call, offer = self._control.meet(request, parts, rank, (name,), over)
+        if offer.arena != name:
+            raise TransferFailed(f"rank {rank} is in the group {name}, the push comes by {offer.arena}")
+        self._incoming = Incoming(call, request, parts.layout, joined, self._provide)
+        return self._incoming
+
+    def _provide(self, nbytes: int) -> list[torch.Tensor]:
+        if not self._buckets or self._buckets[0].numel() < nbytes:
+            self._buckets.clear()
+            self._buckets += [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        return self._buckets
+
+    def fail(self, push: str, error: BaseException) -> None:
+        """See `base.EngineEnd`; a group with a broadcast half-way is of no use any more."""
+        self._control.fail(push, error)
+        if self._incoming is not None and self._incoming.pending:
+            self._leave()
+
+    def release(self, address: str) -> bool:
+        """See `base.EngineEnd`."""
+        if address != self._control.address:
+            return False
+        self._control.hang_up()
+        self._leave()
+        return True
+
+    def _leave(self) -> None:
+        works = [posted.work for posted in self._incoming.pending] if self._incoming is not None else []
+        while self._joinings:
+            self._joinings.pop().leave(works)
+            self._buckets.clear()  # a broadcast that was given up may still write there
+        self._incoming = None
+
+    def close(self) -> None:
+        """Leave the group, release the socket; idempotent."""
+        self._leave()
+        self._control.close()
+
+
+class _Posted(NamedTuple):
+    """A broadcast: what announced it, what torch calls a work, where it writes."""
+
+    filled: Filled
+    work: Any
+    place: torch.Tensor
+
+
+class Incoming:
+    """See `base.Incoming`."""
+
+    whole: torch.Tensor | None = None
+
+    def __init__(
+        self, call: Call, request: UpdateRequest, layout: Layout, joined: Sequence[Group],
+        provide: Callable[[int], list[torch.Tensor]],
+    ):  # fmt: skip
+        self._call, self._request, self._layout, self._joined, self._provide = call, request, layout, joined, provide
+        self.arena = joined[0].name
+        #: Broadcasts that are under way.
+        self.pending: deque[_Posted] = deque()
+
+    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
+        """See `base.Incoming`; the broadcast after the one that is waited for is posted as soon as it is announced."""
+        size, count = self._request.bucket_bytes, self._layout.buckets(self._request.bucket_bytes)
+        own = self._provide(size) if stage is None else []
+        # Without a stage the other buffer is still being read.
+        ahead = parallel_broadcast.IN_FLIGHT * len(self._joined) if stage is not None else 1
+        announced: deque[Filled] = deque()
+        heard = posted = 0
+        for number in range(count):
+            while not self.pending or ((work := self.pending[0].work) is not None and not work.is_completed()):
+                self._call.check(f"the broadcast of bucket {number}")
+                while announced and len(self.pending) < ahead:
+                    nbytes = min(size, self._layout.nbytes - posted * size)
+                    place = own[posted % 2] if stage is None else stage[posted * size :]
+                    self.pending.append(self._post(announced.popleft(), place[:nbytes]))
+                    posted += 1
+                message = self._call.heard(parallel_broadcast.LOOK_S if self.pending else LOOK_UP_S)
+                if message is not None:
+                    announced.append(self._call.expect(message, heard))
+                    heard += 1
+            filled, work, place = self.pending[0]
+            with self._call.explained():
+                self._ended(number, work)
+            self.pending.popleft()
+            self._call.taken(number)
+            yield Bucket(number, place, filled.digests)
+
+    def _ended(self, number: int, work: Any) -> None:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
+
+    def _post(self, filled: Filled, place: torch.Tensor) -> _Posted:
+        if filled.lane >= len(self._joined):
+            raise TransferFailed(f"bucket {filled.index} comes from trainer rank {filled.lane}, of {len(self._joined)}")
+        group = self._joined[filled.lane]
+        work = group.broadcast(place, self._call.deadline.left()) if place.numel() else None
+        return _Posted(filled, work, place)

@@ -1,0 +1,1 @@
+"""One-sided reads, and writes, by NIXL."""

@@ -1,0 +1,46 @@
+"""One SGLang scheduler rank as a sink of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from sglang_weightsync import compat, compat_loading
+from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.expected_checkpoint import expected_of
+
+
+class SglangSink:
+    """See `weightsync.engine.adapter.Sink`."""
+
+    def __init__(self, scheduler: Any):
+        self._scheduler = scheduler
+        self.rank = compat.rank_of(scheduler)
+        self.device = compat.device_of(scheduler)
+
+    def expected(self) -> Expected:
+        """The checkpoint that the engine was started with."""
+        model, revision, dtype = compat.model_source(self._scheduler)
+        return expected_of(model, revision=revision, dtype=dtype)
+
+    def opened(self) -> Opened | str:
+        """The model's own loader, within a begin/end session."""
+        found = compat_loading.recordable(self._scheduler)
+        if isinstance(found, str):
+            return found
+        model, load = found
+        return Opened(model, load, lambda: compat_loading.written_by_others(self._scheduler))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Through SGLang's begin/end session."""
+        compat_loading.load(self._scheduler, weights)
+
+    def digest(self) -> str:
+        """Of every parameter and buffer."""
+        return compat_loading.digest(self._scheduler)
+
+    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """`digest` of a scheduler freshly started on these weights."""
+        return compat_loading.fresh_digest(self._scheduler, weights)

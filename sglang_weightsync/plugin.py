@@ -1,0 +1,43 @@
+"""What is hooked into SGLang.
+
+SGLang loads this in its CLI, server, scheduler and detokenizer processes, and logs failures without stopping.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_weightsync import compat
+
+logger = logging.getLogger(__name__)
+
+
+def place() -> None:
+    """Register the message types and the hooks; SGLang calls it once a process."""
+    if reason := compat.check(compat.NEEDED):
+        logger.error("%s; the routes of weightsync are absent", reason)
+        return
+    from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+
+    compat.hook(WeightsyncReqInput, WeightsyncReqOutput, _add_routes, _add_handler)
+
+
+def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
+    from sglang_weightsync.front_end import SglangFrontEnd
+    from weightsync.engine.front_end import Replica
+    from weightsync.engine.routes import HealthGuard, admin_routes
+    from weightsync.protocol import auth
+
+    if compat.serve_by_workers(server_args, "sglang_weightsync.refusing:app"):
+        return
+    replica = Replica(SglangFrontEnd(server_args, tokenizer_manager))
+    compat.app_routes().append(admin_routes(lambda: replica, auth.engine_token()))
+    compat.app_routes().insert(0, HealthGuard(lambda: replica))
+
+
+def _add_handler(scheduler: Any) -> None:
+    from sglang_weightsync.messages import WeightsyncReqInput
+    from sglang_weightsync.rank import Handler
+
+    compat.handle(scheduler, WeightsyncReqInput, Handler(scheduler))

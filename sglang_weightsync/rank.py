@@ -1,0 +1,163 @@
+"""What a scheduler rank does with our request. No exception leaves here: one would take the whole server down."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang_weightsync import compat, compat_loading, compat_pause, gather
+from sglang_weightsync.adapter import SglangSink
+from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from weightsync.engine.rank_methods import handle
+from weightsync.engine.receiver import Receiver
+from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.protocol import http
+
+logger = logging.getLogger(__name__)
+
+
+class Handler:
+    """One rank's handler of `WeightsyncReqInput`, called from the scheduler's loop.
+
+    Whatever a rank does in a step it does under `_exchange`: it catches its own exceptions and then takes part in the
+    gather, so that no rank waits for another's reply and all decide alike.
+    """
+
+    def __init__(self, scheduler: Any):
+        self._scheduler = scheduler
+        self._made: Receiver | None = None
+        self._dirty = False
+
+    def __call__(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
+        """Run it on this rank, and answer with every rank's reply."""
+        try:
+            if request.method == "weightsync_commit":
+                return self._commit(request)
+            return WeightsyncReqOutput(call=request.call, replies=self._everywhere(request, request.method))
+        except Exception as error:
+            logger.exception("%s failed", request.method)
+            return WeightsyncReqOutput(call=request.call, replies=[_failed(error)])
+
+    def _receiver(self) -> Receiver:
+        if self._made is None:
+            if reason := compat.lacking(self._scheduler):
+                raise UnsupportedOption(reason)
+            self._made = Receiver(SglangSink(self._scheduler))
+        return self._made
+
+    def _everywhere(self, request: WeightsyncReqInput, method: str) -> list[bytes]:
+        def receiver() -> Receiver:
+            found = self._receiver()
+            if method.startswith(http.UPDATE) or method == "weightsync_ready":
+                self._check(method, request.payload)
+            return found
+
+        return self._gather(handle(receiver, method, request.payload))
+
+    def _check(self, method: str, payload: bytes) -> None:
+        """Raise `UnsupportedOption` for what SGLang would refuse or get wrong once a push is under way."""
+        if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler):
+            raise UnsupportedOption(reason)
+        deep = method.startswith(http.UPDATE) and http.verify_of(payload) == "deep"
+        if deep and (reason := compat.lacking_for_deep(self._scheduler)):
+            raise UnsupportedOption(
+                f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"'
+            )
+
+    def _exchange(self, step: Callable[[], None]) -> list[bytes]:
+        try:
+            step()
+            mine = _DONE
+        except Exception as error:
+            if not isinstance(error, WeightSyncError):
+                logger.exception("a step of the commit failed")
+            mine = _failed(error)
+        return self._gather(mine)
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        return gather.all_replies(mine, compat.cpu_group(self._scheduler))
+
+    def _commit(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
+        """Every rank ready, stop, apply, drop caches, set the version, go on: between two steps of the scheduler.
+
+        A rank that is not ready or cannot stop leaves all as they were. After a later failure they stay stopped, unless
+        all could be brought back.
+        """
+        asked = http.from_json(request.payload, http.CommitRequest)
+        replies = self._everywhere(request, "weightsync_ready")
+        if _any_failed(replies):
+            return WeightsyncReqOutput(call=request.call, replies=replies)
+        begin = time.perf_counter()
+        replies = self._exchange(lambda: self._stop(asked))
+        if _any_failed(replies):
+            if not self._dirty:
+                compat_pause.let_go(self._scheduler)
+            return WeightsyncReqOutput(call=request.call, replies=replies)
+        mark, dirty = time.perf_counter(), self._dirty
+        self._dirty = True
+        replies = self._everywhere(request, "weightsync_commit")
+        done = time.perf_counter()
+        finished = replies
+        if not _any_failed(replies):
+            finished = replies = self._exchange(lambda: self._finish(asked, asked.version))
+        elif restored := self._brought_back(request, asked, replies):
+            finished = restored
+        if not _any_failed(finished):
+            self._dirty = dirty and finished is not replies
+            if not self._dirty:
+                compat_pause.let_go(self._scheduler)
+        if self._dirty:
+            # Requests that were to keep their KV cannot: SGLang's watchdog takes a paused batch for a hung one.
+            compat_pause.hold(self._scheduler, retract=True)
+        return WeightsyncReqOutput(
+            call=request.call,
+            replies=replies,
+            pause_s=time.perf_counter() - begin,
+            apply_s=done - mark,
+            restored=finished is not replies and not _any_failed(finished),
+            dirty=self._dirty and not dirty,
+        )
+
+    def _brought_back(
+        self, request: WeightsyncReqInput, asked: http.CommitRequest, replies: list[bytes]
+    ) -> list[bytes]:
+        """After a commit that failed on some rank: what came of loading the version before on every one."""
+        if not all(_unchanged(reply) for reply in replies):
+            restored = self._everywhere(request, "weightsync_restore")
+            if _any_failed(restored):
+                return restored
+        return self._exchange(lambda: self._finish(asked, ""))
+
+    def _stop(self, asked: http.CommitRequest) -> None:
+        if reason := compat.not_now(self._scheduler):
+            raise TransferFailed(f"{reason}; nothing was changed")
+        compat_pause.hold(self._scheduler, retract=asked.pause != "keep")
+        if asked.pause != "keep" and not compat.is_idle(self._scheduler):
+            raise TransferFailed(
+                "requests hold KV that cannot be given up now (grammars being compiled, for one); nothing was changed, "
+                "push again"
+            )
+
+    def _finish(self, asked: http.CommitRequest, version: str) -> None:
+        if asked.pause != "keep" and not compat.flush_cache(self._scheduler):
+            raise ApplyFailed("SGLang did not flush the caches of the old weights; push again", weights="dirty")
+        if version:
+            compat.set_rank_version(self._scheduler, version)
+
+
+_DONE = http.to_json(http.RankReply())
+
+
+def _any_failed(replies: list[bytes]) -> bool:
+    return any(http.from_json(reply, http.RankReply).error is not None for reply in replies)
+
+
+def _unchanged(reply: bytes) -> bool:
+    error = http.from_json(reply, http.RankReply).error
+    return error is not None and error.weights == "unchanged"
+
+
+def _failed(error: BaseException) -> bytes:
+    return http.to_json(http.RankReply(error=http.error_reply(error)))

@@ -1,0 +1,52 @@
+"""One vLLM worker as a sink of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm_weightsync import compat
+from weightsync.engine.adapter import Expected, Sealed
+from weightsync.engine.expected_checkpoint import expected_of
+from weightsync.errors import UnsupportedOption
+from weightsync.protocol.http import verify_of
+
+
+def check_deep(payload: str) -> None:
+    """Raise `UnsupportedOption` if a `http.UpdateRequest` asks for ``verify="deep"``, and vLLM lacks what it needs."""
+    if verify_of(payload) == "deep" and (reason := compat.check(compat.DEEP)):
+        raise UnsupportedOption(f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"')
+
+
+class VllmSink:
+    """See `weightsync.engine.adapter.Sink`."""
+
+    def __init__(self, worker: Any):
+        if reason := compat.check(compat.WORKER):
+            raise UnsupportedOption(reason)
+        self._worker = worker
+        self.rank = compat.worker_rank(worker)
+        self.device = compat.worker_device(worker)
+
+    def expected(self) -> Expected:
+        """The checkpoint that the engine was started with."""
+        config = compat.model_config(self._worker)
+        return expected_of(config.model, revision=config.revision, dtype=str(config.dtype).removeprefix("torch."))
+
+    def opened(self) -> Sealed:
+        """Nothing but the reload path knows how layers are packed."""
+        return Sealed(compat.model(self._worker), compat.why_reload(self._worker))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Through vLLM's reload path."""
+        compat.reload(self._worker, weights)
+
+    def digest(self) -> str:
+        """Of every weight, packed ones included."""
+        return compat.digest(self._worker)
+
+    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """`digest` of a worker freshly started on these weights."""
+        return compat.fresh_digest(self._worker, weights)

@@ -1,0 +1,202 @@
+"""The routes in vLLM's API server, and the commit as vLLM does it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+
+from vllm_weightsync import compat, compat_config
+from vllm_weightsync.rank import WorkerExtension
+from weightsync.engine.front_end import Replica, restored
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
+from weightsync.engine.routes import HealthGuard, admin_routes
+from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
+from weightsync.protocol import auth, http
+from weightsync.trainer.client import START_LINES
+
+logger = logging.getLogger(__name__)
+
+#: The engine core answers within a step, unless it is loading weights.
+_LOOK_S = 2.0
+#: A trainer waits for the error.
+_TELL_S = 0.5
+_KEEP_REASON = (
+    "requests in flight would go on with KV of the old weights, and the prefix cache would hand that KV to others; "
+    "start the engine with --no-enable-prefix-caching"
+)
+
+
+class EndpointPlugin:
+    """vLLM's ``EndpointPlugin``: attaches the routes, then learns the engine client they act through."""
+
+    name = "weightsync"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._found: Replica | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the admin routes; without a key there are none."""
+        app.router.routes.append(admin_routes(self._replica, auth.engine_token()))
+        app.router.routes.insert(0, HealthGuard(lambda: self._found))
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Remember the engine; a render-only server has none."""
+        if engine_client is not None:
+            front = VllmFrontEnd(engine_client, getattr(args, "api_server_count", 1) or 1)
+            await front.hold_from_start()
+            self._found = Replica(front)
+
+    def _replica(self) -> Replica:
+        if self._found is None:
+            raise UnsupportedOption("this server has no engine to update")
+        return self._found
+
+
+class VllmFrontEnd:
+    """See `weightsync.engine.front_end.FrontEnd`."""
+
+    engine = "vllm"
+
+    def __init__(self, engine_client: Any, servers: int):
+        self._client = engine_client
+        self.engine_version = compat.version()
+        config = engine_client.vllm_config
+        self.model = str(config.model_config.model)
+        self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
+        self.waits = compat.waits_for_initial_weights(engine_client)
+        self._version = ""
+        self._unsupported = compat.check(compat.SERVER) or compat_config.unsupported(config, servers)
+        self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
+        if reason := compat.check(compat.DEEP):
+            self.off['verify="deep"'] = reason
+        if not self._unsupported and not compat.can_ask_core():
+            self._unsupported = (
+                "weightsync's general plugin is not loaded: VLLM_PLUGINS must name weightsync, and `pip install` must "
+                "have installed it with its entry points"
+            )
+        if self._unsupported:
+            logger.error("%s; pushes will be refused", self._unsupported)
+
+    async def hold_from_start(self) -> None:
+        """Let an engine that waits for its first push generate nothing before."""
+        if self.waits and compat.can_ask_core():
+            await self._hold("keep", "this engine waits for its first push")
+        elif self.waits:
+            await compat.pause(self._client)
+
+    async def version(self) -> str:
+        """vLLM's own weight version; what it was last where the engine core is loading, or frozen."""
+        with contextlib.suppress(PushTimeout):
+            self._version = str(await self._answer(self._client.get_weight_version(), "get_weight_version", _LOOK_S))
+        return self._version
+
+    async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float = COMMIT_CALL_S) -> Any:
+        return await compat.answer(self._client, call, what, timeout_s)
+
+    async def _hold(self, mode: str, refused: str = "", timeout_s: float = COMMIT_CALL_S) -> None:
+        await compat.hold(self._client, mode, refused, timeout_s)
+
+    async def call(self, method: str, payload: bytes) -> Sequence[str]:
+        """Through the worker extension."""
+        self._check_loaded()
+        if method.startswith(http.UPDATE) or method == "weightsync_ready":
+            await self._check_awake()
+        return await compat.call_workers(self._client, method, payload.decode())
+
+    def _check_loaded(self) -> None:
+        # Before any worker is called: a call that workers do not know would upset vLLM's own bookkeeping of replies.
+        extension = compat.extension_class(self._client)
+        if extension is None or not issubclass(extension, WorkerExtension):
+            raise PluginNotLoaded(
+                "the routes are loaded, the worker extension is not. Start it as: "
+                f"{START_LINES['vllm'].format(model=self.model)} (or derive your own extension class from it)"
+            )
+        if self._unsupported:
+            raise UnsupportedOption(self._unsupported)
+
+    async def _check_awake(self) -> None:
+        # KV may sleep: it is dropped anyway.
+        if "weights" in await compat.asleep(self._client, COMMIT_CALL_S):
+            raise UnsupportedOption(
+                "the memory of this vLLM's weights sleeps, and cannot be written: wake it first, with "
+                'POST /wake_up?tags=weights or LLM.wake_up(tags=["weights"])'
+            )
+
+    async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
+        """Pause, reload, drop caches, set the version, resume."""
+        try:
+            return await self._commit(request, call, stopped)
+        except BaseException as error:
+            if not isinstance(error, WeightSyncError) or error.weights != "unchanged":
+                await self._stay_stopped(error)
+            raise
+
+    async def _stay_stopped(self, error: BaseException) -> None:
+        """Nobody resumes this engine before a full push has committed: it holds what it must not serve."""
+        reason = f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
+        try:
+            await self._hold("", reason, _TELL_S)
+        except Exception as second:  # it stays held, and hears why as soon as it listens
+            logger.error("vLLM's engine core was not told yet why it stays stopped: %s", second)
+
+    async def _commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
+        begin = time.perf_counter()
+        seconds: dict[str, float] = {}
+        if not stopped:
+            await self._pause(request)
+        seconds["pause"] = time.perf_counter() - begin
+        payload = http.to_json(request)
+        failed: WeightSyncError | None = None
+        mark = time.perf_counter()
+        try:
+            settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
+        except WeightSyncError as error:
+            failed = await restored(error, call, payload)
+            if failed.weights != "unchanged":
+                raise failed from error
+        seconds["apply"] = time.perf_counter() - mark
+        mark = time.perf_counter()
+        try:
+            # Also after a drain: an engine that somebody else has paused may hold requests that do not finish.
+            await self._drop_caches(stopped or failed is not None or request.pause != "keep", request.pause)
+            if failed is None:
+                await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
+                self._version = request.version
+            seconds["caches"] = time.perf_counter() - mark
+            mark = time.perf_counter()
+            if failed is None or not stopped:
+                await compat.let_go(self._client, COMMIT_CALL_S)
+        except Exception as error:
+            raise ApplyFailed(f"vLLM failed half-way through the commit ({error})", weights="dirty") from error
+        if failed is not None:
+            raise failed
+        end = time.perf_counter()
+        seconds["resume"] = end - mark
+        return http.CommitReply(version=request.version, pause_s=end - begin, seconds=seconds)
+
+    async def _pause(self, request: http.CommitRequest) -> None:
+        # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
+        mode = "keep" if request.pause == "retract" else request.pause
+        try:
+            await self._hold(mode, timeout_s=request.timeout_s)
+        except PushTimeout as error:
+            await compat.let_go(self._client, COMMIT_CALL_S)
+            raise PushTimeout(
+                f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
+                "nothing was changed"
+            ) from error
+
+    async def _drop_caches(self, drop_running: bool, pause: http.PauseMode) -> None:
+        reset = self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)
+        dropped = await self._answer(reset, "reset_prefix_cache")
+        if not dropped and pause != "keep":
+            raise ApplyFailed("vLLM did not drop the prefix cache of the old weights; push again", weights="dirty")
+        await self._answer(self._client.reset_encoder_cache(), "reset_encoder_cache")
