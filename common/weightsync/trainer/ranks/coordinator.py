@@ -1,4 +1,4 @@
-"""Trainer side: the processes of one trainer, of which rank 0 alone talks to the engines.
+"""Rank 0 of a trainer of several processes, which alone talks to the engines.
 
 Every public call of a `Sender` is one conversation: each rank greets rank 0, does what rank 0 asks, and is told how it
 ended. What one rank raises, all raise. The messages are JSON, in the store of the trainer's process group.
@@ -14,13 +14,9 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any, Final, TypeVar
 
 import msgspec
-import torch
-import torch.distributed as dist
 
-from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import (
-    PushTimeout,
     TransferFailed,
     UnsupportedOption,
     Weights,
@@ -37,50 +33,32 @@ from weightsync.tensors.subset import Demand, Found
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
+from weightsync.trainer.ranks.conversation import EARLIER_S, HEARD_S, LOOK_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
     Done,
     Fill,
     Greeting,
     Hash,
-    Mail,
     Over,
     ToRank,
     Welcome,
     raised,
     trouble_of,
 )
-from weightsync.transports.base import Assistant
-from weightsync.transports.registry import ASSISTANTS
 
-#: How long after their deadline the others wait for rank 0 to say how it ended. Rank 0 knows who is missing and should
-#: be the one to say so, may still have to ask the engines what became of a commit, and so ends that much earlier.
-_GRACE_S: Final = 1.0
-_EARLIER_S: Final = 0.5
-#: How long rank 0 lets the others hear how it ended before it closes: the store may end with it.
-_HEARD_S: Final = 2.0
-_LOOK_S: Final = 0.002
 #: From a lost connection until the process at its other end is seen to have ended.
 _ENDS_S: Final = 0.3
 _T = TypeVar("_T")
 
 
-def crew() -> Crew | None:
-    """The ranks of the trainer that this process is one of; None if it is the only one."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    return Crew(dist.get_rank(), dist.get_world_size())
+class Coordinator(Ranks):
+    """Rank 0 of ``size`` processes."""
 
-
-class Crew:
-    """Of ``size`` processes, the one with this ``rank`` in the default process group."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-        self._mail = Mail()
-        self._session = ""
-        self._others = range(1, size)
-        #: Rank 0: the other side of each conversation, the number of messages sent, and the last of them.
+    def __init__(self, size: int):
+        super().__init__()
+        self._size, self._others = size, range(1, size)
+        #: The other side of each conversation, the number of messages sent, and the last of them.
         self._nonces: dict[int, str] = {}
         self._count: dict[int, int] = {}
         self._last: dict[int, str] = {}
@@ -94,48 +72,16 @@ class Crew:
         #: What they hash, by name.
         self._demand: Set[str] = frozenset()
         self._ordered: dict[int, Orders] = {}
-        #: The others: what rank 0 knows, what it has asked for, and the arenas that are mapped, by name.
-        self._known: tuple[Held, ...] | None = None
-        self._mine: Orders | None = None
-        self._arenas: dict[str, torch.Tensor] = {}
-        self._filling: tuple[torch.Tensor, str] | None = None
-        self._assistants: dict[str, Assistant] = {}
-        self._source: Source | None = None
 
-    def run(
-        self, what: str, kind: Any, deadline: Deadline, act: Callable[[Source | None, Deadline], _T],
-        offer: Callable[[], Source] | None, engines: Callable[[Deadline], Mapping[str, Weights]],
-    ) -> _T:  # fmt: skip
-        """Have rank 0 ``act``, and every rank return what that returns, which is of type ``kind``, or raise the same.
-
-        ``offer`` opens what this rank has to send. ``engines`` are what they serve if nothing has happened to them. The
-        first of the ranks' deadlines is that of all.
-        """
-        try:
-            trouble: Exception | None = None
-            try:
-                self._source = offer() if offer is not None else None
-            except Exception as error:
-                trouble = error
-            if self.rank:
-                followed: _T = self._follow(what, kind, deadline, trouble)
-                return followed
-            return self._lead(what, deadline, trouble, act, engines)
-        except WeightSyncError as error:
-            if not error.engines:
-                error.settle(
-                    {url: max(error.weights, now, key=errors.SEVERITY.index) for url, now in engines(deadline).items()}
-                )
-            raise
-        finally:
-            self._source = None
-
-    # --- rank 0 -------------------------------------------------------------------------------------------------------
-
-    def _lead(
-        self, what: str, deadline: Deadline, trouble: Exception | None,
-        act: Callable[[Source | None, Deadline], _T], engines: Callable[[Deadline], Mapping[str, Weights]],
-    ) -> _T:  # fmt: skip
+    def _take_part(
+        self,
+        what: str,
+        kind: Any,
+        deadline: Deadline,
+        trouble: Exception | None,
+        act: Act[_T],
+        engines: Callable[[Deadline], Mapping[str, Weights]],
+    ) -> _T:
         self._nonces.clear()
         self.filled = False
         try:
@@ -160,7 +106,7 @@ class Crew:
     def _gather(self, what: str, deadline: Deadline) -> None:
         """Greet every other rank. Raises what the first of them that is in trouble has raised."""
         keys = {rank: self._key(rank) for rank in self._others}
-        to = f"to {what} (in a process group of {self.size} every rank builds a Sender and calls the same of it)"
+        to = f"to {what} (in a process group of {self._size} every rank builds a Sender and calls the same of it)"
         came: dict[int, bytes] = {}
         greetings: dict[int, Greeting] = {}
         try:
@@ -171,7 +117,7 @@ class Crew:
         if not self._session:
             self._welcome(greetings, deadline)
         deadline.advance(
-            min(greeting.moment for greeting in greetings.values()) - min(_EARLIER_S, deadline.seconds / 10)
+            min(greeting.moment for greeting in greetings.values()) - min(EARLIER_S, deadline.seconds / 10)
         )
         for rank, greeting in greetings.items():
             if greeting.what != what:
@@ -185,7 +131,7 @@ class Crew:
 
     def _greeted(self, rank: int, greeting: Greeting) -> Greeting:
         if rank in self._last:
-            self._mail.drop(self._last.pop(rank), Deadline(_HEARD_S))  # it may not have heard how the last one ended
+            self._mail.drop(self._last.pop(rank), Deadline(HEARD_S))  # it may not have heard how the last one ended
         self._nonces[rank], self._count[rank] = greeting.nonce, 0
         if greeting.space == arenas.process_space():
             self._mail.pids[rank] = greeting.pid
@@ -208,7 +154,7 @@ class Crew:
         """Who provides what, given what all have greeted with. Raises `SourceError`."""
         if self._plan is None or self._held.get(0) != source.held:
             self._held[0] = source.held
-            self._plan, self._orders = plan([self._held[rank] for rank in range(self.size)]), []
+            self._plan, self._orders = plan([self._held[rank] for rank in range(self._size)]), []
         return self._plan
 
     def fill(
@@ -265,7 +211,7 @@ class Crew:
         """See `base.Helpers`."""
         until = Deadline(_ENDS_S)
         while not (faulty := [rank for rank in self._others if not self._mail.runs(rank)]) and until.left():
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         if not faulty or self._mail.named(faulty) in str(error):
             return error
         message = f"{error}; {self._mail.named(faulty)} was to send its part"
@@ -298,105 +244,16 @@ class Crew:
         """Best effort: who cannot be told finds out by its own deadline."""
         for rank in self._nonces:
             try:
-                self._say(rank, over, Deadline(_HEARD_S))
+                self._say(rank, over, Deadline(HEARD_S))
             except WeightSyncError:
                 return
 
-    # --- the others ---------------------------------------------------------------------------------------------------
-
-    def _follow(self, what: str, kind: Any, deadline: Deadline, trouble: Exception | None) -> Any:
-        patient, nonce, key = deadline.extended(_GRACE_S), secrets.token_hex(8), self._key(self.rank)
-        held = self._source.held if self._source is not None else None
-        greeting = Greeting(
-            nonce, what, os.getpid(), arenas.host_id(), arenas.process_space(), deadline.moment,
-            None if held == self._known else held, trouble_of(trouble) if trouble is not None else None,
-        )  # fmt: skip
-        self._known, known = None, held if held is not None else self._known
-        self._mail.put(key, http.to_json(greeting), patient, "trainer rank 0")
-        number, last = 1, key
-        try:
-            while True:
-                down = {0: f"{nonce}/down/{number}"}
-                came: dict[int, bytes] = {}
-                self._mail.take(down, came, patient, f"to {what}")
-                message: ToRank = msgspec.json.decode(came[0], type=ToRank)
-                if isinstance(message, Over):
-                    if message.trouble is not None:
-                        raise raised(message.trouble) from trouble
-                    self._known = known
-                    return msgspec.json.decode(message.result, type=kind)
-                if isinstance(message, Welcome):
-                    self._session = message.session
-                    if message.space == arenas.process_space():
-                        self._mail.pids[0] = message.pid
-                else:
-                    last = f"{nonce}/up/{number}"
-                    after = f"{nonce}/down/{number + 1}"
-                    done, trouble = self._attempt(message, lambda: self._still_wanted(after, patient))  # noqa: B023 - called here
-                    self._mail.put(last, http.to_json(done), patient, "trainer rank 0")
-                number += 1
-        except BaseException as error:
-            with contextlib.suppress(WeightSyncError):
-                self._mail.drop(last, Deadline(_HEARD_S))
-            if isinstance(error, (PushTimeout, TransferFailed)) and not error.engines:
-                error.weights = "unknown"  # rank 0 would know
-            raise
-
-    def _still_wanted(self, after: str, deadline: Deadline) -> None:
-        """Raise where rank 0 has said more since, or says no more."""
-        if self._mail.unread(after, deadline):
-            raise TransferFailed("the push was called off")
-        if self._mail.ended(0):
-            raise TransferFailed(f"{self._mail.named([0])}: it was to end the push")
-
-    def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[Done, Exception | None]:
-        try:
-            if isinstance(message, Assist):
-                self._assist(message, check)
-                return Done(), None
-            return Done(self._work(message)), None
-        except Exception as error:
-            return Done(trouble=trouble_of(error)), error
-
-    def _assist(self, message: Assist, check: Callable[[], None]) -> None:
-        if message.transport not in self._assistants:
-            self._assistants[message.transport] = ASSISTANTS[message.transport](self.rank)
-        stream = self._filling[0] if self._filling is not None else None
-        try:
-            self._assistants[message.transport].assist(bytes(message.body), stream, check)
-        except (RuntimeError, OSError) as error:
-            raise TransferFailed(f"it could not help {message.transport}: {error}") from error
-
-    def _work(self, message: Fill | Hash) -> Work:
-        if isinstance(message, Fill):
-            for name in self._arenas.keys() - set(message.alive):
-                del self._arenas[name]
-            if message.arena not in self._arenas:
-                self._arenas[message.arena] = arenas.attach(message.handle)
-            self._mine = message.orders if message.orders is not None else self._mine
-            self._filling = self._arenas[message.arena], message.algorithm
-        assert self._filling is not None, "an arena comes first"
-        assert self._mine is not None, "orders come with the first push"
-        stream, algorithm = self._filling
-        if isinstance(message, Hash):
-            return assembly.hash_parts(self._mine.hash, stream, algorithm)
-        assert self._source is not None, "only a push asks for weights"
-        return assembly.write(self._source, self._mine.write, stream, algorithm)
-
-    # --- both ---------------------------------------------------------------------------------------------------------
-
-    def _key(self, rank: int) -> str:
-        return f"{self._session or 'build'}/{rank}"
-
     def close(self) -> None:
-        """Release memory and connection; rank 0 first lets the others hear how the last call ended. Idempotent."""
-        deadline, self._filling = Deadline(_HEARD_S), None
-        self._arenas.clear()
-        while self._assistants:
-            self._assistants.popitem()[1].close()
+        """Release the connection, once the others have heard how the last call ended. Idempotent."""
+        deadline = Deadline(HEARD_S)
         with contextlib.suppress(WeightSyncError):
             for rank in [rank for rank in self._last if self._mail.runs(rank)]:
                 while deadline.left() and self._mail.unread(self._last[rank], deadline):
-                    time.sleep(_LOOK_S)
+                    time.sleep(LOOK_S)
         self._last.clear()
         self._mail.close()

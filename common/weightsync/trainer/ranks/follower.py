@@ -1,0 +1,152 @@
+"""A rank of a trainer other than rank 0: it does what rank 0 asks, see `coordinator`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    PushTimeout,
+    TransferFailed,
+    Weights,
+    WeightSyncError,
+)
+from weightsync.memory import arenas
+from weightsync.protocol import http
+from weightsync.tensors.held import Held
+from weightsync.trainer.ranks import assembly
+from weightsync.trainer.ranks.assembly import Orders, Work
+from weightsync.trainer.ranks.conversation import GRACE_S, HEARD_S, Act, Ranks
+from weightsync.trainer.ranks.messages import (
+    Assist,
+    Done,
+    Fill,
+    Greeting,
+    Hash,
+    Over,
+    ToRank,
+    Welcome,
+    raised,
+    trouble_of,
+)
+from weightsync.transports.base import Assistant
+from weightsync.transports.registry import ASSISTANTS
+
+_T = TypeVar("_T")
+
+
+class Follower(Ranks):
+    """The process of this ``rank``."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self._rank = rank
+        #: What rank 0 knows, what it has asked for, and the arenas that are mapped, by name.
+        self._known: tuple[Held, ...] | None = None
+        self._mine: Orders | None = None
+        self._arenas: dict[str, torch.Tensor] = {}
+        self._filling: tuple[torch.Tensor, str] | None = None
+        self._assistants: dict[str, Assistant] = {}
+
+    def _take_part(
+        self,
+        what: str,
+        kind: Any,
+        deadline: Deadline,
+        trouble: Exception | None,
+        act: Act[_T],
+        engines: Callable[[Deadline], Mapping[str, Weights]],
+    ) -> _T:
+        patient, nonce, key = deadline.extended(GRACE_S), secrets.token_hex(8), self._key(self._rank)
+        held = self._source.held if self._source is not None else None
+        greeting = Greeting(
+            nonce, what, os.getpid(), arenas.host_id(), arenas.process_space(), deadline.moment,
+            None if held == self._known else held, trouble_of(trouble) if trouble is not None else None,
+        )  # fmt: skip
+        self._known, known = None, held if held is not None else self._known
+        self._mail.put(key, http.to_json(greeting), patient, "trainer rank 0")
+        number, last = 1, key
+        try:
+            while True:
+                down = {0: f"{nonce}/down/{number}"}
+                came: dict[int, bytes] = {}
+                self._mail.take(down, came, patient, f"to {what}")
+                message: ToRank = msgspec.json.decode(came[0], type=ToRank)
+                if isinstance(message, Over):
+                    if message.trouble is not None:
+                        raise raised(message.trouble) from trouble
+                    self._known = known
+                    result: _T = msgspec.json.decode(message.result, type=kind)
+                    return result
+                if isinstance(message, Welcome):
+                    self._session = message.session
+                    if message.space == arenas.process_space():
+                        self._mail.pids[0] = message.pid
+                else:
+                    last = f"{nonce}/up/{number}"
+                    after = f"{nonce}/down/{number + 1}"
+                    done, trouble = self._attempt(message, lambda: self._still_wanted(after, patient))  # noqa: B023 - called here
+                    self._mail.put(last, http.to_json(done), patient, "trainer rank 0")
+                number += 1
+        except BaseException as error:
+            with contextlib.suppress(WeightSyncError):
+                self._mail.drop(last, Deadline(HEARD_S))
+            if isinstance(error, (PushTimeout, TransferFailed)) and not error.engines:
+                error.weights = "unknown"  # rank 0 would know
+            raise
+
+    def _still_wanted(self, after: str, deadline: Deadline) -> None:
+        """Raise where rank 0 has said more since, or says no more."""
+        if self._mail.unread(after, deadline):
+            raise TransferFailed("the push was called off")
+        if self._mail.ended(0):
+            raise TransferFailed(f"{self._mail.named([0])}: it was to end the push")
+
+    def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[Done, Exception | None]:
+        try:
+            if isinstance(message, Assist):
+                self._assist(message, check)
+                return Done(), None
+            return Done(self._work(message)), None
+        except Exception as error:
+            return Done(trouble=trouble_of(error)), error
+
+    def _assist(self, message: Assist, check: Callable[[], None]) -> None:
+        if message.transport not in self._assistants:
+            self._assistants[message.transport] = ASSISTANTS[message.transport](self._rank)
+        stream = self._filling[0] if self._filling is not None else None
+        try:
+            self._assistants[message.transport].assist(bytes(message.body), stream, check)
+        except (RuntimeError, OSError) as error:
+            raise TransferFailed(f"it could not help {message.transport}: {error}") from error
+
+    def _work(self, message: Fill | Hash) -> Work:
+        if isinstance(message, Fill):
+            for name in self._arenas.keys() - set(message.alive):
+                del self._arenas[name]
+            if message.arena not in self._arenas:
+                self._arenas[message.arena] = arenas.attach(message.handle)
+            self._mine = message.orders if message.orders is not None else self._mine
+            self._filling = self._arenas[message.arena], message.algorithm
+        assert self._filling is not None, "an arena comes first"
+        assert self._mine is not None, "orders come with the first push"
+        stream, algorithm = self._filling
+        if isinstance(message, Hash):
+            return assembly.hash_parts(self._mine.hash, stream, algorithm)
+        assert self._source is not None, "only a push asks for weights"
+        return assembly.write(self._source, self._mine.write, stream, algorithm)
+
+    def close(self) -> None:
+        """Release memory and connection; idempotent."""
+        self._filling = None
+        self._arenas.clear()
+        while self._assistants:
+            self._assistants.popitem()[1].close()
+        self._mail.close()
