@@ -29,7 +29,8 @@ from weightsync.tensors import digest
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Parts
 from weightsync.trainer.buckets import choose
-from weightsync.trainer.transfer import Carrier, Sent
+from weightsync.trainer.outgoing import Outgoing
+from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import EngineEnd, Peer
 from weightsync.transports.registry import ENGINE_ENDS
 
@@ -161,9 +162,9 @@ class Rank:
 
 
 class Pushed(NamedTuple):
-    """Seconds of a push: ``total`` with the meeting, ``send`` of it `Carrier.send`, ``gather`` of that the packing.
+    """Seconds of a push: ``total`` with the meeting, ``send`` of it `Outgoing.send`, ``gather`` of that the packing.
 
-    ``tail`` is what is left of `Carrier.send` after the last tensor was asked for.
+    ``tail`` is what is left of `Outgoing.send` after the last tensor was asked for.
     """
 
     total: float
@@ -175,7 +176,7 @@ class Pushed(NamedTuple):
 
 
 class Lane:
-    """A carrier, the ranks it pushes to over one transport, and what it pushes, all for a ``with`` block.
+    """A transfer, the ranks it pushes to over one transport, and what it pushes, all for a ``with`` block.
 
     ``kind`` names the stage that the ranks receive in; lanes of the same tensors share it. Without ``bucket_bytes``
     buckets are what a sender would choose.
@@ -193,9 +194,9 @@ class Lane:
     ):
         self._transport, self._ranks, self._kind, self._tensors = transport, ranks, kind, tensors
         self._name, self._variables = f"{transport}/{len(ranks)}/{kind}", variables or {}
-        self._carrier, self._pushes, self._last = Carrier(CPU), 0, 0.0
+        self._transfer, self._pushes, self._last = Transfer(CPU), 0, 0.0
         self._layout = Layout([spec_of(f"t{number}", tensor) for number, tensor in enumerate(tensors)])
-        free = self._carrier.free_bytes()
+        free = self._transfer.free_bytes()
         self.choice = choose(self._layout.nbytes, free, free, bucket_bytes, "full", False)
 
     def push(self, algorithm: str = "") -> Pushed:
@@ -207,32 +208,31 @@ class Lane:
             manifest=tuple(entry.spec for entry in self._layout.entries),
             verify="digest" if algorithm else "off", digest=algorithm,
         )  # fmt: skip
-        return self._carry(plan, lambda: self._carrier.send(self._stream(), None))
+        return self._carry(self._transfer.begin(plan, self._layout), again=False)
 
     def resend(self) -> Pushed:
         """The push before once more, from the arena as it is: nothing is packed."""
-        plan, self._last = self._carrier.again(), time.perf_counter()
-        assert plan is not None, "the arena holds all that was pushed"
-        return self._carry(plan, lambda: self._carrier.resend(None))
+        outgoing, self._last = self._transfer.again(), time.perf_counter()
+        assert outgoing is not None, "the arena holds all that was pushed"
+        return self._carry(outgoing, again=True)
 
-    def _carry(self, plan: http.UpdateRequest, send: Callable[[], Sent]) -> Pushed:
-        carrier, deadline, start = self._carrier, Deadline(LIMIT_S), time.perf_counter()
+    def _carry(self, outgoing: Outgoing, *, again: bool) -> Pushed:
+        transfer, deadline, start = self._transfer, Deadline(LIMIT_S), time.perf_counter()
         try:
-            carrier.provide(plan)
             with environment(self._variables):
                 hellos = {rank.url: (self._transport, rank.hello()) for rank in self._ranks}
-                carrier.introduce(hellos, self._join, deadline)
+                transfer.introduce(hellos, self._join, deadline)
             for rank in self._ranks:
-                rank.tell("push", self._name, http.to_json(carrier.request(rank.url, self._transport)))
-            carrier.meet({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
+                rank.tell("push", self._name, http.to_json(outgoing.request(rank.url, self._transport)))
+            outgoing.meet({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
             met = time.perf_counter()
-            sent = send()
+            sent = outgoing.resend(None) if again else outgoing.send(self._stream(), None)
             end = time.perf_counter()
         except BaseException as error:
-            carrier.call_off(error)
-            carrier.close()
+            transfer.call_off(error)
+            transfer.close()
             raise
-        carrier.served()
+        transfer.served(outgoing)
         for rank in self._ranks:
             rank.answer()
         return Pushed(end - start, end - met, end - self._last, sent.gather_s, sent.digest_s, sent.verify_s)
@@ -259,7 +259,7 @@ class Lane:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._carrier.close()
+        self._transfer.close()
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 One trainer, this process, and engine ranks in child processes; no engine, no model, the loopback interface alone.
 
-``bandwidth``: one rank. GB/s (10^9 bytes a second) of a warm `Carrier.send`, from its start until the rank has said
+``bandwidth``: one rank. GB/s (10^9 bytes a second) of a warm `Outgoing.send`, from its start until the rank has said
 that it holds everything, verified and not, and of one that sends what the arena holds already, as to a late engine; of
 the bare library with the same bytes; of a memcpy of them in one thread.
 The aim is that ours reaches 90 % of the faster bare way in the direction in which we move them.

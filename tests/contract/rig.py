@@ -12,7 +12,7 @@ from weightsync.engine.stage import Stages
 from weightsync.protocol import http
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Parts
-from weightsync.trainer.transfer import Carrier
+from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import ENGINE_ENDS
 
@@ -22,11 +22,11 @@ A, B = "http://127.0.0.1:8001", "http://localhost:8002"
 
 
 class Rig:
-    """A trainer's carrier, the engine ends of two engines with two ranks and one, and a push from end to end."""
+    """A trainer's transfer, the engine ends of two engines with two ranks and one, and a push from end to end."""
 
     def __init__(self, transport):
         self.transport = transport
-        self.carrier = Carrier(CPU)
+        self.transfer = Transfer(CPU)
         self.peers = {peer: ENGINE_ENDS[transport](CPU) for peer in (Peer(A, 0), Peer(A, 1), Peer(B, 0))}
         self.cancelled = threading.Event()
         self.threads = ThreadPoolExecutor(len(self.peers))
@@ -64,10 +64,10 @@ class Rig:
         layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
         plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, slots=slots, stream=stream)
         deadline, jobs = Deadline(timeout_s), {}
-        self.carrier.provide(plan)
+        outgoing = self.transfer.begin(plan, layout)
         try:
-            self.carrier.introduce(self.hellos(), self.join, deadline)
-            requests = {url: self.carrier.request(url, self.transport) for url in self.hellos()}
+            self.transfer.introduce(self.hellos(), self.join, deadline)
+            requests = {url: outgoing.request(url, self.transport) for url in self.hellos()}
             jobs = {
                 peer: self.threads.submit(
                     self._receive, end, requests[peer.engine], Parts(layout, (keeps or {}).get(peer, {})), peer.rank
@@ -75,11 +75,11 @@ class Rig:
                 for peer, end in self.peers.items()
                 if peer not in absent
             }
-            self.carrier.meet({self.transport: set(self.peers)}, deadline)
-            self.carrier.send(iter(tensors), None)
+            outgoing.meet({self.transport: set(self.peers)}, deadline)
+            outgoing.send(iter(tensors), None)
         except BaseException as error:
-            self.carrier.call_off(error)
-            self.carrier.close()  # as a sender does
+            self.transfer.call_off(error)
+            self.transfer.close()  # as a sender does
             raise
         finally:
             self.outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
@@ -105,7 +105,7 @@ class Rig:
     def close(self):
         self.cancelled.set()
         self.threads.shutdown()
-        for end in (self.carrier, *self.peers.values()):
+        for end in (self.transfer, *self.peers.values()):
             end.close()
             end.close()
 

@@ -18,7 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import PushTimeout, SourceError, TransferFailed
 from weightsync.protocol import http
 from weightsync.tensors.layout import Layout, spec_of
-from weightsync.trainer.transfer import Carrier
+from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 
 
@@ -152,7 +152,7 @@ class Child:
     """One rank in a process of its own, that can be killed and frozen; it is the only one of its engine."""
 
     def __init__(self, transport):
-        self.transport, self.carrier, self.pushes = transport, Carrier(CPU), 0
+        self.transport, self.transfer, self.pushes = transport, Transfer(CPU), 0
         self.start("first")
 
     def start(self, instance):
@@ -177,15 +177,15 @@ class Child:
         count = first.numel()
         layout = Layout([spec_of(f"t{n}", torch.empty(count, dtype=first.dtype)) for n in range(TENSORS)])
         plan, deadline = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s), Deadline(timeout_s)
-        self.carrier.provide(plan)
+        outgoing = self.transfer.begin(plan, layout)
         try:
-            self.carrier.introduce({A: (self.transport, hello(A, self.instance, 1))}, self.join, deadline)
-            self.tell(b"push", self.carrier.request(A, self.transport))
-            self.carrier.meet({self.transport: {Peer(A, 0)}}, deadline)
-            self.carrier.send(itertools.chain([first], tensors), None)
+            self.transfer.introduce({A: (self.transport, hello(A, self.instance, 1))}, self.join, deadline)
+            self.tell(b"push", outgoing.request(A, self.transport))
+            outgoing.meet({self.transport: {Peer(A, 0)}}, deadline)
+            outgoing.send(itertools.chain([first], tensors), None)
         except BaseException as error:
-            self.carrier.call_off(error)
-            self.carrier.close()
+            self.transfer.call_off(error)
+            self.transfer.close()
             raise
         return self.process.stdout.readline().decode().strip()
 
@@ -193,7 +193,7 @@ class Child:
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.communicate(timeout=10)
-        self.carrier.close()
+        self.transfer.close()
 
 
 TENSORS = 64
@@ -255,7 +255,7 @@ def test_closing_twice_leaves_nothing(rig, tmp_path):
     rig.push([torch.ones(10)], 512)
     mine = f"weightsync-{os.getpid()}-"
     assert any(name.startswith(mine) for name in os.listdir("/dev/shm"))
-    rig.carrier.close()
-    rig.carrier.close()
+    rig.transfer.close()
+    rig.transfer.close()
     assert not any(name.startswith(mine) for name in os.listdir("/dev/shm"))
     assert not (tmp_path / "weightsync").exists() or os.listdir(tmp_path / "weightsync") == []

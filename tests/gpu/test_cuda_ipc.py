@@ -41,7 +41,7 @@ def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
                     parameter.add_(0.01)
             sender.push(trained)
             assert served_digest(engine) == digest_of(trained.state_dict().items())
-        assert sender._carrier.device.type == "cuda"
+        assert sender._driver._transfer.device.type == "cuda"
     tokens, logprobs = engine.generate(PROMPT, 8)
     with torch.inference_mode():
         logits = trained(torch.tensor([PROMPT + tokens], device="cuda")).logits[0, len(PROMPT) - 1 : -1].float()
@@ -77,7 +77,7 @@ def test_a_trainer_with_expandable_segments_lends_other_memory(engine, trained, 
     try:
         with Sender([engine.url], transport=transport) as sender:
             assert IN_PLACE not in sender.push(trained).staging_reason
-            assert sender._carrier.device.type == "cuda"
+            assert sender._driver._transfer.device.type == "cuda"
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
     assert served_digest(engine) == digest_of(trained.state_dict().items())

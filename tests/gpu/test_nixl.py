@@ -26,4 +26,4 @@ def test_ranks_read_from_device_memory_into_device_memory(model_folder):
             sender.push(trained)
             (rank,) = sender.status(digest=True)[engine.url].ranks
             assert rank.digest == digest_of(trained.state_dict().items())
-        assert sender._carrier.device.type == "cuda"
+        assert sender._driver._transfer.device.type == "cuda"

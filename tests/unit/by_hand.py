@@ -12,7 +12,7 @@ from weightsync.protocol import http
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ModelSink
-from weightsync.trainer.transfer import Carrier
+from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
 
@@ -32,8 +32,11 @@ def hello_of(*ranks, host="", instance="once"):
     )  # fmt: skip
 
 
-class Trainer(Carrier):
-    """A sender's carrier. ``join`` is given what the engine is told before a push, and returns its rank's answer."""
+class Trainer(Transfer):
+    """A sender's transfer, and its push under way.
+
+    ``join`` is given what the engine is told before a push, and returns its rank's answer.
+    """
 
     def __init__(self, transport="ipc_zmq", join=None):
         super().__init__(CPU)
@@ -60,13 +63,21 @@ class Trainer(Carrier):
 
     def ask(self, plan, url=HERE):
         """The request that makes the ranks of an engine come."""
-        self.provide(plan)
+        self.outgoing = self.begin(plan, Layout(plan.manifest))
         self.greet()
-        return self.request(url, self.transport)
+        return self.outgoing.request(url, self.transport)
 
     def await_all(self, peers, timeout_s=20.0):
         """Return once these have come."""
-        self.meet({self.transport: peers}, Deadline(timeout_s))
+        self.outgoing.meet({self.transport: peers}, Deadline(timeout_s))
+
+    def send(self, tensors):
+        """Return once every rank has them."""
+        self.outgoing.send(tensors, None)
+
+    def settle(self):
+        """What was sent is served."""
+        self.served(self.outgoing)
 
 
 class Rank:
@@ -112,7 +123,7 @@ class Rank:
             source, trainer = open_source(weights), Trainer(transport, self.join)
             self.prepare(trainer.ask(plan_of(transport, Layout(source.specs), BUCKET)), transport)
             trainer.await_all({RANK})
-            trainer.send(source.tensors(), None)
+            trainer.send(source.tensors())
             self.done("weightsync_commit", http.CommitRequest(transport, "1", "retract", SOON_S))
             assert self.sink.digest() == digest_of(weights.items())
             self.done("weightsync_abort", http.AbortRequest(release=trainer.here))

@@ -129,7 +129,7 @@ def container(nbytes):
 
 
 def test_a_limit_of_the_kernels_is_seen():
-    code = "from weightsync import cgroups; print(cgroups.free_bytes())"
+    code = "from weightsync.memory import cgroups; print(cgroups.free_bytes())"
     with container(300 * MIB) as start:
         said = subprocess.run([*start, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert 0 < int(said.stdout) <= 300 * MIB
@@ -147,7 +147,8 @@ def test_what_is_free_is_never_more_than_the_container_has(monkeypatch):
 def test_an_engine_whose_container_cannot_hold_the_model_is_refused_before_anything_travels(model_folder, trained):
     """The rank's stage does not fit: an error by name with staging "full", streamed with "auto"."""
     size = sum(tensor.nbytes for tensor in trained.state_dict().values())
-    code = f"from weightsync import cgroups, testing\ncgroups.free_bytes = lambda: {size // 2}\ntesting.main()\n"
+    half = f"cgroups.free_bytes = lambda: {size // 2}"
+    code = f"from weightsync import testing\nfrom weightsync.memory import cgroups\n{half}\ntesting.main()\n"
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
         served = Sender([engine.url])
         before = served.status(digest=True)[engine.url].ranks[0].digest

@@ -181,8 +181,13 @@ def through_a_tar_pit(timeout_s):
         sender = stack.enter_context(closing(Sender([engines[0].url, pits[0].url], keep_previous=True, timeout_s=30.0)))
         for value in (1, 2):
             sender.push(WEIGHTS[value])
-        sender._timeout_s = timeout_s
+        within(sender, timeout_s)
         yield sender, *pits
+
+
+def within(sender, timeout_s):
+    """Have the calls of a sender end by another time than it was built with."""
+    sender._options = sender._options._replace(timeout_s=timeout_s)
 
 
 CALLS = {
@@ -211,7 +216,7 @@ def test_every_call_ends_by_its_deadline_where_an_engine_trickles(call):
             assert (other if call == "add_engine" else pit).url in str(error)
         pit.stuck = other.stuck = False
         if call != "close":
-            sender._timeout_s = 30.0
+            within(sender, 30.0)
             sender.push(WEIGHTS[3])  # nothing of it stands in the way of the next
 
 
@@ -220,12 +225,12 @@ def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_nam
         gate = engine.gates["update_weights_via_ipc_zmq"] = threading.Event()
         push = threads.submit(sender.push, WEIGHTS[1])
         until(lambda: engine.replica._lease.owner, "it is not asked to prepare")
-        sender._timeout_s = 0.5
+        within(sender, 0.5)
         with pytest.raises(PushTimeout, match="status: another thread is in push of this sender") as raised:
             threads.submit(sender.status).result(SOON_S)
         assert raised.value.weights == "unchanged"
         assert not push.done()
-        sender._timeout_s = 30.0
+        within(sender, 30.0)
         gate.set()
         push.result(SOON_S)
 

@@ -171,7 +171,7 @@ def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(r
         rank.prepare(request, transport)
         try:
             trainer.await_all({RANK}, SOON_S)
-            trainer.send(source.tensors(), None)
+            trainer.send(source.tensors())
         except errors.WeightSyncError as error:
             trainer.call_off(error)
             trainer.close()  # as a sender does
@@ -221,7 +221,7 @@ def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, tra
         rank.prepare(trainer.ask(plan_of(PUSH, Layout(source.specs), BUCKET)), "nixl")
         with pytest.raises(errors.TransferFailed, match=said):  # noqa: PT012 - wherever it is found out first
             trainer.await_all({RANK}, SOON_S)
-            trainer.send(source.tensors(), None)
+            trainer.send(source.tensors())
     trainer.close()
     rank.settled()
     rank.assert_unharmed(trained)
@@ -292,7 +292,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
                 disturb()
                 received = threads.submit(receive, request)
                 trainer.await_all({RANK}, SOON_S)
-                trainer.send(disturbed(), None)
+                trainer.send(disturbed())
                 assert received.result(SOON_S) == digest_of(trained.state_dict().items())
     assert sent == len(frames) >= TO_TRAINER
     end.close()

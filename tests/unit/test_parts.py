@@ -20,7 +20,7 @@ from weightsync.protocol import http
 from weightsync.tensors.boxes import Box, hull, narrowed
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.tensors.subset import Demand, Parts, widened
-from weightsync.trainer.transfer import Carrier
+from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
 
@@ -215,7 +215,7 @@ class Pair:
     """A trainer and the two ranks, every step by hand."""
 
     def __init__(self, transport):
-        self.transport, self.carrier, self.pushes = transport, Carrier(CPU), 0
+        self.transport, self.transfer, self.pushes = transport, Transfer(CPU), 0
         self.sinks = [HalfSink(rank) for rank in range(2)]
         self.receivers = [Receiver(sink) for sink in self.sinks]
         self.layout = Layout([spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()])
@@ -231,8 +231,10 @@ class Pair:
 
     def meet(self, plan, instance="once"):
         """Until both ranks have come."""
-        self.plan = plan
-        self.carrier.provide(plan)
+        self.come(self.transfer.begin(plan, self.layout), instance)
+
+    def come(self, outgoing, instance):
+        self.plan, self.outgoing = outgoing.plan, outgoing
         ranks = tuple(http.RankInfo(rank=rank, pid=0, device="cpu") for rank in range(2))
 
         def post(asked):
@@ -241,16 +243,16 @@ class Pair:
             return {URL: http.JoinReply(tuple(http.from_json(body, http.RankJoined) for body in replies), instance)}
 
         hello = hello_of(*ranks, instance=instance)
-        self.carrier.introduce({URL: (self.transport, hello)}, post, Deadline(SOON_S))
-        self.all(f"update_weights_via_{self.transport}", self.carrier.request(URL, self.transport))
-        self.carrier.meet({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
+        self.transfer.introduce({URL: (self.transport, hello)}, post, Deadline(SOON_S))
+        self.all(f"update_weights_via_{self.transport}", outgoing.request(URL, self.transport))
+        outgoing.meet({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
 
     def stage(self, weights, **options):
         """Until both ranks hold what they keep."""
         self.pushes += 1
         self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=64, parts=True, **options))
-        self.carrier.send(iter(weights.values()), None)
-        self.carrier.served()
+        self.outgoing.send(iter(weights.values()), None)
+        self.transfer.served(self.outgoing)
 
     def push(self, weights, **options):
         self.stage(weights, **options)
@@ -261,7 +263,7 @@ class Pair:
 
     def kept(self):
         """Names of what the ranks have last said that they keep."""
-        return set(self.carrier._demand.names)
+        return set(self.outgoing.demand.names)
 
     def rollback(self, version):
         back = http.CommitRequest("back", version, "retract", SOON_S, rollback=True)
@@ -269,8 +271,8 @@ class Pair:
         self.all("weightsync_commit", back)
 
     def close(self):
-        self.all("weightsync_abort", http.AbortRequest(release=self.carrier.address(URL, self.transport)))
-        self.carrier.close()
+        self.all("weightsync_abort", http.AbortRequest(release=self.transfer.address(URL, self.transport)))
+        self.transfer.close()
 
 
 @pytest.fixture(params=TRAINER_ENDS)
@@ -326,7 +328,7 @@ def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
     for seed in (1, 2):
         pair.push(checkpoint(seed))
     pair.meet(plan_of("failing", pair.layout, 16 << 10, SOON_S, slots=64, parts=True))
-    pair.carrier.call_off(TransferFailed("there is no more"))
+    pair.transfer.call_off(TransferFailed("there is no more"))
     until = time.monotonic() + SOON_S
     while any(receiver.status().state != "serving" for receiver in pair.receivers):
         assert time.monotonic() < until
@@ -339,13 +341,13 @@ def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):
     weights = checkpoint(2)
     pair.push(checkpoint(1))
     pair.push(weights)
-    plan = pair.carrier.again()
-    assert plan is not None
+    outgoing = pair.transfer.again()
+    assert outgoing is not None
     pair.sinks = [HalfSink(rank) for rank in range(2)]
     pair.receivers = [Receiver(sink) for sink in pair.sinks]
-    pair.carrier.dismiss(URL, pair.transport)
-    pair.meet(plan, "again")
-    pair.carrier.resend(None)
-    request = http.CommitRequest(plan.push, "again", "retract", SOON_S)
+    pair.transfer.dismiss(URL, pair.transport)
+    pair.come(outgoing, "again")
+    outgoing.resend(None)
+    request = http.CommitRequest(outgoing.plan.push, "again", "retract", SOON_S)
     pair.all("weightsync_commit", request)
     assert [sink.digest() for sink in pair.sinks] == [sink.wanted(weights) for sink in pair.sinks]

@@ -22,11 +22,12 @@ from tests.unit.test_session import DictSink
 from tools import models
 from weightsync import Sender, errors, testing
 from weightsync.deadline import Deadline
-from weightsync.engine import front_end, lease, rank_calls, rank_methods, receiver, routes
+from weightsync.engine import front_end, rank_calls, rank_methods, receiver, routes
 from weightsync.memory import arenas
 from weightsync.protocol import auth, http
 from weightsync.tensors import layout
 from weightsync.trainer import client, http_client
+from weightsync.trainer import engines as engines_of_a_trainer
 from weightsync.transports.base import Peer
 
 FORGET = http.AbortRequest(push="v1", owner="one")
@@ -73,12 +74,12 @@ class Trainer(by_hand.Trainer):  # by hand: it calls the methods of a replica
     async def transfer(self, value):
         peers = {Peer("http://a", 0), Peer("http://a", 1)}
         await asyncio.to_thread(self.await_all, peers, 5)
-        await asyncio.to_thread(self.send, WEIGHTS[value].values(), None)
+        await asyncio.to_thread(self.send, WEIGHTS[value].values())
 
     async def commit(self, push, **more):
         more = {"version": push, "pause": "keep", "timeout_s": 5.0, "owner": self.owner, **more}
         await self.replica.commit(http.CommitRequest(push=push, **more))
-        self.served()
+        self.settle()
 
 
 class Engine(Front):  # behind the real routes, on a real socket
@@ -172,7 +173,7 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
 def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference, model_folder, monkeypatch, told):
     model, broken = models.load_reference(model_folder("llama", 1 if told == "unchanged" else 2)), []
     with Sender([reference.url]) as sender, monkeypatch.context() as patch:
-        before, server = sender.status(digest=True)[reference.url], sender._fleet._clients[0]._server
+        before, server = sender.status(digest=True)[reference.url], sender._driver.fleet._clients[0]._server
 
         def breaking(ask, method, path, *more, **options):
             """Lose the request, the reply, or the reply and all that is said from then on."""
@@ -255,7 +256,7 @@ async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_ran
 
 def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_lives(made, monkeypatch):
     quick, slow, renewed, renew = made(Engine()), made(Engine()), [], client.EngineClient.renew
-    monkeypatch.setattr(lease, "RENEW_S", 0.05)
+    monkeypatch.setattr(engines_of_a_trainer, "_RENEW_EVERY_S", 0.05)
     monkeypatch.setattr(client.EngineClient, "renew", lambda it, *more: renewed.append(it.url) or renew(it, *more))
     sender, gate = made(Sender([quick.url, slow.url])), threading.Event()
     slow.gates["update_weights_via_ipc_zmq"] = gate
@@ -270,16 +271,18 @@ def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_li
 def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_go(made, monkeypatch):
     engines = [made(Engine()), made(Engine())]
     first, second = (made(Sender([engine.url for engine in engines])) for _ in range(2))
-    prepare = first._fleet._clients[1].prepare
+    prepare = first._driver.fleet._clients[1].prepare
+
+    owner = first._driver.fleet.owner
 
     def come_second(*args):
-        until(lambda: engines[0].replica._lease.owner == first._fleet.owner, "the first does not hold its engine")
+        until(lambda: engines[0].replica._lease.owner == owner, "the first does not hold its engine")
         with pytest.raises(errors.LeaseHeld):
             second.push(WEIGHTS[2])  # which has taken the other engine
         assert engines[1].replica._lease.owner == ""
         return prepare(*args)
 
-    monkeypatch.setattr(first._fleet._clients[1], "prepare", come_second)
+    monkeypatch.setattr(first._driver.fleet._clients[1], "prepare", come_second)
     first.push(WEIGHTS[1])
     first.close()
     second.push(WEIGHTS[3])

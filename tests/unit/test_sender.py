@@ -30,7 +30,6 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import auth, http
-from weightsync.protocol.auth import engine_token
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ReferenceEngine
@@ -56,7 +55,7 @@ def served_digest(engine):
 
 
 def post(engine, route, body, token=None):
-    headers = {"Authorization": f"Bearer {engine_token() if token is None else token}"}
+    headers = {"Authorization": f"Bearer {auth.engine_token() if token is None else token}"}
     return requests.post(f"{engine.url}/weightsync/{route}", data=body, headers=headers, timeout=30)
 
 
@@ -175,7 +174,7 @@ def test_a_server_of_another_kind():
 def test_a_wrong_key_and_no_key(engine):
     with pytest.raises(AuthenticationFailed, match=r"refused the key.*WEIGHTSYNC_TOKEN"):
         Sender([engine.url], token="wrong")
-    for token in ("", "wrong", engine_token()[:-1]):
+    for token in ("", "wrong", auth.engine_token()[:-1]):
         for route in ("status", "open", "update_weights_via_ipc_zmq", "commit", "abort"):
             reply = post(engine, route, b"{}", token)
             assert reply.status_code == 401
@@ -222,10 +221,9 @@ def test_a_commit_of_what_was_never_prepared_changes_nothing(engine):
 
 
 def test_another_protocol_names_both_versions(model_folder):
-    code = "from weightsync import testing, wire; wire.PROTOCOL = (7, 1); testing.main()"
+    code = "from weightsync import testing; testing.http.PROTOCOL = (7, 1); testing.main()"
     newer = ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code))
-    said = r"sender speaks protocol 1\.0, this engine 7\.1"
-    with newer, pytest.raises(ProtocolMismatch, match=said):
+    with newer, pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.0, this engine 7\.1"):
         Sender([newer.url])
 
 

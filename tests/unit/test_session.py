@@ -108,7 +108,7 @@ class DictSink:
 
 
 class Rig:
-    """A real receiver, a real carrier, and pushes of tensors that are full of one number."""
+    """A real receiver, a real transfer, and pushes of tensors that are full of one number."""
 
     def __init__(self, keep):
         self.sink, self.trainer, self.keep = DictSink(), Trainer(), keep
@@ -136,7 +136,7 @@ class Rig:
     def stage(self, value):
         """Send what `prepare` announced."""
         self.trainer.await_all({Peer("http://a", 0)})
-        self.trainer.send((torch.full_like(tensor, value) for tensor in self.sink.weights.values()), None)
+        self.trainer.send(torch.full_like(tensor, value) for tensor in self.sink.weights.values())
 
     def commit(self, **more):
         return self.ask("weightsync_commit", self.asked(**more))
@@ -150,7 +150,7 @@ class Rig:
         self.stage(value)
         failed = self.commit()
         if failed is None:
-            self.trainer.served()
+            self.trainer.settle()
         return failed
 
     @property

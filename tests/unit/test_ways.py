@@ -83,7 +83,7 @@ def test_an_address_may_be_a_name():
 def test_ranks_dial_the_address_that_is_given(engine, trained, transport):
     with Sender([engine.url], transport=transport, address=OTHERS[0]) as sender:
         result = sender.push(trained)
-        address = sender._carrier.address(engine.url, transport)
+        address = sender._driver._transfer.address(engine.url, transport)
         assert address.startswith(f"tcp://{OTHERS[0]}:" if ":" not in OTHERS[0] else f"tcp://[{OTHERS[0]}]:")
         assert OTHERS[0] in result.engines[engine.url].transport_reason
         assert sender.status(digest=True)[engine.url].ranks[0].digest == digest_of(trained.state_dict().items())

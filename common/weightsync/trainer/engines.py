@@ -251,14 +251,17 @@ class Fleet:
             self.engines[url].interfaces = ", ".join(sorted({rank.interface for rank in reply.ranks} - {""}))
         return replies
 
-    def prepare(self, make: Callable[[Engine], http.UpdateRequest], deadline: Deadline) -> None:
+    def prepare(self, requests: Mapping[str, http.UpdateRequest], deadline: Deadline) -> None:
         """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened."""
         for engine in self.engines.values():
             engine.leased = False
 
         def run(client: EngineClient) -> None:
             engine = self.engines[client.url]
-            reply = self._prepared(engine, make(engine), deadline)
+            request = msgspec.structs.replace(
+                requests[client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
+            )
+            reply = self._prepared(engine, request, deadline)
             engine.leased, engine.stopped = True, reply.stopped
             engine.record_s = reply.record_s or 0.0
             if reply.version != engine.version:

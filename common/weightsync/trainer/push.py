@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
-import torch
 from tqdm import tqdm
 
 from weightsync.deadline import Deadline
@@ -24,113 +24,63 @@ from weightsync.errors import (
 )
 from weightsync.protocol import http
 from weightsync.protocol.states import Machine
-from weightsync.trainer.engines import Engine, Fleet
-from weightsync.trainer.transfer import Carrier, Sent
+from weightsync.trainer.engines import Fleet
+from weightsync.trainer.outgoing import Outgoing, Sent
+from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
 
 Commits = dict[str, http.CommitReply]
-Send = Callable[[Progress | None], Sent]
 
 
-def introduce(carrier: Carrier, fleet: Fleet, deadline: Deadline) -> None:
-    """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Carrier.introduce`."""
-    carrier.introduce(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
+def introduce(transfer: Transfer, fleet: Fleet, deadline: Deadline) -> None:
+    """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Transfer.introduce`."""
+    transfer.introduce(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
 
 
-def release(carrier: Carrier, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
+def release(transfer: Transfer, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
     """Have engines give back what they hold of this sender, and its lease. ``deadline`` is that of the whole call."""
     by = {url: fleet.engines[url].transport for url in urls}
-    fleet.release({url: carrier.address(url, transport) for url, transport in by.items()}, deadline)
+    fleet.release({url: transfer.address(url, transport) for url, transport in by.items()}, deadline)
     for url, transport in by.items():
-        carrier.dismiss(url, transport)
+        transfer.dismiss(url, transport)
 
 
-class Delivery:
-    """One push, or the return to a version that was kept. ``seconds`` are those of its phases, once it is over.
+class Payload(Protocol):
+    """What a push sends."""
 
-    Whatever fails, the engines are told to forget it, the error says what each of them serves, and a carrier through
+    @property
+    def name(self) -> str:
+        """What the engines call the push."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are on their way in it."""
+
+    def begin(self, transfer: Transfer) -> Outgoing:
+        """Have memory for it."""
+
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+        """Send the bytes. Raises as `Outgoing.send`."""
+
+
+class Change:
+    """What is common to a push and to going back. ``seconds`` are those of its phases, once it is over.
+
+    Whatever fails, the engines are told to forget it, the error says what each of them serves, and a transfer through
     which something broke is closed.
     """
 
     def __init__(
-        self, fleet: Fleet, carrier: Carrier | None, machine: Machine[str], deadline: Deadline, *,
-        pause: http.PauseMode, progress: bool,
-    ):  # fmt: skip
-        self._fleet, self._carrier, self._machine, self._deadline = fleet, carrier, machine, deadline
-        self._pause, self._progress = pause, progress
+        self,
+        fleet: Fleet,
+        transfer: Transfer | None,
+        machine: Machine[str],
+        deadline: Deadline,
+        pause: http.PauseMode,
+    ):
+        self._fleet, self._transfer, self._machine, self._deadline = fleet, transfer, machine, deadline
+        self._pause: http.PauseMode = pause
         self.seconds: dict[str, float] = {}
-
-    def push(
-        self, plan: http.UpdateRequest, label: str, send: Send, nbytes: int,
-        lent: list[torch.Tensor] | None = None,
-    ) -> tuple[Sent, Commits]:  # fmt: skip
-        """Prepare, ``send`` and commit; ``lent`` are tensors to be read where they are. Raises `WeightSyncError`."""
-        carrier = self._carrier
-        assert carrier is not None, "a push has a carrier"
-        with self._settled(plan.push):
-            self._machine.move("push")
-            with self._fleet.renewed(plan.push, self._deadline):
-                self._prepare(carrier, plan, lent)
-                if plan.stream:
-                    sent, commits = self._stream(carrier, plan.push, label, send, nbytes)
-                else:
-                    self._machine.move("accepted")
-                    sent = self._send(send, nbytes)
-                    self._machine.move("staged")
-            if not plan.stream:
-                commits = self._commit(self._request(plan.push, label))
-        self._machine.move("committed")
-        carrier.served()
-        return sent, commits
-
-    def rollback(self, label: str) -> Commits:
-        """Have the engines serve the version that they kept. Raises `WeightSyncError`."""
-        request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
-        with self._settled(request.push):
-            self._machine.move("rollback")
-            commits = self._commit(request)
-        self._machine.move("committed")
-        if self._carrier is not None:
-            self._carrier.rolled_back()
-        return commits
-
-    def _prepare(self, carrier: Carrier, plan: http.UpdateRequest, lent: list[torch.Tensor] | None) -> None:
-        fleet, deadline = self._fleet, self._deadline
-        carrier.provide(plan, lent)
-        introduce(carrier, fleet, deadline)
-        # Here, and not in the threads that ask the engines: a socket is not for several.
-        requests = {url: carrier.request(url, engine.transport) for url, engine in fleet.engines.items()}
-
-        def make(engine: Engine) -> http.UpdateRequest:
-            return msgspec.structs.replace(
-                requests[engine.client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
-            )
-
-        with self._timed("prepare"):
-            fleet.prepare(make, deadline)
-            carrier.meet(fleet.peers, deadline)
-        self.seconds["record"] = max(engine.record_s for engine in fleet.engines.values())
-
-    def _send(self, send: Send, nbytes: int) -> Sent:
-        with self._timed("transfer"), _bar(nbytes, self._progress) as progress:
-            return send(progress)
-
-    def _stream(self, carrier: Carrier, push: str, label: str, send: Send, nbytes: int) -> tuple[Sent, Commits]:
-        """The bytes travel while the engines are stopped: memory for no stage is needed."""
-        self._machine.move("stream")
-        with self._timed("commit"):
-            commits = self._fleet.commit(self._request(push, label), self._deadline)
-            try:
-                sent = self._send(send, nbytes)
-            except BaseException as error:
-                carrier.call_off(error)
-                # What became of the engines is theirs to say.
-                replies = self._fleet.outcome(commits, label, self._deadline)
-                raise TransferFailed(
-                    f"every engine has committed, but sending did not end well: {error}",
-                    engines=dict.fromkeys(replies, "committed"),
-                ) from error
-            return sent, self._fleet.outcome(commits, label, self._deadline)
 
     def _request(self, push: str, label: str) -> http.CommitRequest:
         return http.CommitRequest(
@@ -155,24 +105,24 @@ class Delivery:
             raise
 
     def _failed(self, push: str, error: BaseException) -> None:
-        carrier = self._carrier
+        transfer = self._transfer
         try:
-            if carrier is not None:
+            if transfer is not None:
                 # Before anything that takes time or may be interrupted: the trainer's memory is its own again.
-                carrier.revoke()
+                transfer.revoke()
             if self._machine.state != "idle":  # else it was interrupted before it began
                 self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
-            if carrier is not None:
-                carrier.call_off(error)
+            if transfer is not None:
+                transfer.call_off(error)
             # An engine that is still in its commit could not be told in time, and ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
                 self._fleet.abort(push, self._deadline)
-            if carrier is not None and isinstance(error, LeaseHeld):
+            if transfer is not None and isinstance(error, LeaseHeld):
                 # Two trainers that each hold some of the engines would keep each other from the rest.
-                release(carrier, self._fleet, self._fleet.engines, self._deadline)
+                release(transfer, self._fleet, self._fleet.engines, self._deadline)
         finally:
-            if carrier is not None and not _is_settled(error):
-                carrier.close()
+            if transfer is not None and not _is_settled(error):
+                transfer.close()
             if self._machine.state != "idle":
                 self._machine.move("aborted" if self._machine.allows("aborted") else "interrupted")
 
@@ -199,6 +149,88 @@ class Delivery:
         start = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - start
+
+
+class Push(Change):
+    """One push of a payload to every engine, under a label."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        transfer: Transfer,
+        machine: Machine[str],
+        deadline: Deadline,
+        pause: http.PauseMode,
+        *,
+        progress: bool = False,
+    ):
+        super().__init__(fleet, transfer, machine, deadline, pause)
+        self._through, self._progress = transfer, progress
+
+    def run(self, payload: Payload, label: str) -> tuple[Sent, Commits]:
+        """Prepare, send and commit. Raises `WeightSyncError`."""
+        with self._settled(payload.name):
+            self._machine.move("push")
+            with self._fleet.renewed(payload.name, self._deadline):
+                outgoing = payload.begin(self._through)
+                self._prepare(outgoing)
+                if outgoing.plan.stream:
+                    sent, commits = self._stream(payload, outgoing, label)
+                else:
+                    self._machine.move("accepted")
+                    sent = self._send(payload, outgoing)
+                    self._machine.move("staged")
+            if not outgoing.plan.stream:
+                commits = self._commit(self._request(payload.name, label))
+        self._machine.move("committed")
+        self._through.served(outgoing)
+        return sent, commits
+
+    def _prepare(self, outgoing: Outgoing) -> None:
+        fleet, deadline = self._fleet, self._deadline
+        introduce(self._through, fleet, deadline)
+        # Here, and not in the threads that ask the engines: a socket is not for several.
+        requests = {url: outgoing.request(url, engine.transport) for url, engine in fleet.engines.items()}
+        with self._timed("prepare"):
+            fleet.prepare(requests, deadline)
+            outgoing.meet(fleet.peers, deadline)
+        self.seconds["record"] = max(engine.record_s for engine in fleet.engines.values())
+
+    def _send(self, payload: Payload, outgoing: Outgoing) -> Sent:
+        with self._timed("transfer"), _bar(payload.nbytes, self._progress) as progress:
+            return payload.send(outgoing, self._deadline, progress)
+
+    def _stream(self, payload: Payload, outgoing: Outgoing, label: str) -> tuple[Sent, Commits]:
+        """The bytes travel while the engines are stopped: memory for no stage is needed."""
+        self._machine.move("stream")
+        with self._timed("commit"):
+            commits = self._fleet.commit(self._request(payload.name, label), self._deadline)
+            try:
+                sent = self._send(payload, outgoing)
+            except BaseException as error:
+                self._through.call_off(error)
+                # What became of the engines is theirs to say.
+                replies = self._fleet.outcome(commits, label, self._deadline)
+                raise TransferFailed(
+                    f"every engine has committed, but sending did not end well: {error}",
+                    engines=dict.fromkeys(replies, "committed"),
+                ) from error
+            return sent, self._fleet.outcome(commits, label, self._deadline)
+
+
+class Rollback(Change):
+    """The return to the version that the engines kept."""
+
+    def run(self, label: str) -> Commits:
+        """Have the engines serve it. Raises `WeightSyncError`."""
+        request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
+        with self._settled(request.push):
+            self._machine.move("rollback")
+            commits = self._commit(request)
+        self._machine.move("committed")
+        if self._transfer is not None:
+            self._transfer.rolled_back()
+        return commits
 
 
 def _is_settled(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from weightsync.deadline import Deadline
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
 from weightsync.sources import Source
@@ -18,37 +19,89 @@ from weightsync.tensors.layout import Layout
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Fleet
-from weightsync.trainer.ranks.coordinator import Crew
-from weightsync.trainer.transfer import Carrier
+from weightsync.trainer.outgoing import Outgoing, Sent
+from weightsync.trainer.ranks import Coordinator
+from weightsync.trainer.transfer import Transfer
+from weightsync.transports.base import Progress
 
 
 class Options(NamedTuple):
     """What a `sender.Sender` was told of every push."""
 
     timeout_s: float
+    transport: str
+    pause: http.PauseMode
     staging: Staging
     verify: http.Verify
     keep: bool
     bucket_bytes: int | None
+    progress: bool
+    address: str
 
 
 class Prepared(NamedTuple):
-    """A push. ``lent`` are all tensors where they are read in place, ``mark`` is `Source.mark`; ``shared``: the
-    processes of the trainer fill one arena together."""
+    """A push of ``source``. ``lent`` are all tensors where they are read in place, ``mark`` is `Source.mark`; ``ranks``
+    are those of the trainer where they fill one arena together."""
 
+    source: Source
     request: http.UpdateRequest
     layout: Layout
     choice: Choice
     lent: list[torch.Tensor] | None
     mark: object | None
-    shared: bool
+    ranks: Coordinator | None
+
+    @property
+    def name(self) -> str:
+        """What the engines call the push."""
+        return self.request.push
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are on their way in it."""
+        return self.layout.nbytes
+
+    def begin(self, transfer: Transfer) -> Outgoing:
+        """Have memory for it."""
+        return transfer.begin(self.request, self.layout, self.lent)
+
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+        """Send the bytes. Raises as `Outgoing.send`."""
+        if self.ranks is not None:
+            return outgoing.send_filled(self.ranks, self.source, deadline, progress)
+        arenas.synchronize(self.source.device)
+        return outgoing.send(self.source.tensors() if self.lent is None else self.lent, progress, self.mark)
+
+
+class Repeated(NamedTuple):
+    """What is served, as a push for engines that do not serve it; the arena holds it still."""
+
+    outgoing: Outgoing
+
+    @property
+    def name(self) -> str:
+        """As `Prepared.name`."""
+        return self.outgoing.plan.push
+
+    @property
+    def nbytes(self) -> int:
+        """As `Prepared.nbytes`."""
+        return 0
+
+    def begin(self, transfer: Transfer) -> Outgoing:
+        """As `Prepared.begin`."""
+        return self.outgoing
+
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+        """As `Prepared.send`."""
+        return outgoing.resend(progress)
 
 
 class Preparation:
     """Of one sender; what stays the same from push to push is worked out once."""
 
-    def __init__(self, fleet: Fleet, options: Options, crew: Crew | None):
-        self._fleet, self._options, self._crew = fleet, options, crew
+    def __init__(self, fleet: Fleet, options: Options, ranks: Coordinator | None):
+        self._fleet, self._options, self._ranks = fleet, options, ranks
         self._layout: Layout | None = None
         #: Whether several processes fill the arena.
         self._shared = False
@@ -60,22 +113,23 @@ class Preparation:
         """Other ranks take part, or there is another arena: how the bytes travel may change."""
         self._chosen = None
 
-    def of(self, source: Source, carrier: Carrier) -> Prepared:
+    def of(self, source: Source, transfer: Transfer) -> Prepared:
         """What a push of ``source`` is. Raises `SourceError`, or `UnsupportedOption` for what nobody has room for."""
         manifest, shared = source.specs, False
-        if self._crew is not None:
-            split = self._crew.planned(source)
+        if self._ranks is not None:
+            split = self._ranks.planned(source)
             # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
             alone = not any(split.pieces[1:]) and split.manifest == source.specs
             shared = not alone or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
         mark = None if shared else source.mark()
-        lent = None if shared else self._lent(source, carrier, mark)
+        lent = None if shared else self._lent(source, transfer, mark)
         layout = self._layout_of(manifest, shared)
-        choice = self._choose(carrier, layout) if lent is None else buckets.in_place(layout.nbytes)
-        return Prepared(self._request(carrier, source, layout, choice), layout, choice, lent, mark, shared)
+        choice = self._choose(transfer, layout) if lent is None else buckets.in_place(layout.nbytes)
+        request = self._request(transfer, source, layout, choice)
+        return Prepared(source, request, layout, choice, lent, mark, self._ranks if shared else None)
 
-    def _lent(self, source: Source, carrier: Carrier, mark: object | None) -> list[torch.Tensor] | None:
+    def _lent(self, source: Source, transfer: Transfer, mark: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them where they are and nobody will want them after the push."""
         here, options = arenas.process_space(), self._options
         alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
@@ -84,9 +138,9 @@ class Preparation:
         if not isinstance(source, (MappingSource, ModuleSource)):
             return None  # it makes its tensors as it is read, and beginning to only look may cost a gather
         seen, device, lent = self._looked
-        if mark is None or mark is not seen or carrier.device != device:
-            lent = shared_parameters.find(source.tensors(), carrier.device, carrier.lent)
-            self._looked = mark, carrier.device, lent
+        if mark is None or mark is not seen or transfer.device != device:
+            lent = shared_parameters.find(source.tensors(), transfer.device, transfer.lent)
+            self._looked = mark, transfer.device, lent
         return lent
 
     def _layout_of(self, manifest: tuple[http.TensorSpec, ...], shared: bool) -> Layout:
@@ -95,20 +149,20 @@ class Preparation:
             self._chosen = None
         return self._layout
 
-    def _choose(self, carrier: Carrier, layout: Layout) -> Choice:
+    def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
         """How the bytes travel; it stays while the model does."""
         if self._chosen is None:
-            ranks, here, options = self._fleet.ranks, carrier.device.type, self._options
-            free = min([carrier.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
+            ranks, here, options = self._fleet.ranks, transfer.device.type, self._options
+            free = min([transfer.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
             self._chosen = choose(
                 layout.nbytes, free, buckets.stage_bytes(ranks), options.bucket_bytes, options.staging, options.keep,
                 self._shared,
             )  # fmt: skip
         return self._chosen
 
-    def _request(self, carrier: Carrier, source: Source, layout: Layout, choice: Choice) -> http.UpdateRequest:
+    def _request(self, transfer: Transfer, source: Source, layout: Layout, choice: Choice) -> http.UpdateRequest:
         """What every engine is told of a push; the transport adds where to come for the bytes."""
-        devices = [source.device, carrier.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
+        devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
         options = self._options
         return http.UpdateRequest(
             push=secrets.token_hex(8), address="", secret="", bucket_bytes=choice.bucket_bytes,

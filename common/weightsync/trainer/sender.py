@@ -1,17 +1,14 @@
-"""Trainer-side driver: prepare every engine, then commit every engine."""
+"""What a trainer calls: `Sender`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeVar, get_args
 
-import torch
-
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineRestarted, TransferFailed, UnsupportedOption, Weights, WeightSyncError, joined
-from weightsync.memory import arenas
+from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
 from weightsync.protocol import auth, http
 from weightsync.protocol.names import check_label, plain_url
 from weightsync.protocol.states import PUSH, Machine
@@ -19,17 +16,14 @@ from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Seen
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors.layout import ALIGN_BYTES
-from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Staging
-from weightsync.trainer.engines import Fleet
+from weightsync.trainer.driver import Driver
 from weightsync.trainer.join_server import Reception
-from weightsync.trainer.push import Delivery, introduce, release
-from weightsync.trainer.push_plan import Options, Preparation
-from weightsync.trainer.ranks.coordinator import crew
+from weightsync.trainer.push_plan import Options
+from weightsync.trainer.ranks import Coordinator, ranks
+from weightsync.trainer.ranks.conversation import Act
 from weightsync.trainer.results import EngineResult, PushResult
-from weightsync.trainer.transfer import Carrier, Sent
 from weightsync.trainer.turns import Turns
-from weightsync.transports.base import Progress
 from weightsync.transports.control.sockets import own_address
 
 Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
@@ -39,8 +33,12 @@ _T = TypeVar("_T")
 _OTHERS_S: Final = 2.0
 #: What takes the sender to be where this move of `states.PUSH` may follow.
 _MOVES: Final = {
-    "push": "push", "add_engine": "push", "remove_engine": "push", "catch_up": "push", "rollback": "rollback",
-}  # fmt: skip
+    "push": "push",
+    "add_engine": "push",
+    "remove_engine": "push",
+    "catch_up": "push",
+    "rollback": "rollback",
+}
 
 
 class Sender:
@@ -105,19 +103,27 @@ class Sender:
             raise UnsupportedOption('staging "none" holds no version, which keep_previous and verify "deep" need')
         if not 0 < timeout_s <= http.MAX_TIMEOUT_S:
             raise UnsupportedOption(f"timeout_s must be above 0 and at most {http.MAX_TIMEOUT_S:g}")
-        self._timeout_s, self._pause, self._progress = timeout_s, pause, progress
-        self._options = Options(timeout_s, staging, verify, keep_previous, bucket_bytes)
-        self._urls, self._transport = urls, transport
-        self._address = "" if address is None else own_address(address)
+        self._options = Options(
+            timeout_s,
+            transport,
+            pause,
+            staging,
+            verify,
+            keep_previous,
+            bucket_bytes,
+            progress,
+            "" if address is None else own_address(address),
+        )
+        self._urls = urls
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
-        self._carrier: Carrier | None = None
-        self._source: Source | Seen | None = None
-        #: Label of what was pushed last.
-        self._served = ""
-        self._crew = crew()
+        #: The module or mapping that was pushed last, which is opened at less cost.
+        self._known: Source | Seen | None = None
+        self._ranks = ranks()
         #: What asks for engines to take part waits for a push to end, and the other way round.
         self._turns = Turns()
         self._reception: Reception | None = None
+        #: None in the ranks of a trainer other than rank 0.
+        self._driver: Driver | None = None
         try:
             self._together("build a Sender", type(None), lambda _, deadline: self._open(token, deadline))
         except BaseException:
@@ -126,27 +132,33 @@ class Sender:
 
     def _open(self, token: str | None, deadline: Deadline) -> None:
         key = auth.sender_token() if token is None else token
-        #: Of the only rank, or of rank 0.
-        self._fleet = Fleet(self._urls, key, self._pause, self._transport, deadline)
-        self._preparation = Preparation(self._fleet, self._options, self._crew)
-        if self._fleet.peers.keys() != {"ipc_zmq"}:
-            # Groups are made and connections warmed up now, not in the first push.
-            introduce(self._provide_carrier(None), self._fleet, deadline)
+        of = self._ranks if isinstance(self._ranks, Coordinator) else None
+        self._driver = Driver(self._urls, key, self._options, of, self._machine, deadline)
+        self._driver.connect(deadline)
 
     def _together(
-        self, what: str, kind: Any, act: Callable[[Source | None, Deadline], _T],
+        self,
+        what: str,
+        kind: Any,
+        act: Act[_T],
         offer: Callable[[], Source] | None = None,
-    ) -> _T:  # fmt: skip
-        """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes: see `Crew.run`."""
-        deadline = Deadline(self._timeout_s)
+    ) -> _T:
+        """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes: see `Ranks.run`."""
+        deadline = Deadline(self._options.timeout_s)
         with self._turns.take(what, deadline):
             self._recover()
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
-            if self._crew is None:
+            if self._ranks is None:
                 with self._told(deadline):
                     return act(offer() if offer is not None else None, deadline)
-            return self._crew.run(what, kind, deadline, act, offer, self._look)
+            return self._ranks.run(what, kind, deadline, act, offer, self._look)
+
+    @property
+    def _engines(self) -> Driver:
+        """What rank 0 does with the engines; there is one once the sender is built."""
+        assert self._driver is not None, "rank 0 alone acts, of a sender that is built"
+        return self._driver
 
     @contextmanager
     def _told(self, deadline: Deadline) -> Iterator[None]:
@@ -159,8 +171,7 @@ class Sender:
             raise
 
     def _look(self, deadline: Deadline) -> dict[str, Weights]:
-        fleet: Fleet | None = getattr(self, "_fleet", None)
-        return dict.fromkeys(self._urls, "unchanged") if fleet is None else fleet.look(deadline)
+        return dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.look(deadline)
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
@@ -171,63 +182,24 @@ class Sender:
         """
         start = time.perf_counter()
 
-        def act(source: Source | None, deadline: Deadline) -> PushResult:
-            assert source is not None, "a push has a source"
-            try:
-                return self._push(source, version, deadline, start)
-            except EngineRestarted as error:
-                if error.weights == "unknown":
-                    raise
-                self._fleet.reopen(deadline)
-                return self._push(source, version, deadline, start)
-
         def offer() -> Source:
             if version is not None:  # before any engine is asked for anything
                 check_label(version)
             return self._source_of(model)
 
+        def act(source: Source | None, deadline: Deadline) -> PushResult:
+            assert source is not None, "a push has a source"
+            return self._engines.push(source, version, deadline, start)
+
         return self._together("push", PushResult, act, offer)
 
     def _source_of(self, model: object) -> Source:
-        source = open_source(model, reuse=self._source)
+        source = open_source(model, reuse=self._known)
         # Others than a module's might keep a whole gathered model alive until the next push.
-        self._source = source if isinstance(source, ModuleSource) else None
+        self._known = source if isinstance(source, ModuleSource) else None
         if isinstance(source, MappingSource):
-            self._source = source.seen
+            self._known = source.seen
         return source
-
-    def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
-        carrier, of = self._provide_carrier(source), self._crew
-        push = self._preparation.of(source, carrier)
-        label = self._next_version() if version is None else version
-
-        def send(progress: Progress | None) -> Sent:
-            if push.shared and of is not None:
-                return carrier.send_filled(lambda *where: of.fill(source, deadline, *where), progress)
-            arenas.synchronize(source.device)
-            return carrier.send(source.tensors() if push.lent is None else push.lent, progress, push.mark)
-
-        delivery = self._delivery(carrier, deadline)
-        sent, commits = delivery.push(push.request, label, send, push.layout.nbytes, push.lent)
-        self._served = label
-        seconds = {**delivery.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
-        seconds["total"] = time.perf_counter() - start
-        return PushResult(
-            label, push.layout.payload_bytes, seconds, self._results(commits), push.request.verify, push.choice.staging,
-            push.choice.reason,
-        )  # fmt: skip
-
-    def _delivery(self, carrier: Carrier | None, deadline: Deadline) -> Delivery:
-        return Delivery(self._fleet, carrier, self._machine, deadline, pause=self._pause, progress=self._progress)
-
-    def _results(self, commits: dict[str, http.CommitReply]) -> dict[str, EngineResult]:
-        results = {}
-        for url, reply in commits.items():
-            engine = self._fleet.engines[url]
-            noticed, engine.noticed = tuple(engine.noticed), []
-            reason = "; ".join(filter(None, (engine.reason, engine.interfaces and f"over {engine.interfaces}")))
-            results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, reason, noticed)
-        return results
 
     def add_engine(self, url: str) -> EngineResult | None:
         """Have another engine take part. Raises as building a sender, and as `push`.
@@ -235,28 +207,13 @@ class Sender:
         It is brought to the version that the others serve, at once and from the memory that still holds it; the others
         are left alone. Where that memory does not hold a whole version it returns None, and the next push is the first.
         """
-
-        def act(_: Source | None, deadline: Deadline) -> EngineResult | None:
-            known = self._fleet.add(url, deadline)
-            self._preparation.choose_again()  # a rank with less memory may be among them
-            try:
-                return self._catch_up(known, deadline)
-            except BaseException:
-                self._release([known], deadline)
-                self._fleet.remove(known)
-                raise
-
-        return self._together("add_engine", EngineResult | None, act)
+        return self._together(
+            "add_engine", EngineResult | None, lambda _, deadline: self._engines.add_engine(url, deadline)
+        )
 
     def remove_engine(self, url: str) -> None:
         """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
-
-        def act(_: Source | None, deadline: Deadline) -> None:
-            known = self._fleet.removable(url)
-            self._release([known], deadline)
-            self._fleet.remove(known)
-
-        self._together("remove_engine", type(None), act)
+        self._together("remove_engine", type(None), lambda _, deadline: self._engines.remove_engine(url, deadline))
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Answer, from now on, those who ask by ``weightsync join`` for an engine to take part; where to ask.
@@ -264,20 +221,20 @@ class Sender:
         A new engine, or one that was restarted, is then brought to the served version as by `add_engine` and
         `catch_up`, between two pushes and without an act of the trainer. Raises `UnsupportedOption`.
         """
-        if self._crew is not None or self._reception is not None:
+        if self._ranks is not None or self._reception is not None:
             raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
-        self._reception = Reception(host, port, self._fleet.has_key, self._admit)
+        self._reception = Reception(host, port, self._engines.fleet.has_key, self._admit)
         return self._reception.url
 
     def _admit(self, url: str) -> str:
-        with self._turns.take("join", Deadline(self._timeout_s)):
-            known = plain_url(url)
-            if known in self._fleet.engines:
-                self._bring_up(known)
+        with self._turns.take("join", Deadline(self._options.timeout_s)):
+            known, fleet = plain_url(url), self._engines.fleet
+            if known in fleet.engines:
+                self._catch_up(known)
             else:
                 self.add_engine(known)
-            version = self._fleet.engines[known].version
-            return version if version == self._served else ""
+            version = fleet.engines[known].version
+            return version if version == self._engines.served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
         """Bring the engines that do not serve what was pushed last, having been restarted for one, to that version.
@@ -286,66 +243,23 @@ class Sender:
         whole version nothing happens, and the next push reaches them. An engine that is gone, or fails, keeps none of
         the others: all that can be are brought up first. Raises as `push` for those that could not be.
         """
-        return self._bring_up()
+        return self._catch_up()
 
-    def _bring_up(self, only: str = "") -> dict[str, EngineResult]:
-        def act(_: Source | None, deadline: Deadline) -> dict[str, EngineResult]:
-            results: dict[str, EngineResult] = {}
-            behind, failed = self._fleet.behind(self._served, deadline)
-            for url in behind:
-                try:
-                    if only in ("", url) and (result := self._catch_up(url, deadline)) is not None:
-                        results[url] = result
-                except WeightSyncError as error:
-                    failed[url] = error
-            if told := {url: error for url, error in failed.items() if only in ("", url)}:
-                raise joined(told, {**self._fleet.untouched(), **dict.fromkeys(results, "committed")})
-            return results
-
-        return self._together("catch_up", dict[str, EngineResult], act)
-
-    def _catch_up(self, url: str, deadline: Deadline) -> EngineResult | None:
-        carrier = self._carrier
-        plan = carrier.again() if carrier is not None else None
-        if carrier is None or plan is None:
-            return None
-        with self._fleet.only(url):
-            _, commits = self._delivery(carrier, deadline).push(plan, self._served, carrier.resend, 0)
-            return self._results(commits)[url]
+    def _catch_up(self, only: str = "") -> dict[str, EngineResult]:
+        results = dict[str, EngineResult]
+        return self._together("catch_up", results, lambda _, deadline: self._engines.catch_up(deadline, only))
 
     def rollback(self) -> PushResult:
         """Serve the version before again, which the engines kept (``keep_previous=True``). Raises as `push`.
 
         Once more brings the newer one back.
         """
-        return self._together("rollback", PushResult, lambda _, deadline: self._rollback(deadline))
-
-    def _rollback(self, deadline: Deadline) -> PushResult:
-        start = time.perf_counter()
-        kept = {rank.previous for status in self._status(deadline).values() for rank in status.ranks}
-        if len(kept) != 1 or "" in kept:
-            raise TransferFailed(
-                "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
-                engines=self._fleet.untouched(),
-            )
-        delivery = self._delivery(self._carrier, deadline)
-        (label,) = kept
-        commits = delivery.rollback(label)
-        self._served = label
-        seconds = {**delivery.seconds, "total": time.perf_counter() - start}
-        return PushResult(label, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
+        return self._together("rollback", PushResult, lambda _, deadline: self._engines.rollback(deadline))
 
     def status(self, *, digest: bool = False) -> dict[str, http.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
         replies = dict[str, http.StatusReply]
-        return self._together("status", replies, lambda _, deadline: self._status(deadline, digest=digest))
-
-    def _status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, http.StatusReply]:
-        found = self._fleet.status(deadline, digest=digest)
-        replies = {url: reply for url, reply in found.items() if not isinstance(reply, WeightSyncError)}
-        if failed := {url: reply for url, reply in found.items() if isinstance(reply, WeightSyncError)}:
-            raise joined(failed, self._fleet.untouched())
-        return replies
+        return self._together("status", replies, lambda _, deadline: self._engines.status(deadline, digest=digest))
 
     def close(self) -> None:
         """Give the lease back; release memory, sockets and connections; idempotent."""
@@ -353,14 +267,14 @@ class Sender:
             self._reception.close()
             self._reception = None
         # Another thread's call ends by its own deadline.
-        with self._turns.take("close", Deadline(self._timeout_s + _OTHERS_S)):
+        with self._turns.take("close", Deadline(self._options.timeout_s + _OTHERS_S)):
             self._close()
 
     def _recover(self) -> None:
         """After a call that was interrupted (Ctrl-C) even while it cleaned up: nothing that it used is used again."""
         if self._machine.allows("interrupted"):
-            if self._carrier is not None:
-                self._carrier.close()
+            if self._driver is not None:
+                self._driver.drop_transfer()
             self._machine.move("interrupted")
 
     def _close(self) -> None:
@@ -368,35 +282,13 @@ class Sender:
         if not self._machine.allows("close"):
             return
         self._machine.move("close")
-        if hasattr(self, "_fleet"):
-            self._release(self._fleet.engines, Deadline(self._timeout_s))
-            if self._carrier is not None:
-                self._carrier.close()
-            self._fleet.close()
-        if self._crew is not None:
-            self._crew.close()
-
-    def _release(self, urls: Iterable[str], deadline: Deadline) -> None:
-        if self._carrier is not None:
-            release(self._carrier, self._fleet, urls, deadline)
+        if self._driver is not None:
+            self._driver.close(Deadline(self._options.timeout_s))
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __enter__(self) -> Sender:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _provide_carrier(self, source: Source | None) -> Carrier:
-        """What moves the bytes; it stays while the sender does, or until a push fails."""
-        if self._carrier is None or self._carrier.closed:
-            remote = bool(self._fleet.peers.keys() - {"ipc_zmq"})
-            device = None if source is None else source.device
-            arena = buckets.arena_device(self._fleet.ranks, device, remote=remote)
-            # Several processes can fill one in the host's memory alone.
-            self._carrier = Carrier(arena if self._crew is None else torch.device("cpu"), self._crew, self._address)
-            self._preparation.choose_again()
-        return self._carrier
-
-    def _next_version(self) -> str:
-        versions = [engine.version for engine in self._fleet.engines.values()]
-        return str(max((int(v) for v in versions if v.isdecimal()), default=0) + 1)

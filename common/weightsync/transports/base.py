@@ -1,7 +1,7 @@
 """What a transport offers to the drivers.
 
 A transport moves the stream of `layout.Layout` from an arena of the trainer to every rank of every engine, and nothing
-else: it knows neither models nor engines. The trainer end is driven by `transfer.Carrier`, the engine end by
+else: it knows neither models nor engines. The trainer end is driven by `outgoing.Outgoing`, the engine end by
 `receiver.Receiver`, in a thread that never touches the model.
 """
 

@@ -211,13 +211,13 @@ def incoming(*names):
     return patch
 
 
-def carrier(module):
-    @around(module.Carrier, "_announce")
+def outgoing(module):
+    @around(module.Outgoing, "_announce")
     def announce(original, self, number, digests):
-        plan = self._plan
+        plan = self.plan
         action = at("trainer packs", number=number)
         if action == "flip":
-            self._arenas[0].bytes[number % plan.slots * plan.bucket_bytes + 1000] ^= 1
+            self.arena.bytes[number % plan.slots * plan.bucket_bytes + 1000] ^= 1
         original(self, number, digests)
 
 
@@ -260,12 +260,12 @@ def replica(module):
 PATCHES = {
     "weightsync.engine.receiver": receiver,
     "weightsync.engine.loading.load_plan": load_plan,
-    "weightsync.transports.control.sockets.engine": engine_control,
-    "weightsync.transports.control.sockets.trainer": trainer_control,
+    "weightsync.transports.control.engine": engine_control,
+    "weightsync.transports.control.trainer": trainer_control,
     "weightsync.transports.ipc_zmq": incoming("Incoming"),
     "weightsync.transports.nccl.ends": incoming("Incoming"),
-    "weightsync.transports.nixl.ends.incoming": incoming("Reading", "Written"),
-    "weightsync.trainer.transfer": carrier,
+    "weightsync.transports.nixl.incoming": incoming("Reading", "Written"),
+    "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
     "weightsync.engine.front_end": replica,
 }

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from weightsync.trainer.ranks.coordinator import Coordinator
 from weightsync.trainer.ranks.follower import Follower
 
+__all__ = ["Coordinator", "Follower", "ranks"]
+
 
 def ranks() -> Coordinator | Follower | None:
     """This process's part among the ranks of its trainer; None if it is the only one."""

@@ -57,7 +57,7 @@ class Coordinator(Ranks):
 
     def __init__(self, size: int):
         super().__init__()
-        self._size, self._others = size, range(1, size)
+        self.size, self._others = size, range(1, size)
         #: The other side of each conversation, the number of messages sent, and the last of them.
         self._nonces: dict[int, str] = {}
         self._count: dict[int, int] = {}
@@ -106,7 +106,7 @@ class Coordinator(Ranks):
     def _gather(self, what: str, deadline: Deadline) -> None:
         """Greet every other rank. Raises what the first of them that is in trouble has raised."""
         keys = {rank: self._key(rank) for rank in self._others}
-        to = f"to {what} (in a process group of {self._size} every rank builds a Sender and calls the same of it)"
+        to = f"to {what} (in a process group of {self.size} every rank builds a Sender and calls the same of it)"
         came: dict[int, bytes] = {}
         greetings: dict[int, Greeting] = {}
         try:
@@ -154,7 +154,7 @@ class Coordinator(Ranks):
         """Who provides what, given what all have greeted with. Raises `SourceError`."""
         if self._plan is None or self._held.get(0) != source.held:
             self._held[0] = source.held
-            self._plan, self._orders = plan([self._held[rank] for rank in range(self._size)]), []
+            self._plan, self._orders = plan([self._held[rank] for rank in range(self.size)]), []
         return self._plan
 
     def fill(
