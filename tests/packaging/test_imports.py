@@ -1,0 +1,91 @@
+"""Whoever needs a part of the package does not wait for the rest of it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import weightsync
+
+HEAVY = {"torch", "numpy", "requests", "transformers", "zmq"}
+
+
+def loaded_by(code):
+    """The modules that are loaded once this has run in an interpreter of its own."""
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    return set(json.loads(said.splitlines()[-1]))
+
+
+def under(modules, package):
+    return {name for name in modules if name == package or name.startswith(f"{package}.")}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "weightsync",
+        "weightsync.errors",
+        "weightsync.protocol.http",
+        "weightsync.protocol.control",
+        "weightsync.protocol.states",
+        "weightsync.protocol.auth",
+    ],
+)
+def test_errors_and_messages_load_neither_torch_nor_a_trainer(module):
+    loaded = loaded_by(f"import {module}")
+    assert loaded & HEAVY == set()
+    assert under(loaded, "weightsync.trainer") == set()
+    assert under(loaded, "weightsync.engine") == set()
+
+
+@pytest.mark.parametrize("module", ["receiver", "rank_methods", "front_end", "routes", "loading.loader"])
+def test_an_engine_loads_no_trainer(module):
+    assert under(loaded_by(f"import weightsync.engine.{module}"), "weightsync.trainer") == set()
+
+
+def test_a_trainer_loads_no_engine():
+    assert under(loaded_by("import weightsync; weightsync.Sender"), "weightsync.engine") == set()
+
+
+@pytest.mark.parametrize("package", ["vllm_weightsync", "sglang_weightsync"])
+def test_a_plugin_loads_no_trainer(package):
+    assert under(loaded_by(f"import {package}"), "weightsync.trainer") == set()
+
+
+def test_the_public_names_come_when_they_are_asked_for():
+    for name in weightsync.__all__:
+        assert getattr(weightsync, name) is not None
+        assert name in dir(weightsync)
+    with pytest.raises(AttributeError, match="'weightsync' has no attribute 'Carrier'"):
+        getattr(weightsync, "Carrier")  # noqa: B009 - ruff would have it looked up by mypy
+
+
+COMMANDS = (["--help"], ["status", "http://127.0.0.1:9", "--timeout", "1"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_line_loads_neither_torch_nor_numpy(command):
+    code = f"from weightsync.cli import main\ntry: main({command})\nexcept SystemExit: pass"
+    assert loaded_by(code) & HEAVY == set()
+
+
+def cpu_s(*arguments):
+    """The least processor time of five runs, seconds."""
+    spent = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], check=False, capture_output=True, env={**os.environ})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(spent)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_line_is_there_at_once(command):
+    assert cpu_s("-m", "weightsync.cli", *command) < 12 * cpu_s("-c", "pass")
