@@ -25,7 +25,7 @@ from tools import servers
 from tools.progress import alive
 from weightsync import Sender
 from weightsync.memory import arenas
-from weightsync.protocol import auth
+from weightsync.protocol import directories
 
 KIND = "qwen3"
 PUSHES = 500
@@ -94,7 +94,7 @@ class Watch:
         """How many shared-memory files there are of these processes or of the trainer, and private directories."""
         owners = {f"weightsync-{pid}" for pid in (*pids, self._trainer.pid)}
         files = [path for path in arenas.SHM_DIRECTORY.iterdir() if path.name.rpartition("-")[0] in owners]
-        return len(files), len(list(auth.directory().glob(f"weightsync-{self._trainer.pid}-*")))
+        return len(files), len(list(directories.directory().glob(f"weightsync-{self._trainer.pid}-*")))
 
     def _name(self, process: psutil.Process) -> str:
         if process.pid not in self._names:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from weightsync.engine import routes
-from weightsync.protocol import auth, control, http
+from weightsync.protocol import control, directories, http
 
 #: Route -> the message that it takes.
 ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
@@ -284,30 +284,32 @@ class Traps:
         self._open, self._traps = ExitStack(), {}
         folder = Path(self._open.enter_context(TemporaryDirectory(prefix="wst-")))
         self._listen(("127.0.0.1", 0))
-        self._listen(f"\0weightsync-{os.getpid()}/{auth.SOCKET_NAME}")
+        self._listen(f"\0weightsync-{os.getpid()}/{directories.SOCKET_NAME}")
         for name, mode in (("open", 0o755), ("group", 0o750), ("others", 0o700), ("private", 0o700), ("dead", 0o700)):
             directory = folder / f"weightsync-{name}"
             directory.mkdir()
             directory.chmod(mode)
-        self._listen(folder / "weightsync-open" / auth.SOCKET_NAME)
-        self._listen(folder / "weightsync-group" / auth.SOCKET_NAME)
+        self._listen(folder / "weightsync-open" / directories.SOCKET_NAME)
+        self._listen(folder / "weightsync-group" / directories.SOCKET_NAME)
         if os.geteuid() == 0:
-            self._listen(folder / "weightsync-others" / auth.SOCKET_NAME)
+            self._listen(folder / "weightsync-others" / directories.SOCKET_NAME)
             os.chown(folder / "weightsync-others", 65534, 65534)
         self._listen(folder / "weightsync-private" / "other")
         (folder / "elsewhere").mkdir(mode=0o700)
-        self._listen(folder / "elsewhere" / auth.SOCKET_NAME)
+        self._listen(folder / "elsewhere" / directories.SOCKET_NAME)
         (folder / "weightsync-link").symlink_to(folder / "elsewhere")
-        (folder / "weightsync-private" / auth.SOCKET_NAME).symlink_to(folder / "elsewhere" / auth.SOCKET_NAME)
+        (folder / "weightsync-private" / directories.SOCKET_NAME).symlink_to(
+            folder / "elsewhere" / directories.SOCKET_NAME
+        )
         inside = ("link", "private", "absent", "dead/../elsewhere", f"dead/../../{folder.name}/elsewhere")
         #: Their addresses, also in other words. "dead" alone may be dialled: a sender's, where nobody listens now.
         self.texts = [
             *self._traps,
-            *(f"ipc://{folder}/weightsync-{name}/{auth.SOCKET_NAME}" for name in (*inside, "dead")),
-            f"ipc://{folder}/./weightsync-open/{auth.SOCKET_NAME}",
-            f"ipc:{folder}/elsewhere/{auth.SOCKET_NAME}",
-            f"{folder}/elsewhere/{auth.SOCKET_NAME}",
-            f"ipc://{os.path.relpath(folder)}/weightsync-open/{auth.SOCKET_NAME}",
+            *(f"ipc://{folder}/weightsync-{name}/{directories.SOCKET_NAME}" for name in (*inside, "dead")),
+            f"ipc://{folder}/./weightsync-open/{directories.SOCKET_NAME}",
+            f"ipc:{folder}/elsewhere/{directories.SOCKET_NAME}",
+            f"{folder}/elsewhere/{directories.SOCKET_NAME}",
+            f"ipc://{os.path.relpath(folder)}/weightsync-open/{directories.SOCKET_NAME}",
         ]
 
     def _listen(self, address):

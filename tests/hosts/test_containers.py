@@ -11,7 +11,7 @@ import pytest
 
 from weightsync import Sender
 from weightsync.errors import UnsupportedOption
-from weightsync.protocol import auth
+from weightsync.protocol import directories
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.transports.nixl import agents
@@ -75,7 +75,7 @@ def test_an_engine_with_shared_memory_of_its_own(model_folder, weights):
 def stranger():
     """A user's number; what is made for it goes with the test."""
     yield NOBODY
-    shutil.rmtree(auth.SHM_DIRECTORY / f"weightsync-{NOBODY}", ignore_errors=True)
+    shutil.rmtree(directories.SHM_DIRECTORY / f"weightsync-{NOBODY}", ignore_errors=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.scenarios.world import FIRST, PATIENCE_S, Engine, World, digest_in
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import directories, http
 
 #: What was left over may be about to go: gloo ends what was given up five seconds after the deadline.
 _SETTLE_S = 15.0
@@ -198,7 +198,7 @@ def held(world: World) -> Held:
             except FileNotFoundError:
                 continue  # that of the listing itself
     shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
-    sockets = [path.name for path in auth.directory().glob(f"weightsync-{os.getpid()}-*")]
+    sockets = [path.name for path in directories.directory().glob(f"weightsync-{os.getpid()}-*")]
     return Held(sorted(files), psutil.Process().num_threads(), shared, sockets)
 
 

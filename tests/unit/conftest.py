@@ -10,7 +10,7 @@ import pytest
 
 from tests import fuzz
 from tools import models
-from weightsync.protocol import auth
+from weightsync.protocol import auth, directories
 from weightsync.testing import ReferenceEngine
 
 
@@ -65,7 +65,8 @@ def own_homes(monkeypatch, tmp_path_factory):
         for base in (shared, session, temporary):
             base.mkdir()
         monkeypatch.delenv("WEIGHTSYNC_TOKEN")
-        monkeypatch.setattr(auth, "SHM_DIRECTORY", shared)
+        for module in (auth, directories):
+            monkeypatch.setattr(module, "SHM_DIRECTORY", shared)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         own = f"weightsync-{os.geteuid()}"

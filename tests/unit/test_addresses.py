@@ -17,7 +17,7 @@ from tests.unit.test_replica import Front
 from tests.unit.test_session import DictSink
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ManifestMismatch, TransferFailed
-from weightsync.protocol import auth, http
+from weightsync.protocol import addresses, http
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Parts
 from weightsync.transports.control.engine import EngineControl
@@ -32,13 +32,13 @@ KEY = zmq.curve_keypair()[0].decode()
     ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://192.0.2.7:1", "tcp://[2001:db8::7]:65535"],
 )
 def test_an_address_by_number_and_with_a_key_passes(address):
-    assert auth.check_tcp_address(address, KEY) == address
+    assert addresses.check_tcp_address(address, KEY) == address
 
 
 @pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, "\u00e9" * 40, "\n" * 40, f"{KEY[:-1]}\0"])
 def test_without_its_key_no_address_passes(key):
     with pytest.raises(TransferFailed, match="by number and with its key"):
-        auth.check_tcp_address("tcp://127.0.0.1:5000", key)
+        addresses.check_tcp_address("tcp://127.0.0.1:5000", key)
 
 
 REFUSED = {
@@ -63,7 +63,7 @@ def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
     passed = []
     for address in REFUSED[kind]:
         try:
-            passed.append(auth.check_tcp_address(address, KEY))
+            passed.append(addresses.check_tcp_address(address, KEY))
         except TransferFailed as error:
             assert f"refused to dial {address!r}" in str(error)  # noqa: PT017
     assert passed == []
@@ -72,10 +72,10 @@ def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
 def test_a_sender_is_gone_where_nobody_listens_and_not_where_nobody_answers(deaf):
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        assert auth.owner_lives(there)
-    assert not auth.owner_lives(there)
+        assert addresses.owner_lives(there)
+    assert not addresses.owner_lives(there)
     start = time.monotonic()
-    assert auth.owner_lives(f"tcp://127.0.0.1:{deaf}")
+    assert addresses.owner_lives(f"tcp://127.0.0.1:{deaf}")
     assert time.monotonic() - start < 1  # it is asked in the engine's own loop
 
 

@@ -12,7 +12,7 @@ import pytest
 from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas, forks
-from weightsync.protocol import auth
+from weightsync.protocol import addresses, directories
 from weightsync.tensors.layout import digest_of
 from weightsync.transports.control.trainer import TrainerControl
 
@@ -66,8 +66,8 @@ def test_a_killed_trainer_is_succeeded_at_once_although_its_child_lives(
         sender.push(trained)
         assert sender.status(digest=True)[engine.url].ranks[0].digest == digest_of(trained.state_dict().items())
         arenas.sweep(older_than_s=0.0)
-        auth.sweep(older_than_s=0.0)
-        for place in (arenas.SHM_DIRECTORY, auth.directory()):
+        directories.sweep(older_than_s=0.0)
+        for place in (arenas.SHM_DIRECTORY, directories.directory()):
             assert not list(place.glob(f"weightsync-{trainer.pid}-*"))
 
 
@@ -77,7 +77,7 @@ def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
     try:
         address = control.address("http://127.0.0.1:1")
         children.append(forked())
-        assert auth.owner_lives(address)
+        assert addresses.owner_lives(address)
         (descriptor,) = control._listening
         assert "socket" in os.readlink(f"/proc/self/fd/{descriptor}")
         assert not os.get_inheritable(descriptor)  # nor do programs that are started have it
@@ -87,7 +87,7 @@ def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
             deadline.check("the child to close its copy")
     finally:
         control.close()
-    assert not auth.owner_lives(address)
+    assert not addresses.owner_lives(address)
 
 
 def test_a_descriptor_that_was_given_up_is_no_concern_of_later_children():

@@ -17,7 +17,7 @@ from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
 from weightsync import errors
 from weightsync.engine.stage import Stages
 from weightsync.memory import arenas
-from weightsync.protocol import auth, control, http
+from weightsync.protocol import control, directories, http
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.tensors.subset import Demand, Parts
@@ -41,16 +41,16 @@ class FakeSender:
     """A socket and an arena where a rank was told to come, and that say what they like."""
 
     def __init__(self, context, source):
-        self.folder = auth.private_directory()
+        self.folder = directories.private_directory()
         self.socket = context.socket(zmq.ROUTER)
-        self.socket.bind(f"ipc://{self.folder}/{auth.SOCKET_NAME}")
+        self.socket.bind(f"ipc://{self.folder}/{directories.SOCKET_NAME}")
         self.layout = Layout(source.specs)
         self.arena = arenas.ShmArena(2 * BUCKET)
         packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64", Demand([Parts(self.layout, {})]))
         self.filled = packer.fill(source.tensors(), self._taken)
         self.last = self.layout.buckets(BUCKET) - 1
         plan = plan_of(PUSH, self.layout, BUCKET, SOON_S)
-        address = f"ipc://{self.folder}/{auth.SOCKET_NAME}"
+        address = f"ipc://{self.folder}/{directories.SOCKET_NAME}"
         self.request = msgspec.structs.replace(plan, address=address, secret="s")
         self.rank = b""
 

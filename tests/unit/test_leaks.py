@@ -15,7 +15,7 @@ from tools import servers
 from weightsync import Sender
 from weightsync.errors import EngineUnreachable, LeaseHeld, ManifestMismatch, TransferFailed
 from weightsync.memory import arenas
-from weightsync.protocol import auth
+from weightsync.protocol import auth, directories
 
 PUSHES = 60
 #: Pushes in the life of a sender, and rounds of everything that happen before counting starts.
@@ -46,7 +46,7 @@ def files_of(pid):
 def held(pid=None):
     pid = pid or os.getpid()
     shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{pid}-*")]
-    private = [path.name for path in auth.directory().glob(f"weightsync-{pid}-*")]
+    private = [path.name for path in directories.directory().glob(f"weightsync-{pid}-*")]
     return Held(files_of(pid), psutil.Process(pid).num_threads(), shared, private)
 
 
@@ -142,14 +142,14 @@ def test_a_trainer_that_exits_without_close_leaves_nothing(engine, model_folder)
     process = trainer_that_ends(engine, model_folder("llama", 1), "")
     assert process.returncode == 0
     assert not list(arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*"))
-    assert not list(auth.directory().glob(f"weightsync-{process.pid}-*"))
+    assert not list(directories.directory().glob(f"weightsync-{process.pid}-*"))
 
 
 def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained, model_folder, monkeypatch):
     process = trainer_that_ends(engine, model_folder("llama", 1), "os.kill(os.getpid(), signal.SIGKILL)")
     assert process.returncode == -signal.SIGKILL
     (left,) = arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
-    (private,) = auth.directory().glob(f"weightsync-{process.pid}-*")
+    (private,) = directories.directory().glob(f"weightsync-{process.pid}-*")
     # As if the age were reached at which the next one no longer takes them for somebody's who has only begun.
     for module in (arenas, auth):
         sweep = module.sweep

@@ -11,7 +11,7 @@ import pytest
 from weightsync import Sender
 from weightsync.errors import AuthenticationFailed
 from weightsync.memory import arenas
-from weightsync.protocol import auth
+from weightsync.protocol import auth, directories
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
@@ -59,7 +59,7 @@ def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folde
 
 def log_out(pid):
     """What a login manager removes once the last session of a user has ended: its shared memory."""
-    for place in (arenas.SHM_DIRECTORY, auth.directory()):
+    for place in (arenas.SHM_DIRECTORY, directories.directory()):
         for path in place.glob(f"weightsync-{pid}-*"):
             (shutil.rmtree if path.is_dir() else os.unlink)(path)
 

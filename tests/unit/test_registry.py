@@ -8,7 +8,7 @@ import pytest
 from tests.unit.by_hand import HERE, hello_of
 from weightsync.errors import UnsupportedOption
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import directories, http
 from weightsync.transports.nixl import agents
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS, available, pick
 
@@ -108,11 +108,11 @@ def test_an_engine_that_does_not_share_the_trainers_directory_is_reached_over_th
 
 
 def test_a_trainer_without_a_directory_of_its_own_reaches_engines_over_the_network(own_homes):
-    whole = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=auth.meeting())
+    whole = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=directories.meeting())
     assert pick("auto", HERE, whole)[0] == "ipc_zmq"
     own_homes[0].chmod(0o777)  # as if somebody else had taken its name
-    assert auth.meeting() == str(os.geteuid())
-    for hello in (whole, msgspec.structs.replace(whole, user=auth.meeting())):
+    assert directories.meeting() == str(os.geteuid())
+    for hello in (whole, msgspec.structs.replace(whole, user=directories.meeting())):
         transport, reason = pick("auto", HERE, hello)
         assert transport == "nixl"
         assert f"{own_homes[0]} cannot be trusted: its mode is 0777" in reason

@@ -12,7 +12,7 @@ import pytest
 
 from weightsync.errors import AuthenticationFailed, TransferFailed
 from weightsync.memory import arenas
-from weightsync.protocol import auth
+from weightsync.protocol import addresses, auth, directories
 from weightsync.protocol.handles import ShmHandle
 
 
@@ -119,7 +119,7 @@ def test_a_directory_that_others_can_enter_holds_no_key(homes):
     with pytest.raises(AuthenticationFailed, match=r"WEIGHTSYNC_TOKEN.*(0755.*){3}"):
         auth.engine_token()
     with pytest.raises(AuthenticationFailed, match="0755"):
-        auth.private_directory()
+        directories.private_directory()
 
 
 def test_a_directory_that_somebody_else_took_is_passed_over_and_named(homes, caplog):
@@ -135,7 +135,7 @@ def test_a_linked_directory_is_refused(homes, tmp_path_factory):
     elsewhere.chmod(0o700)
     homes[0].symlink_to(elsewhere)
     with pytest.raises(AuthenticationFailed, match="not a directory"):
-        auth.directory()
+        directories.directory()
     auth.engine_token()
     assert os.listdir(elsewhere) == []
 
@@ -160,8 +160,8 @@ def test_a_full_mount_is_told_as_such_and_leaves_no_draft(homes, monkeypatch):
 
 
 def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
-    root = auth.directory()
-    dead = auth.private_directory()
+    root = directories.directory()
+    dead = directories.private_directory()
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(dead / "control"))
     mine = root / "weightsync-1-0123456789abcdef"  # called as a sender's, and holding what is not one's
@@ -171,11 +171,11 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
         (folder / "step-1000.safetensors").write_text("precious")
     outside = root.parent / "weightsync-mine"
     outside.mkdir(mode=0o700)
-    alive = auth.private_directory()
+    alive = directories.private_directory()
     with socket.socket(socket.AF_UNIX) as living:
         living.bind(str(alive / "control"))
         living.listen()
-        auth.sweep(older_than_s=0.0)
+        directories.sweep(older_than_s=0.0)
         assert (alive / "control").exists()
     assert not dead.exists()
     assert all((folder / "step-1000.safetensors").read_text() == "precious" for folder in kept)
@@ -200,15 +200,15 @@ def test_keys_compare_whole_and_empty_never_matches():
 
 
 def test_a_senders_address_passes():
-    directory = auth.private_directory()
-    assert auth.check_ipc_address(f"ipc://{directory}/control")
+    directory = directories.private_directory()
+    assert addresses.check_ipc_address(f"ipc://{directory}/control")
 
 
 def test_addresses_that_are_not_a_senders_are_not_dialled(tmp_path):
     open_directory = tmp_path / "weightsync-open"
     open_directory.mkdir(mode=0o755)
     link = tmp_path / "weightsync-link"
-    link.symlink_to(auth.private_directory())
+    link.symlink_to(directories.private_directory())
     for address in (
         "tcp://127.0.0.1:5555",
         "ipc://@abstract",
@@ -216,11 +216,11 @@ def test_addresses_that_are_not_a_senders_are_not_dialled(tmp_path):
         f"ipc://{tmp_path}/weightsync-absent/control",
         f"ipc://{open_directory}/control",
         f"ipc://{link}/control",
-        f"ipc://{auth.private_directory()}/other",
+        f"ipc://{directories.private_directory()}/other",
         "",
     ):
         with pytest.raises(TransferFailed, match="refused to dial"):
-            auth.check_ipc_address(address)
+            addresses.check_ipc_address(address)
 
 
 def test_an_arena_is_private_shared_and_removed():

@@ -28,7 +28,7 @@ from weightsync.engine.adapter import Expected
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import AuthenticationFailed, PushTimeout, TransferFailed, WeightSyncError
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import addresses, auth, directories, http
 from weightsync.protocol.handles import ShmHandle
 from weightsync.tensors.layout import Layout
 from weightsync.testing import ReferenceEngine
@@ -120,7 +120,7 @@ def test_what_belongs_to_somebody_else_is_refused(own_homes):
         auth.sender_token()
     os.chown(token.parent, 65534, 65534)
     with pytest.raises(AuthenticationFailed, match="belongs to user 65534"):
-        auth.private_directory()
+        directories.private_directory()
 
 
 def test_a_key_with_a_line_end_is_taken_without_it(monkeypatch):
@@ -242,9 +242,9 @@ def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_ke
 def test_a_path_in_other_words_is_refused(tmp_path, place):
     for name in ("weightsync-a", "weightsync-b"):
         (tmp_path / name).mkdir(mode=0o700)
-    assert auth.check_ipc_address(f"ipc://{tmp_path}/weightsync-a/control")
+    assert addresses.check_ipc_address(f"ipc://{tmp_path}/weightsync-a/control")
     with pytest.raises(TransferFailed, match="not a sender's ipc address"):
-        auth.check_ipc_address(f"ipc://{place.format(tmp_path)}/control")
+        addresses.check_ipc_address(f"ipc://{place.format(tmp_path)}/control")
 
 
 def test_a_linked_socket_is_refused(tmp_path):
@@ -254,7 +254,7 @@ def test_a_linked_socket_is_refused(tmp_path):
         elsewhere.bind(str(tmp_path / "elsewhere"))
         (directory / "control").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(TransferFailed, match="it is a link"):
-            auth.check_ipc_address(f"ipc://{directory}/control")
+            addresses.check_ipc_address(f"ipc://{directory}/control")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to somebody else")
@@ -263,7 +263,7 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path):
     directory.mkdir(mode=0o700)
     os.chown(directory, 65534, 65534)
     with pytest.raises(TransferFailed, match="belongs to user 65534"):
-        auth.check_ipc_address(f"ipc://{directory}/control")
+        addresses.check_ipc_address(f"ipc://{directory}/control")
 
 
 def test_shared_memory_is_mapped_under_its_own_name_alone():
@@ -362,8 +362,8 @@ class Held:
 
 
 def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
-    directory, receiver = auth.private_directory(), Receiver(Held())
-    address = f"ipc://{directory}/{auth.SOCKET_NAME}"
+    directory, receiver = directories.private_directory(), Receiver(Held())
+    address = f"ipc://{directory}/{directories.SOCKET_NAME}"
     with context.socket(zmq.ROUTER) as sender:
         sender.setsockopt(zmq.LINGER, 0)
         sender.bind(address)

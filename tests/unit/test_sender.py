@@ -29,7 +29,7 @@ from weightsync.errors import (
     UnsupportedOption,
 )
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import auth, directories, http
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ReferenceEngine
@@ -325,10 +325,10 @@ def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained):
         sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
         arenas.sweep(older_than_s=0.0)
-        auth.sweep(older_than_s=0.0)
+        directories.sweep(older_than_s=0.0)
         assert not left[0].exists()
         sender.push(trained)  # what is alive was spared
-    assert not list(auth.directory().glob(f"weightsync-{killed.pid}-*"))
+    assert not list(directories.directory().glob(f"weightsync-{killed.pid}-*"))
 
 
 def test_a_sender_that_closes_is_forgotten_by_the_ranks(engine, trained):
@@ -347,7 +347,7 @@ def test_nothing_is_left_when_senders_close(engine, trained):
     sender.close()
     mine = f"weightsync-{os.getpid()}-"
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(mine)]
-    assert not list(auth.directory().glob(f"{mine}*"))
+    assert not list(directories.directory().glob(f"{mine}*"))
 
 
 def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_folder, trained):

@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import addresses, directories, http
 from weightsync.protocol.http import Introduction
 from weightsync.protocol.states import REPLICA, Machine
 from weightsync.transports.nccl.groups import check_world
@@ -121,7 +121,7 @@ class Replica:
             ranks=self._call.ranks,
             pause_refused=self.front.pause_refused,
             instance=self.instance,
-            user=auth.meeting(),
+            user=directories.meeting(),
             network=arenas.network_id(),
             stopped=bool(self.stopped),
         )
@@ -161,7 +161,7 @@ class Replica:
         """Take the lease, then have every rank get a transport ready. Raises `UnsupportedOption`, `TransferFailed`."""
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
-        auth.check_host_address(asked.address)
+        addresses.check_host_address(asked.address)
         deadline = Deadline(asked.timeout_s)
         async with self._alone("joining", deadline):
             if not self._call.ranks:
@@ -187,7 +187,7 @@ class Replica:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
         # Before the lease is given to who is there: whether one lives is asked at that address.
-        auth.check_address(asked.address, asked.server_key, remote=method != "update_weights_via_ipc_zmq")
+        addresses.check_address(asked.address, asked.server_key, remote=method != "update_weights_via_ipc_zmq")
         deadline = Deadline(asked.timeout_s)
         async with self._alone("prepare", deadline):
             try:

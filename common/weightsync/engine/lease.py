@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from weightsync.errors import LeaseHeld, TransferFailed
-from weightsync.protocol import auth
+from weightsync.protocol.addresses import owner_lives
 
 #: How long an engine believes that a sender in the middle of a push is alive.
 PUSH_TTL_S: Final = 10.0
@@ -23,7 +23,7 @@ class Lease:
     `PUSH_TTL_S` in the middle of a push, else for `IDLE_TTL_S`. Another then takes it without asking.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, lives: Callable[[str], bool] = auth.owner_lives):
+    def __init__(self, clock: Callable[[], float] = time.monotonic, lives: Callable[[str], bool] = owner_lives):
         self._clock, self._lives = clock, lives
         self.owner = self.holder = self._address = ""
         self._until = 0.0

@@ -24,7 +24,7 @@ import torch
 from weightsync.errors import TransferFailed
 from weightsync.memory import cgroups, cuda_ipc, forks
 from weightsync.memory.shared_parameters import InPlaceArena
-from weightsync.protocol.auth import OWN_NAME, SHM_DIRECTORY
+from weightsync.protocol.directories import OWN_NAME, SHM_DIRECTORY
 from weightsync.protocol.handles import CudaHandle, ShmHandle
 
 _SHM_PREFIX: Final = "weightsync-"

@@ -9,7 +9,7 @@ import torch
 
 from weightsync.errors import AuthenticationFailed, UnsupportedOption
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import directories, http
 from weightsync.transports import ipc_zmq
 from weightsync.transports.base import Assistant, EngineEnd, Helpers, TrainerEnd
 from weightsync.transports.nccl import ends as nccl
@@ -46,10 +46,10 @@ def _apart(hello: http.OpenReply) -> tuple[str, str]:
             "containers with --ipc=host"
         )
     try:
-        auth.directory()
+        directories.directory()
     except AuthenticationFailed as error:
         return f"the same host, but {error}", " (on the trainer's side)"
-    ours, theirs = auth.meeting(), hello.user
+    ours, theirs = directories.meeting(), hello.user
     if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
         return "", ""
     uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]

@@ -15,7 +15,7 @@ import zmq
 from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
-from weightsync.protocol import auth, control
+from weightsync.protocol import addresses, control
 from weightsync.protocol.control import Explain, Failed, Filled, Hello, Offer, Prepared, Still, Taken
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.subset import Parts
@@ -77,7 +77,7 @@ class EngineControl:
 
     def check(self, request: UpdateRequest) -> None:
         """Raise `TransferFailed` for an address that is not to be dialled."""
-        auth.check_address(request.address, request.server_key, remote=self._remote)
+        addresses.check_address(request.address, request.server_key, remote=self._remote)
 
     def _dial(self, request: UpdateRequest) -> Socket:
         self.check(request)
@@ -122,7 +122,7 @@ class Call:
         self.deadline.check(what)
         if time.monotonic() - self._looked > SILENCE_S:
             self._looked = time.monotonic()
-            if not auth.owner_lives(self._request.address):
+            if not addresses.owner_lives(self._request.address):
                 with self.explained():  # its last word may not have been read yet
                     raise TransferFailed(f"the sender is gone; it was to announce {what}")
 

@@ -21,7 +21,7 @@ import zmq
 from weightsync import errors
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import addresses, http
 from weightsync.protocol.control import Failed
 
 #: How long either side sleeps at most before it looks whether the push is over.
@@ -130,7 +130,7 @@ def way_to(rank: int, address: str) -> str:
 
     Raises `TransferFailed` for what is none, and for a loopback at which nobody listens.
     """
-    auth.check_host_address(address)
+    addresses.check_host_address(address)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     here = local_address(host.strip("[]"))
     if ipaddress.ip_address(here).is_loopback and not _somebody_listens(int(port)):

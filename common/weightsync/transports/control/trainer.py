@@ -18,7 +18,7 @@ import zmq
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.memory import forks
-from weightsync.protocol import auth, control
+from weightsync.protocol import control, directories
 from weightsync.protocol.control import Explain, Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.boxes import Box
@@ -80,8 +80,10 @@ class TrainerControl:
         if not self._remote:
             # Login managers remove what a user has in shared memory once it has logged out.
             if not self._directories or not self._directories[-1].exists():
-                self._directories.append(auth.private_directory())
-                self._addresses[""] = self._listen(sockets.AF_UNIX, str(self._directories[-1] / auth.SOCKET_NAME))
+                self._directories.append(directories.private_directory())
+                self._addresses[""] = self._listen(
+                    sockets.AF_UNIX, str(self._directories[-1] / directories.SOCKET_NAME)
+                )
             return self._addresses[""]
         here = self._given or local_address(host_of(engine))
         if here not in self._addresses:
@@ -127,15 +129,15 @@ class TrainerControl:
 
 
 def _close_trainer(
-    context: zmq.Context[Socket], socket: Socket, directories: list[Path], listening: list[int], owner: int
+    context: zmq.Context[Socket], socket: Socket, own: list[Path], listening: list[int], owner: int
 ) -> None:
     if os.getpid() != owner:
         return  # a forked child, of a data loader say, that forgets what is its parent's
     for descriptor in listening:
         forks.disown(descriptor)  # the socket closes them
     close(context, [socket], LAST_WORD_S)
-    for directory in directories:
-        auth.remove(directory)
+    for directory in own:
+        directories.remove(directory)
 
 
 class Talk:
