@@ -14,7 +14,7 @@ from torch import nn
 
 from weightsync.engine.adapter import Expected
 from weightsync.tensors.layout import digest_of, spec_of
-from weightsync.testing import ModelSink, ReferenceEngine, serve
+from weightsync.testing import ModelAdapter, ReferenceEngine, serve
 
 COLUMNS = 8
 
@@ -40,7 +40,7 @@ class Blocks(nn.Module):
         return digest_of(self.state_dict().items())
 
 
-class BlocksSink(ModelSink):
+class BlocksSink(ModelAdapter):
     """Such a model in the reference engine."""
 
     def __init__(self, count: int, nbytes: int):

@@ -24,10 +24,10 @@ from benchmarks import bare
 from weightsync.deadline import Deadline
 from weightsync.engine.stage import Stages
 from weightsync.protocol import http
-from weightsync.protocol.http import Introduction
+from weightsync.protocol.http import Handshake
 from weightsync.tensors import digest
 from weightsync.tensors.layout import Layout, spec_of
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.trainer.buckets import choose
 from weightsync.trainer.outgoing import Outgoing
 from weightsync.trainer.transfer import Transfer
@@ -221,7 +221,7 @@ class Lane:
         try:
             with environment(self._variables):
                 hellos = {rank.url: (self._transport, rank.hello()) for rank in self._ranks}
-                transfer.introduce(hellos, self._join, deadline)
+                transfer.connect(hellos, self._join, deadline)
             for rank in self._ranks:
                 rank.tell("push", self._name, http.to_json(outgoing.request(rank.url, self._transport)))
             outgoing.meet({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
@@ -242,7 +242,7 @@ class Lane:
             self._last = time.perf_counter()
             yield tensor
 
-    def _join(self, asked: Mapping[str, Introduction]) -> dict[str, http.JoinReply]:
+    def _join(self, asked: Mapping[str, Handshake]) -> dict[str, http.JoinReply]:
         told = [rank for rank in self._ranks if rank.url in asked]
         for rank in told:
             rank.tell("join", self._name, http.to_json(asked[rank.url]))
@@ -313,7 +313,7 @@ class _Child:
     def _push(self, lane: str, body: bytes) -> None:
         kind = lane.rpartition("/")[2]
         request, end = http.from_json(body, http.UpdateRequest), self._end(lane)
-        stages, parts = self._stages.setdefault(kind, Stages(0, CPU)), Parts(Layout(request.manifest), {})
+        stages, parts = self._stages.setdefault(kind, Stages(0, CPU)), Subset(Layout(request.manifest), {})
         try:
             incoming = end.meet(request, parts, 0, Event())
             staged, verify_s = stages.fill(incoming, request, parts, None)

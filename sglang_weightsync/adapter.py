@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from sglang_weightsync import compat, compat_loading
-from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
 
 
-class SglangSink:
-    """See `weightsync.engine.adapter.Sink`."""
+class SglangAdapter:
+    """See `weightsync.engine.adapter.Adapter`."""
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
@@ -25,13 +25,13 @@ class SglangSink:
         model, revision, dtype = compat.model_source(self._scheduler)
         return expected_of(model, revision=revision, dtype=dtype)
 
-    def opened(self) -> Opened | str:
+    def opened(self) -> LoaderHooks | str:
         """The model's own loader, within a begin/end session."""
         found = compat_loading.recordable(self._scheduler)
         if isinstance(found, str):
             return found
         model, load = found
-        return Opened(model, load, lambda: compat_loading.written_by_others(self._scheduler))
+        return LoaderHooks(model, load, lambda: compat_loading.written_by_others(self._scheduler))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through SGLang's begin/end session."""

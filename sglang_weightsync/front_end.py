@@ -22,7 +22,7 @@ _KEEP_REASON = (
 
 
 class SglangFrontEnd:
-    """See `weightsync.engine.front_end.FrontEnd`."""
+    """See `weightsync.engine.front_end.EngineFrontEnd`."""
 
     engine = "sglang"
 

@@ -25,15 +25,15 @@ def place() -> None:
 
 def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from sglang_weightsync.front_end import SglangFrontEnd
-    from weightsync.engine.front_end import Replica
+    from weightsync.engine.front_end import FrontEnd
     from weightsync.engine.routes import HealthGuard, admin_routes
     from weightsync.protocol import auth
 
     if compat.serve_by_workers(server_args, "sglang_weightsync.refusing:app"):
         return
-    replica = Replica(SglangFrontEnd(server_args, tokenizer_manager))
-    compat.app_routes().append(admin_routes(lambda: replica, auth.engine_token()))
-    compat.app_routes().insert(0, HealthGuard(lambda: replica))
+    front_end = FrontEnd(SglangFrontEnd(server_args, tokenizer_manager))
+    compat.app_routes().append(admin_routes(lambda: front_end, auth.engine_token()))
+    compat.app_routes().insert(0, HealthGuard(lambda: front_end))
 
 
 def _add_handler(scheduler: Any) -> None:

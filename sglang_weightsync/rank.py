@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_weightsync import compat, compat_loading, compat_pause, gather
-from sglang_weightsync.adapter import SglangSink
+from sglang_weightsync.adapter import SglangAdapter
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
@@ -44,7 +44,7 @@ class Handler:
         if self._made is None:
             if reason := compat.lacking(self._scheduler):
                 raise UnsupportedOption(reason)
-            self._made = Receiver(SglangSink(self._scheduler))
+            self._made = Receiver(SglangAdapter(self._scheduler))
         return self._made
 
     def _everywhere(self, request: WeightsyncReqInput, method: str) -> list[bytes]:

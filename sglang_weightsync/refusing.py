@@ -6,13 +6,13 @@ Plugins are not loaded in these workers; they import the app from where they are
 from __future__ import annotations
 
 from sglang_weightsync import compat, compat_config
-from weightsync.engine.front_end import Replica
+from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.routes import admin_routes
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol import auth
 
 
-def _refuse() -> Replica:
+def _refuse() -> FrontEnd:
     raise UnsupportedOption(compat_config.unsupported(compat.worker_arguments()))
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from weightsync.protocol.states import PUSH, REPLICA, diagram
+from weightsync.protocol.states import ENGINE, PUSH, diagram
 
 PAGE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 BEGIN, END = "<!-- states:begin -->", "<!-- states:end -->"
-TITLES = {"An engine, and each of its ranks:": REPLICA, "A sender:": PUSH}
+TITLES = {"An engine, and each of its ranks:": ENGINE, "A sender:": PUSH}
 
 
 def drawn(page: str) -> str:

@@ -20,8 +20,8 @@ def check_deep(payload: str) -> None:
         raise UnsupportedOption(f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"')
 
 
-class VllmSink:
-    """See `weightsync.engine.adapter.Sink`."""
+class VllmAdapter:
+    """See `weightsync.engine.adapter.Adapter`."""
 
     def __init__(self, worker: Any):
         if reason := compat.check(compat.WORKER):

@@ -14,7 +14,7 @@ from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config
 from vllm_weightsync.rank import WorkerExtension
-from weightsync.engine.front_end import Replica, restored
+from weightsync.engine.front_end import FrontEnd, restored
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
@@ -40,11 +40,11 @@ class EndpointPlugin:
     required_tasks = None
 
     def __init__(self) -> None:
-        self._found: Replica | None = None
+        self._found: FrontEnd | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the admin routes; without a key there are none."""
-        app.router.routes.append(admin_routes(self._replica, auth.engine_token()))
+        app.router.routes.append(admin_routes(self._front_end, auth.engine_token()))
         app.router.routes.insert(0, HealthGuard(lambda: self._found))
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
@@ -52,16 +52,16 @@ class EndpointPlugin:
         if engine_client is not None:
             front = VllmFrontEnd(engine_client, getattr(args, "api_server_count", 1) or 1)
             await front.hold_from_start()
-            self._found = Replica(front)
+            self._found = FrontEnd(front)
 
-    def _replica(self) -> Replica:
+    def _front_end(self) -> FrontEnd:
         if self._found is None:
             raise UnsupportedOption("this server has no engine to update")
         return self._found
 
 
 class VllmFrontEnd:
-    """See `weightsync.engine.front_end.FrontEnd`."""
+    """See `weightsync.engine.front_end.EngineFrontEnd`."""
 
     engine = "vllm"
 

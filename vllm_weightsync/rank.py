@@ -17,9 +17,9 @@ def _run(worker: WorkerExtension, method: str, payload: str) -> str:
         found = worker.__dict__.get(_ATTRIBUTE)
         if found is None:
             # vLLM is imported by now, and the worker has loaded its model.
-            from vllm_weightsync.adapter import VllmSink
+            from vllm_weightsync.adapter import VllmAdapter
 
-            found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmSink(worker))
+            found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmAdapter(worker))
         if method.startswith(UPDATE):
             from vllm_weightsync.adapter import check_deep
 

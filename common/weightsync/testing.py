@@ -26,9 +26,9 @@ from typing import Any, Final
 import requests
 import torch
 
-from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
-from weightsync.engine.front_end import Replica, restored
+from weightsync.engine.front_end import FrontEnd, restored
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
@@ -40,7 +40,7 @@ _START_S: Final = 120.0
 _STOP_S: Final = 10.0
 
 
-class ModelSink:
+class ModelAdapter:
     """A transformers model as a sink: every checkpoint name is a parameter's name (dense models)."""
 
     rank = 0
@@ -56,9 +56,9 @@ class ModelSink:
         """The checkpoint in the folder."""
         return expected_of(str(self._folder), revision=None, dtype=str(self.model.dtype).removeprefix("torch."))
 
-    def opened(self) -> Opened | str:
+    def opened(self) -> LoaderHooks | str:
         """`load`, with nothing to be done before or after."""
-        return Opened(self.model, self.load, contextlib.nullcontext)
+        return LoaderHooks(self.model, self.load, contextlib.nullcontext)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -91,18 +91,18 @@ class ModelSink:
 
 
 class ReferenceFrontEnd:
-    """See `weightsync.engine.routes.FrontEnd`. One thread is the engine's loop, for generation and weights."""
+    """See `weightsync.engine.routes.EngineFrontEnd`. One thread is the engine's loop, for generation and weights."""
 
     engine = "reference"
     engine_version = "1"
 
-    def __init__(self, sink: ModelSink, folder: Path, waits: bool):
+    def __init__(self, adapter: ModelAdapter, folder: Path, waits: bool):
         self.model = str(folder)
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
         self.off: dict[str, str] = {}
-        self._sink = sink
-        self._receiver = Receiver(sink)
+        self._adapter = adapter
+        self._receiver = Receiver(adapter)
         self._version = "default"
         self._loop = ThreadPoolExecutor(1, thread_name_prefix="engine-loop")
 
@@ -134,11 +134,11 @@ class ReferenceFrontEnd:
 
     def _generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
         dirty = self._receiver.status().state.startswith("dirty")
-        return None if dirty else self._sink.generate(prompt, tokens)
+        return None if dirty else self._adapter.generate(prompt, tokens)
 
 
-def serve(sink: ModelSink, folder: Path, port: int, waits: bool = False, host: str = "127.0.0.1") -> None:
-    """Serve the model of ``sink``, which is in ``folder``, at this host's address ``host`` until told to stop."""
+def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, host: str = "127.0.0.1") -> None:
+    """Serve the model of ``adapter``, which is in ``folder``, at this host's address ``host`` until told to stop."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -147,12 +147,12 @@ def serve(sink: ModelSink, folder: Path, port: int, waits: bool = False, host: s
 
     from weightsync.engine.routes import HealthGuard, admin_routes
 
-    front = ReferenceFrontEnd(sink, folder, waits)
-    replica = Replica(front)
+    front = ReferenceFrontEnd(adapter, folder, waits)
+    front_end = FrontEnd(front)
 
     async def generate(request: Request) -> JSONResponse:
         asked = await request.json()
-        if reason := replica.stopped:
+        if reason := front_end.stopped:
             return JSONResponse({"error": reason}, 503)
         answer = await front.generate(asked["prompt"], int(asked["tokens"]))
         if answer is None:
@@ -163,10 +163,10 @@ def serve(sink: ModelSink, folder: Path, port: int, waits: bool = False, host: s
         return JSONResponse({})
 
     routes = [
-        HealthGuard(lambda: replica),
+        HealthGuard(lambda: front_end),
         Route("/health", health),
         Route("/generate", generate, methods=["POST"]),
-        admin_routes(lambda: replica, auth.engine_token()),
+        admin_routes(lambda: front_end, auth.engine_token()),
     ]
     uvicorn.run(Starlette(routes=routes), host=host, port=port, log_level="warning")
 
@@ -240,8 +240,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--wait-for-initial-weights", action="store_true", help="serve nothing before the first push")
     args = parser.parse_args()
-    sink = ModelSink(args.model, torch.device(args.device))
-    serve(sink, args.model, args.port, args.wait_for_initial_weights, args.host)
+    adapter = ModelAdapter(args.model, torch.device(args.device))
+    serve(adapter, args.model, args.port, args.wait_for_initial_weights, args.host)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.stage import Stages
 from weightsync.protocol import http
 from weightsync.tensors.layout import Layout, spec_of
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import ENGINE_ENDS
@@ -66,11 +66,11 @@ class Rig:
         deadline, jobs = Deadline(timeout_s), {}
         outgoing = self.transfer.begin(plan, layout)
         try:
-            self.transfer.introduce(self.hellos(), self.join, deadline)
+            self.transfer.connect(self.hellos(), self.join, deadline)
             requests = {url: outgoing.request(url, self.transport) for url in self.hellos()}
             jobs = {
                 peer: self.threads.submit(
-                    self._receive, end, requests[peer.engine], Parts(layout, (keeps or {}).get(peer, {})), peer.rank
+                    self._receive, end, requests[peer.engine], Subset(layout, (keeps or {}).get(peer, {})), peer.rank
                 )
                 for peer, end in self.peers.items()
                 if peer not in absent

@@ -51,7 +51,7 @@ def test_only_whom_it_concerns_hears_of_a_restarted_engine(make, transport, told
     rig.peers[Peer(B, 0)].close()
     rig.peers[Peer(B, 0)] = ENGINE_ENDS[transport](CPU)
     rig.instances[B] = "b again"
-    rig.transfer.dismiss(B, transport)
+    rig.transfer.disconnect(B, transport)
     assert rig.pushed(2) == told
     assert rig.pushed(3) == []
 

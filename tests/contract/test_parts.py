@@ -6,7 +6,7 @@ import torch
 from tests.contract.rig import A, B, assert_equal, bits, random_tensors
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.tensors.boxes import Box, narrowed
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
 
 
@@ -78,6 +78,6 @@ def test_a_fault_in_a_part_that_is_kept_is_found_and_one_beside_it_is_nobodys(ri
 
 def test_parts_of_what_was_not_sent_end_the_push_by_name(rig, monkeypatch):
     tensors = [torch.randn(64, 2048)]
-    monkeypatch.setattr(Parts, "table", lambda self: ((3, Box((0,), (1,))),))
+    monkeypatch.setattr(Subset, "table", lambda self: ((3, Box((0,), (1,))),))
     with pytest.raises(TransferFailed, match=r"rank 0 of .* keeps what was not sent: \[1\] from \[0\] on is no part"):
         rig.push(tensors, 65536, keeps={Peer(A, 0): {0: Box((0, 0), (32, 2048))}})

@@ -179,7 +179,7 @@ class Child:
         plan, deadline = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s), Deadline(timeout_s)
         outgoing = self.transfer.begin(plan, layout)
         try:
-            self.transfer.introduce({A: (self.transport, hello(A, self.instance, 1))}, self.join, deadline)
+            self.transfer.connect({A: (self.transport, hello(A, self.instance, 1))}, self.join, deadline)
             self.tell(b"push", outgoing.request(A, self.transport))
             outgoing.meet({self.transport: {Peer(A, 0)}}, deadline)
             outgoing.send(itertools.chain([first], tensors), None)

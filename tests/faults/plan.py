@@ -111,14 +111,22 @@ def _exceptions(tp: int, rank: int, last: int) -> list[Fault]:
 
 def _buckets(rank: int) -> list[Fault]:
     """Bytes that are not what was announced, and pushes that do not fit the model."""
-    faults = []
+    faults, first = [], {"kind": "BucketReady", "number": 0}
     for options, phase, left in (({}, "transfer", U), (STREAM, "stream", D)):
         faults += [
             Fault("bit flipped by the trainer", phase, left, do("trainer packs", "flip", number=0), options),
             Fault("bit flipped at a rank", phase, left, do("rank takes", "flip", rank=rank, bucket=1), options),
             Fault("stream truncated", phase, left, do("trainer announces", "truncate", number=1), options),
-            Fault("bucket duplicated", phase, left, do("trainer tells", "duplicate", kind="Filled", number=0), options),
-            Fault("buckets reordered", phase, left, do("trainer tells", "reorder", kind="Filled", number=0), options),
+            Fault(
+                "bucket duplicated",
+                phase,
+                left,
+                do("trainer tells", "duplicate", kind="BucketReady", number=0),
+                options,
+            ),
+            Fault(
+                "buckets reordered", phase, left, do("trainer tells", "reorder", kind="BucketReady", number=0), options
+            ),
         ]
     spoilt = ("missing", "unknown", "misshapen", "wrong dtype", "empty")
     return [*faults, *(Fault(f"push {how}", "prepare", U, spoil=how) for how in spoilt)]
@@ -134,7 +142,7 @@ def _connections(rank: int, route: str) -> list[Fault]:
         Fault("reply lost", "commit", U + C, do("trainer was answered", "cut", route="commit")),
         Fault("socket cut after hello and offer", "transfer", U, do("rank met", "cut", rank=rank)),
         Fault("socket gone at offer", "transfer", U + C, do("trainer tells", "cut", kind="Offer")),
-        Fault("socket gone at filled", "transfer", U + C, do("trainer tells", "cut", kind="Filled", number=1)),
+        Fault("socket gone at filled", "transfer", U + C, do("trainer tells", "cut", kind="BucketReady", number=1)),
         Fault("socket cut before taken", "transfer", U, do("rank takes", "cut", rank=rank, bucket=0)),
         Fault("prepared lost", "transfer", U, do("rank confirms", "drop", rank=rank)),
     ]

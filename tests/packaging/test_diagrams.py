@@ -1,7 +1,7 @@
 """What ARCHITECTURE.md draws is what the tables say."""
 
 from tools import diagrams
-from weightsync.protocol.states import PUSH, REPLICA
+from weightsync.protocol.states import ENGINE, PUSH
 
 
 def test_the_diagrams_are_those_of_the_tables():
@@ -16,6 +16,6 @@ def test_a_page_that_is_out_of_date_is_drawn_anew_and_nothing_else_on_it_changes
     assert page.endswith(f"```\n\n{diagrams.END}\nbelow\n")
     assert "old" not in page
     assert page.count("```mermaid\nstateDiagram-v2\n") == 2
-    for table in (REPLICA, PUSH):
+    for table in (ENGINE, PUSH):
         for state, edges in table.items():
             assert all(f"    {state} --> {target}: " in page for target in edges.values())

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from tests.scenarios import truth
 from tests.scenarios.drawn import PLAIN
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
-from tests.scenarios.truth import Held, Lag, NotPushable, Truth, Violation, held
+from tests.scenarios.truth import HeldShards, Lag, NotPushable, Truth, Violation, held
 from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
 from weightsync import Sender
@@ -55,7 +55,7 @@ class Acting(RuleBasedStateMachine):
         self.keeping: Sender | None = None
         self.truth.check()
         #: What is held before anybody has a sender; of what was found untrue in another scenario something may linger.
-        self.before: Held = held(self.world)
+        self.before: HeldShards = held(self.world)
 
     def note(self, found: Violation) -> None:
         """Something untrue was found: after how many steps. Raises it, unless its kind is known."""

@@ -9,12 +9,12 @@ import torch
 import uvicorn  # noqa: F401
 
 from tests.scenarios.weights import Tiny, TinyWeights
-from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.protocol.http import TensorSpec
-from weightsync.testing import ModelSink, serve
+from weightsync.testing import ModelAdapter, serve
 
 
-class TinySink(ModelSink):
+class TinySink(ModelAdapter):
     """Starts with content 0. With ``recordable`` false it is like those engines that bring weights in themselves."""
 
     def __init__(self, recordable: bool):
@@ -30,7 +30,7 @@ class TinySink(ModelSink):
             )
         )
 
-    def opened(self) -> Opened | str:
+    def opened(self) -> LoaderHooks | str:
         """As the base class's, if there is to be a plan."""
         return super().opened() if self._recordable else "it packs layers"
 

@@ -179,7 +179,7 @@ class Truth:
         return status, None
 
 
-class Held(NamedTuple):
+class HeldShards(NamedTuple):
     """What this process holds."""
 
     files: list[str]
@@ -188,7 +188,7 @@ class Held(NamedTuple):
     sockets: list[str]
 
 
-def held(world: World) -> Held:
+def held(world: World) -> HeldShards:
     """Now; without what is the world's own."""
     own, files = world.own_files(), []
     for entry in os.scandir("/proc/self/fd"):
@@ -199,10 +199,10 @@ def held(world: World) -> Held:
                 continue  # that of the listing itself
     shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
     sockets = [path.name for path in directories.directory().glob(f"weightsync-{os.getpid()}-*")]
-    return Held(sorted(files), psutil.Process().num_threads(), shared, sockets)
+    return HeldShards(sorted(files), psutil.Process().num_threads(), shared, sockets)
 
 
-def check_nothing_left(world: World, before: Held) -> None:
+def check_nothing_left(world: World, before: HeldShards) -> None:
     """Nobody has a sender: nothing more than ``before`` is held, here or of ours by engines."""
     end = time.monotonic() + _SETTLE_S
     gc.collect()  # an error and who raised it may hold each other

@@ -4,7 +4,7 @@ import pytest
 
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.boxes import Box
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks.assignment import plan
 
 from .conftest import served
@@ -130,11 +130,12 @@ def test_messages_do_not_pile_up(engines, pair):
 
 def planned(said):
     """The plan of what ranks hold, each tensor as ``[name, shape, boxes]``."""
-    return plan([
-        [Held(TensorSpec(name, "int64", tuple(shape)), tuple(Box(tuple(a), tuple(n)) for a, n in boxes), alike=True)
-         for name, shape, boxes in held]
-        for held in said
-    ])  # fmt: skip
+    return plan([[shards(*one) for one in held] for held in said])
+
+
+def shards(name, shape, boxes):
+    found = tuple(Box(tuple(start), tuple(size)) for start, size in boxes)
+    return HeldShards(TensorSpec(name, "int64", tuple(shape)), found, alike=True)
 
 
 def test_it_is_known_of_every_placement_where_local_parts_lie(four):

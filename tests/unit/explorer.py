@@ -1,6 +1,6 @@
 """A small model checker: every state that trainers, engines and the messages between them can reach together.
 
-The model takes what is legal from `states.REPLICA` and `states.PUSH`, and the order of calls from the drivers:
+The model takes what is legal from `states.ENGINE` and `states.PUSH`, and the order of calls from the drivers:
 prepare all, transfer, commit all, on failure abort all. A request may arrive at any time, also when its trainer has
 given up on it, or never; so may its reply. A step is *fair* if it happens by itself sooner or later (a delivery, an end
 of waiting in vain, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that passes although all is
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from weightsync.protocol.states import PUSH, REPLICA
+from weightsync.protocol.states import ENGINE, PUSH
 
 MIXED, NOBODY, NOTHING, ANY = -1, -1, -2, 99
 ENGINES, ALL = (0, 1), 0b11
@@ -201,13 +201,13 @@ class Model:
             others = world.net & (_LEFT << 1 - e)
             restarted = _set(world, e, Engine())._replace(net=others, restarts=world.restarts + 1)
             yield FAULT, (who, "is restarted"), _unheld(restarted, e, NOBODY)
-        if "abort" in REPLICA[engine.state]:
+        if "abort" in ENGINE[engine.state]:
             p, trainer = engine.push, world.trainers[engine.of]
             early = FAULT if trainer.push == p and trainer.state in ACTIVE and not engine.lapsed else FAIR
             yield early, (who, "lets push", p, "expire"), _set(world, e, _forgotten(engine))
             sends = "preparing" if self.stream else "transferring"
-            if trainer.push == p and trainer.state == sends and "staged" in REPLICA[engine.state]:
-                staged = _set(world, e, engine._replace(state=REPLICA[engine.state]["staged"]))
+            if trainer.push == p and trainer.state == sends and "staged" in ENGINE[engine.state]:
+                staged = _set(world, e, engine._replace(state=ENGINE[engine.state]["staged"]))
                 staged = _with(staged, engine.of, trainer._replace(confirmed=trainer.confirmed | 1 << e))
                 ready = put(world.ready, p - 1, world.ready[p - 1] | 1 << e)
                 yield FAIR, (who, "holds all of", p), staged._replace(ready=ready)
@@ -218,7 +218,7 @@ class Model:
             yield kind, (who, "misses trainer", engine.lease), _set(world, e, engine._replace(lapsed=True))
 
     def _apply(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
-        who, p, edges = f"engine {e}", engine.push, REPLICA[engine.state]
+        who, p, edges = f"engine {e}", engine.push, ENGINE[engine.state]
 
         def end(kind: str, how: str, event: str, outcome: str, **more: Any) -> Iterator[Step]:
             ended = _set(world, e, engine._replace(state=edges[event], push=0, of=NOBODY, **more))
@@ -263,7 +263,7 @@ class Model:
         taken = _unheld(world._replace(engines=put(world.engines, e, engine)), e, t)
         yield from self._reply(FAULT, (*what, "which does not fit"), taken, t, e, p, "unchanged")
         engine = _forgotten(engine)
-        state = REPLICA[engine.state]["prepare"]
+        state = ENGINE[engine.state]["prepare"]
         taken = _set(taken, e, engine._replace(state=state, push=p, of=t))
         if world.trainers[t].push == p:
             before = put(taken.trainers[t].before, e, engine.weights)
@@ -274,13 +274,13 @@ class Model:
         engine = world.engines[e]
         refused = engine.lease != t and self.wrong != "a commit without the lease"
         refused = refused or engine.push != p
-        if not refused and "commit" not in REPLICA[engine.state]:
+        if not refused and "commit" not in ENGINE[engine.state]:
             refused, engine = True, _forgotten(engine)
         if refused:
             world = _set(world, e, engine)
             yield from self._reply(FAIR, (*what, "and refuses"), world, t, e, p, "unchanged")
             return
-        engine = engine._replace(state=REPLICA[engine.state]["commit"], of=t)
+        engine = engine._replace(state=ENGINE[engine.state]["commit"], of=t)
         if self.wrong == "the label before the weights":
             engine = engine._replace(label=p)
         yield FAIR, what, _set(world, e, engine)
@@ -308,7 +308,7 @@ def _answered(world: World, t: int, e: int, outcome: str) -> World:
 
 def _forgotten(engine: Engine) -> Engine:
     """The engine without the push that it has not begun to load."""
-    edges = REPLICA[engine.state]
+    edges = ENGINE[engine.state]
     return engine._replace(state=edges["abort"], push=0, of=NOBODY) if "abort" in edges else engine
 
 

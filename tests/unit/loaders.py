@@ -5,12 +5,12 @@ import copy
 
 import torch
 
-from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.stage import Staged
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.scattered import Scattered
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -55,7 +55,7 @@ def plan_for(model, load, checkpoint):
     held = dict(model.state_dict(keep_vars=True))
     layout, stage = staged(checkpoint)
     try:
-        plan = LoadPlan(Opened(model, lambda weights: load(model, weights), contextlib.nullcontext), layout, CPU)
+        plan = LoadPlan(LoaderHooks(model, lambda weights: load(model, weights), contextlib.nullcontext), layout, CPU)
     finally:
         after = model.state_dict(keep_vars=True)
         assert all(after[name] is tensor for name, tensor in held.items())
@@ -111,7 +111,7 @@ class SinkOf:
         return Expected(self._specs)
 
     def opened(self):
-        return Opened(self.model, self.load, contextlib.nullcontext)
+        return LoaderHooks(self.model, self.load, contextlib.nullcontext)
 
     @torch.no_grad()
     def load(self, weights):
@@ -124,7 +124,7 @@ def push_into(loading, checkpoint, push="push", *, stage=None):
     stage = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8) if stage is None else stage
     for entry in layout.entries:
         entry.view(stage).copy_(checkpoint[entry.spec.name])
-    staged = Staged(push, Parts(layout, {}), stage)
+    staged = Staged(push, Subset(layout, {}), stage)
     loading.look_up(staged, push)
     loading.load(staged)
     return staged

@@ -12,14 +12,14 @@ import zmq
 
 from tests import fuzz
 from tests.helpers import plan_of
-from tests.unit.by_hand import HERE
-from tests.unit.test_replica import Front
-from tests.unit.test_session import DictSink
+from tests.unit.manual import HERE
+from tests.unit.test_front_end import Front
+from tests.unit.test_states import DictAdapter
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ManifestMismatch, TransferFailed
 from weightsync.protocol import addresses, http
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.trainer import TrainerControl
 from weightsync.transports.registry import ENGINE_ENDS
@@ -85,19 +85,19 @@ def made():
         yield lambda thing: stack.enter_context(closing(thing))
 
 
-LAYOUT = Layout(DictSink().expected().specs)
+LAYOUT = Layout(DictAdapter().expected().specs)
 
 
 @pytest.mark.parametrize("transport", ENGINE_ENDS)
 def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transport):
     remote = transport != "ipc_zmq"
-    sender, end = made(TrainerControl(remote=not remote)), made(ENGINE_ENDS[transport](DictSink.device))
-    request, receiver = sender.invite(plan_of("p", LAYOUT, 1024), HERE), Receiver(DictSink())
+    sender, end = made(TrainerControl(remote=not remote)), made(ENGINE_ENDS[transport](DictAdapter.device))
+    request, receiver = sender.request(plan_of("p", LAYOUT, 1024), HERE), Receiver(DictAdapter())
     for act in (end.check, lambda asked: receiver.prepare(asked, transport)):
         with pytest.raises(TransferFailed, match=f"refused to dial '{request.address}'"):
             act(request)
     with pytest.raises(TransferFailed, match="refused to dial"):
-        made(EngineControl(remote=remote)).meet(request, Parts(LAYOUT, {}), 0, (), Event())
+        made(EngineControl(remote=remote)).meet(request, Subset(LAYOUT, {}), 0, (), Event())
     assert sender.socket.poll(300) == 0
     assert receiver.status() == http.RankStatus(rank=0, state="serving")
 
@@ -110,8 +110,8 @@ def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transp
     ],
 )
 def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
-    sender, receiver = made(TrainerControl(remote=True)), Receiver(DictSink())
-    receiver.prepare(sender.invite(plan_of("p", LAYOUT, 1024), HERE), transport)
+    sender, receiver = made(TrainerControl(remote=True)), Receiver(DictAdapter())
+    receiver.prepare(sender.request(plan_of("p", LAYOUT, 1024), HERE), transport)
     assert receiver._last.ended.wait(5)
     assert said in receiver.status().detail
     assert receiver.status().state == "serving"
@@ -129,14 +129,14 @@ def test_an_introduction_at_what_is_no_senders_address_is_refused_and_takes_no_l
     front = made(Front())
     for address in filter(None, (*REFUSED_ALL, *(text for text in traps.texts if not text.startswith("tcp://")))):
         with pytest.raises(TransferFailed, match="refused to dial"):
-            asyncio.run(front.replica.join(msgspec.structs.replace(asked, address=address)))
-    assert front.replica._lease.owner == ""
+            asyncio.run(front.front_end.join(msgspec.structs.replace(asked, address=address)))
+    assert front.front_end._lease.owner == ""
     assert front.ranks[0]._ends == {}
 
 
 @pytest.mark.parametrize("transport", ENGINE_ENDS)
 def test_no_transport_dials_what_is_no_senders(made, traps, transport):
-    receiver, refused = Receiver(DictSink()), 0
+    receiver, refused = Receiver(DictAdapter()), 0
     request = msgspec.structs.replace(plan_of("p", LAYOUT, 1024), server_key=KEY, manifest=())
     for address in (*traps.texts, *fuzz.TEXTS, *REFUSED_ALL):
         asked = msgspec.structs.replace(request, address=address)

@@ -9,12 +9,12 @@ import torch
 from tests.unit.loaders import Model, SinkOf, bits, push_into, scattered
 from weightsync import Sender
 from weightsync.engine.adapter import Sealed
-from weightsync.engine.loading.fake_tensor import Standin
+from weightsync.engine.loading.fake_tensor import FakeTensor
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.stage import Staged
 from weightsync.errors import SourceError, WrongState
 from weightsync.tensors.layout import digest_of, spec_of
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.testing import ReferenceEngine
 
 
@@ -42,11 +42,11 @@ def as_a_parameter(model, name, tensor):
 
 
 def as_a_view(model, name, tensor):
-    model.get_parameter(name).data = tensor.t().contiguous().t() if isinstance(tensor, Standin) else tensor[:]
+    model.get_parameter(name).data = tensor.t().contiguous().t() if isinstance(tensor, FakeTensor) else tensor[:]
 
 
 def as_a_buffer(model, name, tensor):
-    model._buffers["table"] = model._buffers["table"] if isinstance(tensor, Standin) else tensor.view(-1)[1:4]
+    model._buffers["table"] = model._buffers["table"] if isinstance(tensor, FakeTensor) else tensor.view(-1)[1:4]
 
 
 def loader(act, seen=None):
@@ -54,7 +54,7 @@ def loader(act, seen=None):
 
     def load(model, weights):
         for name, tensor in weights:
-            odd = name == "odd" and not (seen is not None and isinstance(tensor, Standin))
+            odd = name == "odd" and not (seen is not None and isinstance(tensor, FakeTensor))
             (act if odd else copied)(model, name, tensor)
 
     return load
@@ -87,7 +87,7 @@ def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from
     loading = Loading(SinkOf(model, loader(act, seen=True), SPECS))
     layout = loading.accept(SPECS)
     stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    staged = Staged("push", Parts(layout, {}), scattered(layout, stage) if apart else stage)
+    staged = Staged("push", Subset(layout, {}), scattered(layout, stage) if apart else stage)
     loading.look_up(staged)
     with pytest.raises(WrongState, match=r"did not copy (odd|table) but kept the tensor that it was given.*push again"):
         loading.load(staged)

@@ -8,7 +8,7 @@ from weightsync.protocol.handles import ShmHandle
 from weightsync.sources import open_source
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Demand, Parts
+from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.packing import hash_stream
 from weightsync.trainer.ranks.assembly import hash_parts, orders_of, write
 from weightsync.trainer.ranks.assignment import plan
@@ -35,11 +35,11 @@ def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
     made = plan([source.held for source in ranks])
     layout = Layout(made.manifest)
     halves = [
-        Parts(layout, {0: Box((at * 4, 0), (4, 64)), 1: Box((0, at * 1024), (6, 1024)), 2: Box((0,), (at * 5,))})
+        Subset(layout, {0: Box((at * 4, 0), (4, 64)), 1: Box((0, at * 1024), (6, 1024)), 2: Box((0,), (at * 5,))})
         for at in range(2)
     ]
-    for keeps in ([Parts(layout, {})], halves, [Parts(layout, {}), *halves]):
-        demand, stream = Demand(keeps), torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for keeps in ([Subset(layout, {})], halves, [Subset(layout, {}), *halves]):
+        demand, stream = Wanted(keeps), torch.zeros(layout.nbytes, dtype=torch.uint8)
         orders = [told(Fill("arena", HANDLE, (), "xxh3_64", one)).orders for one in orders_of(made, layout, demand)]
         written = [write(source, one.write, stream, "xxh3_64") for source, one in zip(ranks, orders, strict=True)]
         assert sum(work.nbytes for work in written) == layout.payload_bytes

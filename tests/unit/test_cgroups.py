@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.by_hand import CPU
+from tests.unit.manual import CPU
 from weightsync import Sender
 from weightsync.errors import TransferFailed
 from weightsync.memory import arenas, cgroups

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.unit.loaders import Model, SinkOf, bits, by_name, push_into, scattered
 from weightsync import Sender
-from weightsync.engine.adapter import Opened
+from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WrongState
 from weightsync.tensors.layout import digest_of, spec_of
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.testing import ReferenceEngine
 
 EXPERTS = 6
@@ -144,7 +144,7 @@ def test_experts_that_change_places_while_a_push_travels_get_their_own_weights(r
     model.rebalance([5, 4, 3, 2, 1, 0] if model.kind != "a number" else [1, 2, 3, 4, 5, 0])
     for entry in layout.entries:
         entry.view(staged.data).copy_(checkpoint(3)[entry.spec.name])
-    staged = Staged("third", Parts(layout, {}), staged.data)
+    staged = Staged("third", Subset(layout, {}), staged.data)
     loading.look_up(staged, "third")
     loading.load(staged)
     assert served(model) == wanted(3)
@@ -225,7 +225,7 @@ class Around(SinkOf):
     before = after = staticmethod(lambda model: None)
 
     def opened(self):
-        return Opened(self.model, self._alone, self._around)
+        return LoaderHooks(self.model, self._alone, self._around)
 
     def _alone(self, weights):
         super().load(weights)
@@ -255,19 +255,19 @@ def two_of(number):
 
 def around_rank():
     model = Model({name: torch.zeros(40, 60) for name in ("plain", "odd")})
-    sink = Around(model, by_name, [spec_of(name, tensor) for name, tensor in two_of(0).items()])
-    loading = Loading(sink)
+    adapter = Around(model, by_name, [spec_of(name, tensor) for name, tensor in two_of(0).items()])
+    loading = Loading(adapter)
     for number in (1, 2):
         push_into(loading, two_of(number))
     assert loading.status().pushes == 1
-    return sink, model, loading
+    return adapter, model, loading
 
 
 @pytest.mark.parametrize("move", [exchanged, moved])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same(move, when):
-    sink, model, loading = around_rank()
-    setattr(sink, when, move)
+    adapter, model, loading = around_rank()
+    setattr(adapter, when, move)
     push_into(loading, two_of(3))
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
         name: bits(tensor) for name, tensor in two_of(3).items()
@@ -277,8 +277,8 @@ def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same
 
 
 def test_weights_that_are_worked_on_from_some_push_on_are_noticed_and_loaded_by_the_engine():
-    sink, model, loading = around_rank()
-    sink.after = lambda model: model.odd.data.mul_(2)
+    adapter, model, loading = around_rank()
+    adapter.after = lambda model: model.odd.data.mul_(2)
     push_into(loading, two_of(3), "third")
     assert bits(model.plain) == bits(two_of(3)["plain"])
     assert bits(model.odd) == bits(two_of(3)["odd"] * 2)
@@ -296,14 +296,14 @@ def test_every_byte_of_a_large_model_is_looked_at_in_some_push(apart):
             model.get_parameter(name).data.copy_(tensor.t() if name == "turned" else tensor)
 
     pushed = {name: torch.randn(shape) for name in ("plain", "turned")}
-    sink = Around(model, load, [spec_of(name, tensor) for name, tensor in pushed.items()])
+    adapter = Around(model, load, [spec_of(name, tensor) for name, tensor in pushed.items()])
     for name, place in (("plain", 1_234_567), ("turned", 2_999_999)):
-        loading = Loading(sink)
-        sink.after = Around.after
+        loading = Loading(adapter)
+        adapter.after = Around.after
         staged = push_into(loading, pushed)
         if apart:
             staged = Staged("push", staged.parts, scattered(staged.layout, staged.data))
-        sink.after = lambda model, name=name, place=place: (
+        adapter.after = lambda model, name=name, place=place: (
             model.get_parameter(name).data.view(-1)[place].neg_()
             if (name == "plain")
             else model.get_parameter(name).data[0, 7].neg_()
@@ -323,13 +323,13 @@ def test_parts_in_memory_that_moves_inside_of_a_load_are_an_error_of_this_rank()
         for _, tensor in weights:
             model.plain.data.copy_(tensor[4:])
 
-    sink = Around(model, load, [spec_of("plain", torch.zeros(8, 6))])
-    loading = Loading(sink)
+    adapter = Around(model, load, [spec_of("plain", torch.zeros(8, 6))])
+    loading = Loading(adapter)
     for number in (1, 2):
         staged = push_into(loading, {"plain": torch.full((8, 6), float(number))})
     parts = loading.parts(staged.layout)
     assert parts.name
-    sink.before = lambda model: setattr(model, "plain", torch.nn.Parameter(model.plain.detach().clone()))
+    adapter.before = lambda model: setattr(model, "plain", torch.nn.Parameter(model.plain.detach().clone()))
     staged = Staged("third", parts, staged.data)
     loading.look_up(staged, "third")
     with pytest.raises(WrongState, match="its memory moves while it is loaded"):

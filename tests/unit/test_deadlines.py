@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from tests.unit.test_replica import SERVING, WEIGHTS, Engine, Front, Trainer, driven, queued, until
+from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, Front, Trainer, driven, queued, until
 from weightsync import Sender, cli
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineUnreachable, PushTimeout
@@ -224,7 +224,7 @@ def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_nam
     with closing(Engine()) as engine, Sender([engine.url], timeout_s=30.0) as sender, ThreadPoolExecutor(2) as threads:
         gate = engine.gates["update_weights_via_ipc_zmq"] = threading.Event()
         push = threads.submit(sender.push, WEIGHTS[1])
-        until(lambda: engine.replica._lease.owner, "it is not asked to prepare")
+        until(lambda: engine.front_end._lease.owner, "it is not asked to prepare")
         within(sender, 0.5)
         with pytest.raises(PushTimeout, match="status: another thread is in push of this sender") as raised:
             threads.submit(sender.status).result(SOON_S)
@@ -268,19 +268,19 @@ def test_an_engine_whose_ranks_do_not_answer_says_so_while_the_caller_still_list
 
 @driven
 async def test_a_commit_whose_time_is_up_before_its_ranks_are_ready_changes_nothing():
-    with closing(Front()) as front, closing(Trainer(front.replica, "one")) as trainer:
+    with closing(Front()) as front, closing(Trainer(front.front_end, "one")) as trainer:
         await trainer.stage("v1", 1)
         gate, end = threading.Event(), Deadline(6.0)
         front.gates["weightsync_ready"] = gate
-        await front.replica._turn.acquire()
+        await front.front_end._turn.acquire()
         commit = await queued(front, trainer.commit("v1", timeout_s=5.0))
         await asyncio.sleep(2.5)  # its turn comes, and not much of its time is left
-        front.replica._turn.release()
+        front.front_end._turn.release()
         await asyncio.sleep(end.left())
         gate.set()
         with pytest.raises(PushTimeout) as raised:
             await commit
-        assert (raised.value.weights, front.replica._machine.state) == ("unchanged", "serving")
+        assert (raised.value.weights, front.front_end._machine.state) == ("unchanged", "serving")
         await asyncio.to_thread(until, lambda: front.seen() == SERVING[0], "the ranks do not forget it")
 
 

@@ -9,7 +9,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from tests.unit.test_replica import SERVING, WEIGHTS, Engine, until
+from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, until
 from weightsync import Sender, errors
 from weightsync.engine import rank_calls
 from weightsync.memory import arenas, processes
@@ -56,7 +56,7 @@ def test_a_commit_that_takes_long_on_another_host_is_no_commit_that_failed(looke
         sender.push(WEIGHTS[1])
         thread.join()
         assert engine.seen() == SERVING[1]
-        assert engine.replica.stopped == ""
+        assert engine.front_end.stopped == ""
 
 
 def test_a_rank_on_this_host_that_has_ended_is_still_seen(looked):
@@ -85,7 +85,7 @@ def test_a_number_that_is_another_process_by_now_is_not_the_rank():
 
 def test_every_rank_says_where_its_process_is():
     with closing(Engine()) as engine:
-        opened = asyncio.run(engine.replica.open(http.OpenRequest(http.PROTOCOL)))
+        opened = asyncio.run(engine.front_end.open(http.OpenRequest(http.PROTOCOL)))
     assert [(rank.pid, rank.host, rank.process_space, rank.started) for rank in opened.ranks] == [
         (os.getpid(), arenas.host_id(), arenas.process_space(), processes.started(os.getpid()))
     ] * 2

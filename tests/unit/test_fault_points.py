@@ -15,7 +15,7 @@ POINTS = [
     ("trainer packs", {"number": 0}, "flip"),
     ("trainer packs", {"number": 0}, "raise"),
     ("trainer announces", {"number": 0}, "raise"),
-    ("trainer tells", {"kind": "Filled", "number": 0}, "reorder"),
+    ("trainer tells", {"kind": "BucketReady", "number": 0}, "reorder"),
     ("rank meets", {}, "raise"),
     ("rank takes", {"bucket": 0}, "raise"),
     ("rank confirms", {}, "raise"),

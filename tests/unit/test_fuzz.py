@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests import fuzz
-from tests.unit.by_hand import SOON_S, Rank
+from tests.unit.manual import SOON_S, Rank
 from tests.unit.test_fuzz_frames import TO_RANK, TO_TRAINER
 from weightsync import Sender, errors
 from weightsync.protocol import http

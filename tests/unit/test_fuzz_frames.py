@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from tests import fuzz
 from tests.helpers import plan_of
-from tests.unit.by_hand import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
+from tests.unit.manual import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
 from weightsync import errors
 from weightsync.engine.stage import Stages
 from weightsync.memory import arenas
 from weightsync.protocol import control, directories, http
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
-from weightsync.tensors.subset import Demand, Parts
+from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.packing import Packer
 from weightsync.transports.nixl.agents import Agent
 from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
@@ -46,7 +46,7 @@ class FakeSender:
         self.socket.bind(f"ipc://{self.folder}/{directories.SOCKET_NAME}")
         self.layout = Layout(source.specs)
         self.arena = arenas.ShmArena(2 * BUCKET)
-        packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64", Demand([Parts(self.layout, {})]))
+        packer = Packer(self.layout, self.arena.bytes, BUCKET, 2, "xxh3_64", Wanted([Subset(self.layout, {})]))
         self.filled = packer.fill(source.tensors(), self._taken)
         self.last = self.layout.buckets(BUCKET) - 1
         plan = plan_of(PUSH, self.layout, BUCKET, SOON_S)
@@ -66,17 +66,17 @@ class FakeSender:
 
     def _taken(self, bucket):
         if bucket >= 2:
-            assert self.hear() == control.Taken(push=PUSH, index=bucket - 2)
+            assert self.hear() == control.BucketDone(push=PUSH, index=bucket - 2)
 
     def steps(self):
         """What an honest sender says, one after the other."""
         yield control.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
         for packed in self.filled:
-            yield control.Filled(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
+            yield control.BucketReady(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
 
     def outcome(self):
         """What the rank says in the end."""
-        while isinstance(said := self.hear(), control.Taken):
+        while isinstance(said := self.hear(), control.BucketDone):
             continue
         return said
 
@@ -91,7 +91,7 @@ def is_ignored(frame):
     """Whether a frame is a message of some other push, or one that needs no answer."""
     try:
         message = control.unpack_from_sender(frame)
-        return message.push != PUSH or isinstance(message, control.Still)
+        return message.push != PUSH or isinstance(message, control.Heartbeat)
     except msgspec.MsgspecError:
         return False
 
@@ -102,7 +102,7 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
 
     def push(sender, at, frame):
         rank.prepare(sender.request)
-        assert isinstance(sender.hear(), control.Hello)
+        assert isinstance(sender.hear(), control.Register)
         for number, honest in enumerate(sender.steps()):
             if number == at:
                 sender.say(frame)
@@ -262,7 +262,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
     run()
     source, context, end = open_source(trained), zmq.Context(), ENGINE_ENDS[transport](CPU)
     layout, trainer = Layout(source.specs), Trainer(transport, lambda asked: end.join(asked, 0))
-    parts = Parts(layout, {})
+    parts = Subset(layout, {})
     left, sent, pushes = iter(frames), 0, 10
     share = -(-len(frames) // pushes // (1 + len(layout.entries)))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.by_hand import CPU
+from tests.unit.manual import CPU
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.protocol import http
 from weightsync.transports.nccl import groups, parallel_broadcast

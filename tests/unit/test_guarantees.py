@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.helpers import plan_of
-from tests.unit.by_hand import Trainer
+from tests.unit.manual import Trainer
 from tools import models
 from weightsync import Sender, cli
 from weightsync.errors import (

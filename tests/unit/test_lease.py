@@ -8,7 +8,7 @@ import pytest
 import requests
 import torch
 
-from tests.unit.test_replica import SERVING, WEIGHTS, Engine, driven, until
+from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, driven, until
 from weightsync import Sender
 from weightsync.engine.lease import Lease
 from weightsync.errors import ManifestMismatch, TransferFailed
@@ -27,10 +27,10 @@ def test_an_engine_that_could_not_be_added_is_free_for_others_at_once(engine):
     with closing(Engine()) as other, Sender([engine.url]) as first, Sender([other.url]) as second:
         first.push(WEIGHTS[1])
         for rank in other.ranks:
-            rank._sink.weights["more"] = torch.zeros(1)
+            rank._adapter.weights["more"] = torch.zeros(1)
         with pytest.raises(ManifestMismatch, match="more"):
             first.add_engine(other.url)
-        assert other.replica._lease.owner == ""
+        assert other.front_end._lease.owner == ""
         second.push({**WEIGHTS[2], "more": torch.full((1,), 2.0)})
         first.push(WEIGHTS[3])
         assert (engine.seen(), other.seen()) == (SERVING[3], SERVING[2])
@@ -86,7 +86,7 @@ def test_others_are_served_while_a_far_trainer_is_looked_for(engine):
     probe = Probe(True)
     with Sender([engine.url]) as sender:
         sender.push(WEIGHTS[1])
-        engine.replica._lease._lives = probe
+        engine.front_end._lease._lives = probe
         slow = threading.Thread(target=sender.status)
         slow.start()
         until(probe.begun.is_set, "the trainer is not looked for")

@@ -9,21 +9,21 @@ import torch
 
 from tools import models
 from weightsync import Sender
-from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.coverage import check_read
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.stage import Staged
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.http import Accepted
 from weightsync.tensors.layout import Layout, digest_of, spec_of
-from weightsync.tensors.subset import Parts
-from weightsync.testing import ModelSink, ReferenceEngine
+from weightsync.tensors.subset import Subset
+from weightsync.testing import ModelAdapter, ReferenceEngine
 
 CPU = torch.device("cpu")
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-class Counting(ModelSink):
+class Counting(ModelAdapter):
     """Counts what its loader is given, recordings aside."""
 
     given = 0
@@ -61,71 +61,75 @@ def push(loading, checkpoint, again=None):
     data = torch.zeros(layout.nbytes, dtype=torch.uint8) if again is None else again.data
     for entry in layout.entries:
         entry.view(data).copy_(checkpoint[entry.spec.name])
-    staged = Staged("push", Parts(layout, {}), data)
+    staged = Staged("push", Subset(layout, {}), data)
     loading.look_up(staged)
     loading.load(staged)
     return staged
 
 
 def test_the_first_push_is_loaded_by_the_engine_and_those_after_by_the_plan(folder, checkpoints):
-    sink = Counting(folder, CPU)
-    loading = Loading(sink)
+    adapter = Counting(folder, CPU)
+    loading = Loading(adapter)
     assert loading.way == ""
     tensors = len(checkpoints[1])
     for number, checkpoint in enumerate((*checkpoints, checkpoints[0])):
         staged = push(loading, checkpoint)
-        assert sink.digest() == digest_of(checkpoint.items())
+        assert adapter.digest() == digest_of(checkpoint.items())
         assert loading.way == f"load plan, {tensors} copies"
-        assert sink.given == tensors, number
+        assert adapter.given == tensors, number
     assert loading.accept([entry.spec for entry in staged.layout.entries]) is staged.layout
 
 
 def test_what_streams_in_or_lies_otherwise_goes_through_the_engine(folder, checkpoints):
-    sink = Counting(folder, CPU)
-    loading = Loading(sink)
+    adapter = Counting(folder, CPU)
+    loading = Loading(adapter)
     first = push(loading, checkpoints[0])
-    given = sink.given
+    given = adapter.given
     turned = dict(reversed(checkpoints[1].items()))
     push(loading, turned)
-    assert sink.given == 2 * given  # another layout is another plan
-    assert sink.digest() == digest_of(turned.items())
+    assert adapter.given == 2 * given  # another layout is another plan
+    assert adapter.digest() == digest_of(turned.items())
     loading.load(first)
-    assert sink.given == 3 * given
-    assert sink.digest() == digest_of(checkpoints[0].items())
+    assert adapter.given == 3 * given
+    assert adapter.digest() == digest_of(checkpoints[0].items())
 
 
 def test_memory_that_has_moved_is_recorded_again(folder, checkpoints):
-    sink = Counting(folder, CPU)
-    loading = Loading(sink)
+    adapter = Counting(folder, CPU)
+    loading = Loading(adapter)
     push(loading, checkpoints[0])
     staged = push(loading, checkpoints[1])
     for move in (
-        lambda: setattr(sink.model.lm_head.weight, "data", torch.zeros_like(sink.model.lm_head.weight)),
-        lambda: setattr(sink.model.model.norm, "weight", torch.nn.Parameter(sink.model.model.norm.weight.detach() * 2)),
-        lambda: setattr(sink.model.model.layers[0], "mlp", type(sink.model.model.layers[0].mlp)(sink.model.config)),
+        lambda: setattr(adapter.model.lm_head.weight, "data", torch.zeros_like(adapter.model.lm_head.weight)),
+        lambda: setattr(
+            adapter.model.model.norm, "weight", torch.nn.Parameter(adapter.model.model.norm.weight.detach() * 2)
+        ),
+        lambda: setattr(
+            adapter.model.model.layers[0], "mlp", type(adapter.model.model.layers[0].mlp)(adapter.model.config)
+        ),
     ):
         move()
-        sink.model.to(torch.bfloat16)
-        given = sink.given
+        adapter.model.to(torch.bfloat16)
+        given = adapter.given
         push(loading, checkpoints[2], staged)
-        assert sink.given > given
-        assert sink.digest() == digest_of(checkpoints[2].items())
-        given = sink.given
+        assert adapter.given > given
+        assert adapter.digest() == digest_of(checkpoints[2].items())
+        given = adapter.given
         push(loading, checkpoints[0], staged)
-        assert sink.given == given
-        assert sink.digest() == digest_of(checkpoints[0].items())
+        assert adapter.given == given
+        assert adapter.digest() == digest_of(checkpoints[0].items())
 
 
 def test_memory_that_moves_after_the_push_was_accepted_is_noticed(folder, checkpoints):
-    sink = Counting(folder, CPU)
-    loading = Loading(sink)
+    adapter = Counting(folder, CPU)
+    loading = Loading(adapter)
     staged = push(loading, checkpoints[0])
-    old = sink.model.lm_head.weight.data
-    sink.model.lm_head.weight.data = torch.zeros_like(old)
+    old = adapter.model.lm_head.weight.data
+    adapter.model.lm_head.weight.data = torch.zeros_like(old)
     loading.look_up(staged)
     assert "checked by the first push" in loading.way
     loading.load(staged)
-    assert sink.digest() == digest_of(checkpoints[0].items())
+    assert adapter.digest() == digest_of(checkpoints[0].items())
     assert loading.way.startswith("load plan")
 
 
@@ -137,13 +141,13 @@ class Arithmetic(Counting):
 
 
 def test_a_loader_that_computes_one_parameter_loads_that_one_itself(folder, checkpoints):
-    sink = Arithmetic(folder, CPU)
-    loading = Loading(sink)
+    adapter = Arithmetic(folder, CPU)
+    loading = Loading(adapter)
     for number, checkpoint in enumerate(checkpoints):
         push(loading, checkpoint)
         want = {name: tensor * 2 if name == NAME else tensor for name, tensor in checkpoint.items()}
-        assert sink.digest() == digest_of(want.items())
-        assert sink.given == len(checkpoint) + number
+        assert adapter.digest() == digest_of(want.items())
+        assert adapter.given == len(checkpoint) + number
     assert loading.way == (
         f"load plan, {len(checkpoints[0]) - 1} copies; the engine's own loader for {NAME} "
         "(what is copied into it is computed)"
@@ -154,7 +158,7 @@ class WorkedOn(Counting):
     """Its parameters are worked on after loading."""
 
     def opened(self):
-        return Opened(self.model, super().load, contextlib.nullcontext)
+        return LoaderHooks(self.model, super().load, contextlib.nullcontext)
 
     @torch.no_grad()
     def load(self, weights):
@@ -195,13 +199,13 @@ class Says(Counting):
     ],
 )
 def test_what_cannot_be_planned_is_loaded_by_the_engine_which_status_says(folder, checkpoints, kind, why):
-    sink = kind(folder, CPU)
-    loading = Loading(sink)
+    adapter = kind(folder, CPU)
+    loading = Loading(adapter)
     for number, checkpoint in enumerate(checkpoints):
         push(loading, checkpoint)
         negated = {name: -tensor if name == NAME else tensor for name, tensor in checkpoint.items()}
-        assert sink.digest() == digest_of((negated if kind is WorkedOn else checkpoint).items())
-        assert sink.given == (number + 1) * len(checkpoint)
+        assert adapter.digest() == digest_of((negated if kind is WorkedOn else checkpoint).items())
+        assert adapter.given == (number + 1) * len(checkpoint)
         assert loading.way.startswith(f"the engine's own loader: {why}")
 
 
@@ -221,8 +225,8 @@ class Skips(Unknown):
 
 
 def test_without_a_checkpoint_a_push_is_complete_if_it_fills_the_model(folder, checkpoints):
-    sink = Skips(folder, CPU)
-    loading, before = Loading(sink), sink.digest()
+    adapter = Skips(folder, CPU)
+    loading, before = Loading(adapter), adapter.digest()
     with pytest.raises(ManifestMismatch, match=f"nothing that was sent is loaded into {NAME};.*start the engine from"):
         loading.accept(specs(checkpoints[1], without={NAME}))
     with pytest.raises(ManifestMismatch, match=r"sent twice: lm_head\.weight"):
@@ -230,22 +234,22 @@ def test_without_a_checkpoint_a_push_is_complete_if_it_fills_the_model(folder, c
     extra = torch.zeros(2)
     loading.accept(specs(checkpoints[1], **{"model.extra.weight": extra}))
     assert loading.accepted().unread == ("model.extra.weight",)
-    assert sink.digest() == before
+    assert adapter.digest() == before
     push(loading, checkpoints[1])
     assert loading.accepted().unread == ()
-    assert sink.digest() == digest_of(checkpoints[1].items())
+    assert adapter.digest() == digest_of(checkpoints[1].items())
 
 
 def test_without_a_checkpoint_a_misshapen_or_unknown_tensor_is_refused_with_what_the_loader_says(folder, checkpoints):
-    sink = Unknown(folder, CPU)
-    loading, before = Loading(sink), sink.digest()
+    adapter = Unknown(folder, CPU)
+    loading, before = Loading(adapter), adapter.digest()
     for manifest in (
         specs({**checkpoints[1], NAME: torch.zeros(3, 5)}),
         specs(checkpoints[1], **{"model.extra.weight": torch.zeros(2)}),
     ):
         with pytest.raises(ManifestMismatch, match=r"nobody knows this model; nor does recording.*cannot be recorded"):
             loading.accept(manifest)
-    assert sink.digest() == before
+    assert adapter.digest() == before
 
 
 def test_what_one_rank_reads_no_other_has_to():
@@ -268,11 +272,11 @@ class Scaled(Counting):
 
 
 def test_with_a_checkpoint_what_its_tensors_do_not_fill_is_no_fault(folder, checkpoints):
-    sink = Scaled(folder, CPU)
-    loading = Loading(sink)
+    adapter = Scaled(folder, CPU)
+    loading = Loading(adapter)
     for checkpoint in checkpoints:
         push(loading, checkpoint)
-        assert sink.digest() == digest_of(checkpoint.items())
+        assert adapter.digest() == digest_of(checkpoint.items())
     assert loading.way.startswith("load plan")
 
 
@@ -288,9 +292,9 @@ def test_a_tied_tensor_can_be_left_out_only_where_its_place_is_filled_all_the_sa
     without = specs(checkpoints[1], without={"lm_head.weight"})
     with pytest.raises(ManifestMismatch, match=r"without lm_head.weight nothing is loaded into lm_head.weight"):
         loading.accept(without)
-    sink = Optional(folder, CPU)
-    sink.model.lm_head.weight = sink.model.model.embed_tokens.weight
-    tied = Loading(sink)
+    adapter = Optional(folder, CPU)
+    adapter.model.lm_head.weight = adapter.model.model.embed_tokens.weight
+    tied = Loading(adapter)
     assert isinstance(tied.accept(without), Layout)
 
 

@@ -20,7 +20,7 @@ from weightsync.sources.module import ModuleSource
 from weightsync.tensors import native_copy
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.layout import Layout, digest_of, spec_of
-from weightsync.tensors.subset import Demand, Parts
+from weightsync.tensors.subset import Subset, Wanted
 from weightsync.testing import ReferenceEngine
 from weightsync.trainer.pack_plan import pack_plan
 from weightsync.trainer.packing import Packer
@@ -38,9 +38,9 @@ def tensors_and_parts(draw):
             rows = draw(st.integers(0, tensor.shape[0]))
             boxes[number] = Box((tensor.shape[0] - rows, 0), (rows, tensor.shape[1]))
     keeps = draw(
-        st.sampled_from([[Parts(layout, {})], [Parts(layout, boxes)], [Parts(layout, {}), Parts(layout, boxes)]])
+        st.sampled_from([[Subset(layout, {})], [Subset(layout, boxes)], [Subset(layout, {}), Subset(layout, boxes)]])
     )
-    return tensors, layout, Demand(keeps)
+    return tensors, layout, Wanted(keeps)
 
 
 @settings(max_examples=40)
@@ -71,9 +71,9 @@ def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm
 
 def test_what_is_hashed_in_several_pieces_cannot_be_planned():
     layout = Layout([spec_of("a", torch.zeros(8, 8))])
-    arena, columns = torch.zeros(1024, dtype=torch.uint8), Demand([Parts(layout, {0: Box((0, 0), (8, 4))})])
+    arena, columns = torch.zeros(1024, dtype=torch.uint8), Wanted([Subset(layout, {0: Box((0, 0), (8, 4))})])
     assert pack_plan(layout, arena, 1024, 1, "xxh3_64", columns, [arena.data_ptr()]) is None
-    assert pack_plan(layout, arena, 1024, 1, "mix64", Demand([Parts(layout, {})]), [0]) is None
+    assert pack_plan(layout, arena, 1024, 1, "mix64", Wanted([Subset(layout, {})]), [0]) is None
 
 
 class Many(nn.Module):
@@ -89,7 +89,7 @@ def test_packing_again_takes_no_step_of_python_for_each_tensor():
         layout = Layout(source.specs)
         arena = torch.zeros(layout.nbytes, dtype=torch.uint8)
         addresses = [tensor.data_ptr() for tensor in source.tensors()]
-        demand = Demand([Parts(layout, {})])
+        demand = Wanted([Subset(layout, {})])
         plan = pack_plan(layout, arena, layout.nbytes, 1, "xxh3_64", demand, addresses)
         hashes = native_copy.Hashes([native_copy.Piece(address, 256) for address in addresses])
         found.append(

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import uvicorn
 
-from tests.unit.test_replica import SERVING, WEIGHTS, Engine
+from tests.unit.test_front_end import SERVING, WEIGHTS, Engine
 from weightsync import Sender
 from weightsync.errors import EngineUnreachable, UnsupportedOption
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.unit.explorer import ALL, FAULT, MIXED, NOBODY, NOTHING, RESTING, Model, Trainer, World, explore
-from weightsync.protocol.states import PUSH, REPLICA
+from weightsync.protocol.states import ENGINE, PUSH
 
 MODELS = {
     "one trainer, any faults": Model(),
@@ -117,7 +117,7 @@ def test_the_exploration_takes_every_edge_of_both_tables():
         moves |= explore(model, violation).moves
     # No rollback is explored; loading the kept version again is what a rank does inside its engine's commit.
     skipped = {("serving", "applying"), ("dirty", "dirty_applying"), ("idle", "committing")}
-    for table in (REPLICA, PUSH):
+    for table in (ENGINE, PUSH):
         assert {(state, to) for state, edges in table.items() for to in edges.values()} - moves <= skipped
 
 

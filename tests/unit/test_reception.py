@@ -14,7 +14,7 @@ from weightsync.protocol import auth
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.trainer.client import EngineClient
-from weightsync.trainer.join_server import Reception
+from weightsync.trainer.join_server import JoinServer
 
 
 @pytest.fixture
@@ -145,4 +145,4 @@ def test_listening_asks_no_name_server(monkeypatch):
 
     for name in ("getfqdn", "gethostbyaddr"):
         monkeypatch.setattr(socket, name, asked)
-    Reception("127.0.0.1", 0, lambda _: False, str).close()
+    JoinServer("127.0.0.1", 0, lambda _: False, str).close()

@@ -5,7 +5,7 @@ import os
 import msgspec
 import pytest
 
-from tests.unit.by_hand import HERE, hello_of
+from tests.unit.manual import HERE, hello_of
 from weightsync.errors import UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol import directories, http

@@ -20,7 +20,7 @@ import zmq
 
 from tests import fuzz
 from tests.helpers import plan_of
-from tests.unit.by_hand import Trainer
+from tests.unit.manual import Trainer
 from tools import models
 from weightsync import Sender, cli
 from weightsync.deadline import Deadline
@@ -349,7 +349,7 @@ def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(tr
     assert took < FLOOD_S / 2
 
 
-class Held:
+class HeldShards:
     """The weights of a rank, as its adapter would hold them."""
 
     rank, device = 0, CPU
@@ -362,7 +362,7 @@ class Held:
 
 
 def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
-    directory, receiver = directories.private_directory(), Receiver(Held())
+    directory, receiver = directories.private_directory(), Receiver(HeldShards())
     address = f"ipc://{directory}/{directories.SOCKET_NAME}"
     with context.socket(zmq.ROUTER) as sender:
         sender.setsockopt(zmq.LINGER, 0)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import plan_of
-from tests.unit.by_hand import Trainer
+from tests.unit.manual import Trainer
 from tools import models, servers
 from weightsync import Sender
 from weightsync.deadline import Deadline

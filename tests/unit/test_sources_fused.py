@@ -8,7 +8,7 @@ from weightsync import Fused, Rule
 from weightsync.errors import SourceError
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Demand, Parts
+from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.ranks.assembly import orders_of, write
 from weightsync.trainer.ranks.assignment import plan
 
@@ -21,7 +21,7 @@ def test_ranks_put_the_checkpoint_together(size):
     assert {one.name: one.shape for one in made.manifest} == {name: tuple(t.shape) for name, t in whole.items()}
     layout = Layout(made.manifest)
     stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    orders = orders_of(made, layout, Demand([Parts(layout, {})]))
+    orders = orders_of(made, layout, Wanted([Subset(layout, {})]))
     for source, one in zip(sources, orders, strict=True):
         write(source, one.write, stream, "xxh3_64")
     for entry in layout.entries:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.test_replica import Engine, Front, Trainer, driven, until
-from tests.unit.test_session import DictSink
+from tests.unit.test_front_end import Engine, Front, Trainer, driven, until
+from tests.unit.test_states import DictAdapter
 from weightsync import Sender, errors
 from weightsync.protocol import http
 from weightsync.transports.base import Peer
@@ -16,7 +16,7 @@ PEERS = {Peer("http://a", 0), Peer("http://a", 1)}
 STATUS = http.to_json(http.StatusRequest())
 
 
-class Held:
+class HeldShards:
     """The stages of a rank, which it does not get out of before it may: as where a large tensor is being hashed."""
 
     def __init__(self, stages):
@@ -36,7 +36,7 @@ class Held:
 @pytest.fixture
 def front(request):
     front = request.param()
-    held = [Held(rank._stages) for rank in front.ranks]
+    held = [HeldShards(rank._stages) for rank in front.ranks]
     for rank, stages in zip(front.ranks, held, strict=True):
         rank._stages = stages
     held[0].inside.set()  # the first rank is never held up
@@ -55,7 +55,7 @@ async def steps(front, count):
 @driven
 async def test_engines_go_on_while_a_rank_lets_go_of_a_push_that_is_superseded(front):
     front, held = front
-    first, second = Trainer(front.replica, "one"), Trainer(front.replica, "one")
+    first, second = Trainer(front.front_end, "one"), Trainer(front.front_end, "one")
     try:
         await first.stage("v1")
         await asyncio.to_thread(first.await_all, PEERS, 5)
@@ -77,13 +77,13 @@ async def test_engines_go_on_while_a_rank_lets_go_of_a_push_that_is_superseded(f
 @driven
 async def test_what_does_not_end_in_time_is_told(front):
     front, held = front
-    first, second = Trainer(front.replica, "one"), Trainer(front.replica, "one")
+    first, second = Trainer(front.front_end, "one"), Trainer(front.front_end, "one")
     try:
         await first.stage("v1")
         await asyncio.to_thread(first.await_all, PEERS, 5)
         await asyncio.to_thread(held.inside.wait, 5)
         with pytest.raises(errors.WeightSyncError, match="rank 1 is still busy with push v1, which was called off"):
-            await front.replica.abort(http.AbortRequest(push="v1"))
+            await front.front_end.abort(http.AbortRequest(push="v1"))
     finally:
         first.close()
         second.close()
@@ -119,7 +119,7 @@ class Asked(Engine):
 @pytest.mark.parametrize("front", [Asked], indirect=True)
 def test_a_sender_goes_on_after_a_push_that_a_rank_does_not_let_go_of_at_once(front):
     front, held = front
-    weights = dict(DictSink().weights)
+    weights = dict(DictAdapter().weights)
     with Sender([front.url]) as sender:
         with pytest.raises(errors.SourceError, match="the disk is gone"):
             sender.push(Fails(weights, held.inside))

@@ -7,7 +7,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.unit.by_hand import CPU, HERE, hello_of
+from tests.unit.manual import CPU, HERE, hello_of
 from tools import servers
 from weightsync import Sender, cli
 from weightsync.errors import EngineUnreachable, TransferFailed, UnsupportedOption
@@ -63,7 +63,7 @@ def test_an_address_that_is_given_reaches_engines_behind_forwarded_ports():
 def test_both_transports_look_before_they_ask_anything(transport):
     end = TRAINER_ENDS[transport](CPU, None, "")
     with contextlib.closing(end), pytest.raises(UnsupportedOption, match="forwarded"):
-        end.introduce({HERE: hello(ELSEWHERE)}, 5.0)
+        end.connect({HERE: hello(ELSEWHERE)}, 5.0)
 
 
 @pytest.mark.parametrize("given", ["192.0.2.250", "2001:db8::7", "0.0.0.0", "::", "not a host", "a..b", "x" * 300, ""])

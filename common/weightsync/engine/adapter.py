@@ -18,7 +18,7 @@ class Expected(NamedTuple):
     optional: frozenset[str] = frozenset()
 
 
-class Opened(NamedTuple):
+class LoaderHooks(NamedTuple):
     """An engine's loader laid open, so that what it does can be recorded once and then done without it."""
 
     model: torch.nn.Module
@@ -35,10 +35,10 @@ class Sealed(NamedTuple):
     model: torch.nn.Module
     """What it writes to."""
     why: str
-    """Why nothing but `Sink.load` will do: ``"it packs layers"``."""
+    """Why nothing but `Adapter.load` will do: ``"it packs layers"``."""
 
 
-class Sink(Protocol):
+class Adapter(Protocol):
     """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's own loop."""
 
     rank: int
@@ -49,7 +49,7 @@ class Sink(Protocol):
     def expected(self) -> Expected:
         """What a push must consist of. Raises `ManifestMismatch` if that cannot be known."""
 
-    def opened(self) -> Opened | Sealed | str:
+    def opened(self) -> LoaderHooks | Sealed | str:
         """The engine's loader, or why nothing but `load` will do, without the model where there is not one."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,7 +1,7 @@
 """Engine-side driver of a whole engine, in the process that serves HTTP: lease, order, deadlines, state.
 
-Each engine package provides a `FrontEnd`. What is legal when is `states.REPLICA`'s to say; every call to the ranks has
-a deadline (`rank_calls.Calls`); a commit that has begun runs to its end, whoever still waits for it.
+Each engine package provides an `EngineFrontEnd`. `states.ENGINE` says what is legal when. Every call to the ranks has a
+deadline (`rank_calls.Calls`); a commit that has begun runs to its end, whoever still waits for it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http
-from weightsync.protocol.http import Introduction
-from weightsync.protocol.states import REPLICA, Machine
+from weightsync.protocol.http import Handshake
+from weightsync.protocol.states import ENGINE, Machine
 from weightsync.transports.nccl.groups import check_world
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _STATES: Final[tuple[http.State, ...]] = (
 )  # fmt: skip
 
 
-class FrontEnd(Protocol):
+class EngineFrontEnd(Protocol):
     """What the process that serves HTTP must offer; errors are `WeightSyncError` or count as a failure half-way."""
 
     engine: str
@@ -79,14 +79,14 @@ class FrontEnd(Protocol):
         """
 
 
-class Replica:
+class FrontEnd:
     """One engine as its routes see it."""
 
-    def __init__(self, front: FrontEnd):
+    def __init__(self, front: EngineFrontEnd):
         self.front = front
         self.instance = secrets.token_hex(8)
         self._machine: Machine[http.State] = Machine(
-            REPLICA, "unsynced" if front.waits else "serving", f"this {front.engine}"
+            ENGINE, "unsynced" if front.waits else "serving", f"this {front.engine}"
         )
         self._call = Calls(front.call)
         self._lease = Lease()
@@ -157,7 +157,7 @@ class Replica:
             off=self.front.off,
         )
 
-    async def join(self, asked: Introduction) -> http.JoinReply:
+    async def join(self, asked: Handshake) -> http.JoinReply:
         """Take the lease, then have every rank get a transport ready. Raises `UnsupportedOption`, `TransferFailed`."""
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")

@@ -17,7 +17,7 @@ import msgspec
 from weightsync import errors
 from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
 from weightsync.memory import arenas
-from weightsync.memory.processes import ENDED, fault
+from weightsync.memory.processes import ENDED, process_state
 from weightsync.protocol.http import Done, RankInfo, RankReply, from_json
 
 Replies = Sequence[bytes | str]
@@ -102,9 +102,9 @@ def _later(reply: bytes | str) -> bool:
 
 
 def _seen(rank: RankInfo) -> str:
-    """As `fault`; empty for a rank on another host or in another container, where its number is somebody else's."""
+    """As `process_state`; empty for a rank on another host or in another container."""
     here = (arenas.host_id(), arenas.process_space())
-    return fault(rank.pid, rank.started) if (rank.host, rank.process_space) == here else ""
+    return process_state(rank.pid, rank.started) if (rank.host, rank.process_space) == here else ""
 
 
 def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:

@@ -1,7 +1,7 @@
 """Engine-side driver of one rank: check, receive, verify, apply.
 
 `prepare` returns at once; receiving happens in a thread that never touches the model. `apply` runs in the engine's own
-loop, at the engine's own bidding, when generation has stopped. What is legal when is `states.REPLICA`'s to say.
+loop, at the engine's own bidding, when generation has stopped. What is legal when is `states.ENGINE`'s to say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Event
 from msgspec import UNSET
 
 from weightsync.deadline import Deadline
-from weightsync.engine.adapter import Sink
+from weightsync.engine.adapter import Adapter
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages
@@ -31,8 +31,8 @@ from weightsync.memory.processes import started
 from weightsync.protocol.http import (
     Accepted,
     CommitRequest,
+    Handshake,
     InitNcclGroup,
-    Introduction,
     RankInfo,
     RankJoined,
     RankStatus,
@@ -40,8 +40,8 @@ from weightsync.protocol.http import (
     State,
     UpdateRequest,
 )
-from weightsync.protocol.states import REPLICA, Machine
-from weightsync.tensors.subset import Parts
+from weightsync.protocol.states import ENGINE, Machine
+from weightsync.tensors.subset import Subset
 from weightsync.transports.base import EngineEnd, Incoming
 from weightsync.transports.nccl import groups
 from weightsync.transports.registry import ENGINE_ENDS, available
@@ -59,7 +59,7 @@ class Busy(WrongState):
 class _Job:
     """One push on this rank, from prepare to its end."""
 
-    def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Parts):
+    def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Subset):
         self.request, self.transport, self.parts = request, end, parts
         self.deadline = Deadline(request.timeout_s)
         self.over, self.ended = Event(), Event()
@@ -75,13 +75,13 @@ class _Job:
 class Receiver:
     """One rank's side of every push. Methods are called from the engine's loop, one at a time."""
 
-    def __init__(self, sink: Sink):
-        self._sink = sink
-        self._loading = Loading(sink)
+    def __init__(self, adapter: Adapter):
+        self._adapter = adapter
+        self._loading = Loading(adapter)
         #: By transport, each made when it is first used.
         self._ends: dict[str, EngineEnd] = {}
-        self._stages = Stages(sink.rank, sink.device)
-        self._machine: Machine[State] = Machine(REPLICA, "serving", f"rank {sink.rank}")
+        self._stages = Stages(adapter.rank, adapter.device)
+        self._machine: Machine[State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
         self._job: _Job | None = None
         #: The job whose thread used the transport last; two threads at once must not.
         self._last: _Job | None = None
@@ -96,9 +96,9 @@ class Receiver:
 
     def info(self) -> RankInfo:
         """Who this rank is and what memory it has."""
-        device = self._sink.device
+        device = self._adapter.device
         return RankInfo(
-            rank=self._sink.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
+            rank=self._adapter.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
             free_bytes=arenas.free_bytes(device), transports=available(), settings=groups.settings(),
             process_space=arenas.process_space(), host=arenas.host_id(), started=started(os.getpid()),
         )  # fmt: skip
@@ -107,11 +107,11 @@ class Receiver:
         """What this rank is doing."""
         previous = self._previous  # the receiving thread may forget it
         return RankStatus(
-            rank=self._sink.rank,
+            rank=self._adapter.rank,
             state=self._machine.state,
             push=self._job.request.push if self._job is not None else "",
             detail=self._detail,
-            digest=self._sink.digest() if digest else "",
+            digest=self._adapter.digest() if digest else "",
             previous=previous.version if previous is not None else "",
             failed=self._failed,
             loading=self._loading.way,
@@ -120,14 +120,14 @@ class Receiver:
 
     def _end(self, transport: str) -> EngineEnd:
         if transport not in self._ends:
-            self._ends[transport] = ENGINE_ENDS[transport](self._sink.device)
+            self._ends[transport] = ENGINE_ENDS[transport](self._adapter.device)
         return self._ends[transport]
 
-    def join(self, asked: Introduction) -> RankJoined:
+    def join(self, asked: Handshake) -> RankJoined:
         """Get a transport ready for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
         self._supersede(asked.address)
         self._disown(asked.owner)
-        return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._sink.rank)
+        return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._adapter.rank)
 
     def _supersede(self, what: str) -> None:
         """Give up the push that is under way: the front end has given the lease to another sender, or another push."""
@@ -151,7 +151,7 @@ class Receiver:
         layout = self._loading.accept(request.manifest, request.known, request.push)
         # A version that is kept may have to go in again when no plan is for it.
         some = request.parts and not request.keep
-        job = _Job(request, end, self._loading.parts(layout) if some else Parts(layout, {}))
+        job = _Job(request, end, self._loading.parts(layout) if some else Subset(layout, {}))
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)
@@ -164,7 +164,7 @@ class Receiver:
     def _receive(self, job: _Job) -> None:
         try:
             try:
-                incoming = job.transport.meet(job.request, job.parts, self._sink.rank, job.over)
+                incoming = job.transport.meet(job.request, job.parts, self._adapter.rank, job.over)
             except BaseException:
                 self._forget(None)  # the sender may have begun to write already
                 raise
@@ -232,12 +232,12 @@ class Receiver:
         if request.rollback:
             self._machine.check("rollback")
             if self._previous is None or self._previous.version != request.version:
-                raise TransferFailed(f"rank {self._sink.rank} keeps no version {request.version!r} to go back to")
+                raise TransferFailed(f"rank {self._adapter.rank} keeps no version {request.version!r} to go back to")
             return self._previous
         job = self._job
         if job is None or job.request.push != request.push or not self._machine.allows("commit"):
             raise TransferFailed(
-                f"rank {self._sink.rank} has not prepared push {request.push}"
+                f"rank {self._adapter.rank} has not prepared push {request.push}"
                 + (f" ({self._detail})" if self._detail else "")
             )
         if job.staged is not None:
@@ -290,7 +290,7 @@ class Receiver:
 
     def _load(self, what: Staged | _Job, *, deep: bool = False) -> None:
         """Load a version in memory, or one that is still to come."""
-        rank = self._sink.rank
+        rank = self._adapter.rank
         try:
             self._quiesce()
         except Exception as error:
@@ -301,9 +301,13 @@ class Receiver:
                 self._loading.load(what)
             else:
                 assert what.incoming is not None
-                self._sink.load(self._stages.stream(what.incoming, what.request, what.parts.layout))
-                arenas.synchronize(self._sink.device)
-            if deep and isinstance(what, Staged) and self._sink.fresh_digest(what.tensors()) != self._sink.digest():
+                self._adapter.load(self._stages.stream(what.incoming, what.request, what.parts.layout))
+                arenas.synchronize(self._adapter.device)
+            if (
+                deep
+                and isinstance(what, Staged)
+                and self._adapter.fresh_digest(what.tensors()) != self._adapter.digest()
+            ):
                 raise DigestMismatch("the engine's parameters do not hold what a fresh engine would load")
         except Exception as error:
             self._detail = _text(error)
@@ -315,7 +319,7 @@ class Receiver:
 
     def _quiesce(self) -> None:
         # A step that was launched before generation stopped may still be reading the weights.
-        arenas.synchronize(self._sink.device)
+        arenas.synchronize(self._adapter.device)
 
     def restore(self, request: CommitRequest) -> None:
         """Load the version that was served before ``request`` again, which another rank could not be brought to.
@@ -327,7 +331,7 @@ class Receiver:
             current, previous = self._current, self._previous
         self._machine.check("rollback")
         if current is None:
-            raise ApplyFailed(f"rank {self._sink.rank} keeps no version to go back to", weights="dirty")
+            raise ApplyFailed(f"rank {self._adapter.rank} keeps no version to go back to", weights="dirty")
         self._machine.move("rollback")
         self._load(current)
         self._machine.move("applied")
@@ -345,8 +349,8 @@ class Receiver:
     def _settled(self) -> None:
         if self._last is not None and not self._last.ended.wait(_ABORT_WAIT_S):
             raise Busy(
-                f"rank {self._sink.rank} is still busy with push {self._last.request.push}, which was called off; push "
-                "again"
+                f"rank {self._adapter.rank} is still busy with push {self._last.request.push}, which was called off; "
+                "push again"
             )
 
     def release(self, address: str) -> None:

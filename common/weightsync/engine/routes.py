@@ -1,6 +1,6 @@
 """The admin routes under ``/weightsync/``, the same for every engine.
 
-The routes add the key, limits, decoding and errors to a `front_end.Replica`. Nothing in a route can stop the engine:
+The routes add the key, limits, decoding and errors to a `front_end.FrontEnd`. Nothing in a route can stop the engine:
 whatever goes wrong becomes an `ErrorReply`.
 """
 
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
-from weightsync.engine.front_end import Replica
+from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_methods import UPDATE_METHODS
 from weightsync.errors import AuthenticationFailed
 from weightsync.protocol import auth, http
@@ -42,22 +42,22 @@ _STATUS: Final = {
 }
 
 
-def _preparer(method: str, replica: Replica) -> Callable[[Any], Awaitable[msgspec.Struct]]:
-    return partial(replica.prepare, method=method)
+def _preparer(method: str, front_end: FrontEnd) -> Callable[[Any], Awaitable[msgspec.Struct]]:
+    return partial(front_end.prepare, method=method)
 
 
 #: Every message that a trainer may send: route -> what it carries, and who answers.
 _ROUTES: Final[
-    dict[str, tuple[type[msgspec.Struct], Callable[[Replica], Callable[[Any], Awaitable[msgspec.Struct]]]]]
+    dict[str, tuple[type[msgspec.Struct], Callable[[FrontEnd], Callable[[Any], Awaitable[msgspec.Struct]]]]]
 ] = {
-    "status": (http.StatusRequest, lambda replica: replica.status),
-    "open": (http.OpenRequest, lambda replica: replica.open),
+    "status": (http.StatusRequest, lambda front_end: front_end.status),
+    "open": (http.OpenRequest, lambda front_end: front_end.open),
     **{method: (http.UpdateRequest, partial(_preparer, method)) for method in UPDATE_METHODS},
-    "init_nccl_group": (http.InitNcclGroup, lambda replica: replica.join),
-    "register_nixl": (http.RegisterNixl, lambda replica: replica.join),
-    "lease": (http.LeaseRequest, lambda replica: replica.lease),
-    "commit": (http.CommitRequest, lambda replica: replica.commit),
-    "abort": (http.AbortRequest, lambda replica: replica.abort),
+    "init_nccl_group": (http.InitNcclGroup, lambda front_end: front_end.join),
+    "register_nixl": (http.RegisterNixl, lambda front_end: front_end.join),
+    "lease": (http.LeaseRequest, lambda front_end: front_end.lease),
+    "commit": (http.CommitRequest, lambda front_end: front_end.commit),
+    "abort": (http.AbortRequest, lambda front_end: front_end.abort),
 }
 
 #: Where engines say whether requests may be sent to them; ``/ping`` is what SageMaker asks.
@@ -72,12 +72,12 @@ class _Refused(Exception):
         self.status, self.error = status, error
 
 
-def admin_routes(replica: Callable[[], Replica], token: str) -> Mount:
+def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
     """The routes for an engine, ``replica()`` once it serves; ``token`` is never logged."""
     return Mount(
         http.PREFIX,
         routes=[
-            Route(f"/{name}", _endpoint(name, replica, token), methods=["POST", *["GET"] * (name == "status")])
+            Route(f"/{name}", _endpoint(name, front_end, token), methods=["POST", *["GET"] * (name == "status")])
             for name in _ROUTES
         ],
     )
@@ -89,12 +89,12 @@ class HealthGuard(BaseRoute):
     To be put before the engine's routes, which answer at any other time.
     """
 
-    def __init__(self, replica: Callable[[], Replica | None]):
-        self._replica = replica
+    def __init__(self, front_end: Callable[[], FrontEnd | None]):
+        self._front_end = front_end
 
     def _reason(self) -> str:
-        replica = self._replica()
-        return replica.stopped if replica is not None else ""
+        front_end = self._front_end()
+        return front_end.stopped if front_end is not None else ""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Only while there is a reason."""
@@ -110,14 +110,14 @@ class HealthGuard(BaseRoute):
         await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
 
 
-def _endpoint(name: str, replica: Callable[[], Replica], token: str) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(name: str, front_end: Callable[[], FrontEnd], token: str) -> Callable[[Request], Awaitable[Response]]:
     kind, answerer = _ROUTES[name]
 
     async def endpoint(request: Request) -> Response:
         try:
             _authenticate(request, token)
             asked = await _read(request, kind)
-            return _response(await answerer(replica())(asked), 200)
+            return _response(await answerer(front_end())(asked), 200)
         except _Refused as error:
             status, reply = error.status, http.ErrorReply(error=error.error, message=str(error))
         except Exception as error:

@@ -16,7 +16,7 @@ from weightsync.tensors import digest, native_copy
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Hashes
 from weightsync.tensors.scattered import Scattered, Stream, key
-from weightsync.tensors.subset import Parts, place
+from weightsync.tensors.subset import Subset, place
 from weightsync.transports.base import Bucket, Incoming
 
 
@@ -28,7 +28,7 @@ class Staged:
     """
 
     push: str
-    parts: Parts
+    parts: Subset
     data: Stream
     arena: str = ""
     version: str = ""
@@ -63,7 +63,7 @@ class _Ready:
     The stage is addressed, not held: it may be a sender's, who wants it back.
     """
 
-    def __init__(self, stage: Stream, parts: Parts, request: UpdateRequest):
+    def __init__(self, stage: Stream, parts: Subset, request: UpdateRequest):
         self._parts, self._how = parts, (request.bucket_bytes, request.digest, stage.device)
         plain = stage.device.type == "cpu" and request.digest == "xxh3_64"
         self.buckets: list[Hashes | None] = []
@@ -75,7 +75,7 @@ class _Ready:
             pieces = [one for one in places if one is not None]
             self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
 
-    def fits(self, stage: Stream, parts: Parts, request: UpdateRequest) -> bool:
+    def fits(self, stage: Stream, parts: Subset, request: UpdateRequest) -> bool:
         """Whether this was made for such a push, at this address."""
         same = parts is self._parts or (parts.layout is self._parts.layout and parts.name == self._parts.name)
         return same and self._how == (request.bucket_bytes, request.digest, stage.device)
@@ -92,7 +92,7 @@ class Stages:
     _checked: dict[int, _Ready] = field(default_factory=dict)
 
     def fill(
-        self, incoming: Incoming, request: UpdateRequest, parts: Parts, kept: Staged | None
+        self, incoming: Incoming, request: UpdateRequest, parts: Subset, kept: Staged | None
     ) -> tuple[Staged, float]:
         """Take every bucket; the stage, and the seconds that verifying it took.
 
@@ -117,7 +117,7 @@ class Stages:
         arena = incoming.arena if own is None else ""
         return Staged(request.push, parts, stage, arena, owner=request.owner), check.seconds
 
-    def _ready(self, stage: Stream, parts: Parts, request: UpdateRequest) -> _Ready:
+    def _ready(self, stage: Stream, parts: Subset, request: UpdateRequest) -> _Ready:
         """How to hash this stage; what was made ready for the push before, where that still holds."""
         found = self._checked.get(key(stage))
         if found is None or not found.fits(stage, parts, request):
@@ -128,7 +128,7 @@ class Stages:
 
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
-        check = _Check(self.rank, request, Parts(layout, {}))
+        check = _Check(self.rank, request, Subset(layout, {}))
         part = torch.empty(0, dtype=torch.uint8, device=self.device)
         for bucket in incoming.buckets(None):
             done: list[tuple[Entry, torch.Tensor]] = []
@@ -172,7 +172,7 @@ class Stages:
 class _Check:
     """Compares tensors with what the trainer held, unless the push is not to be verified."""
 
-    def __init__(self, rank: int, request: UpdateRequest, parts: Parts):
+    def __init__(self, rank: int, request: UpdateRequest, parts: Subset):
         self._rank, self._parts = rank, parts
         self.algorithm = "" if request.verify == "off" else request.digest
         if self.algorithm and self.algorithm not in digest.ALGORITHMS:

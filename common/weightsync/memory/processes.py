@@ -23,7 +23,7 @@ def started(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])  # its name, in brackets, may hold spaces and brackets
 
 
-def fault(pid: int, since: int = 0) -> str:
+def process_state(pid: int, since: int = 0) -> str:
     """What can be seen of a process that does not answer; empty if it runs.
 
     ``since`` is when it was `started`: a process of its number that was started at another time is not the same one.

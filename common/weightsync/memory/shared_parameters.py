@@ -21,7 +21,7 @@ import torch
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import cuda_ipc
 from weightsync.memory.mappings import Mappings, OpenFile
-from weightsync.memory.processes import ENDED, fault, started
+from weightsync.memory.processes import ENDED, process_state, started
 from weightsync.protocol.handles import CudaHandle, FileHandle, InPlaceHandle
 from weightsync.tensors.layout import Layout, align
 from weightsync.tensors.scattered import Scattered
@@ -161,7 +161,7 @@ def _life_of(pid: int) -> Callable[[], bool]:
     """
     if not (since := started(pid)):
         raise TransferFailed(f"the trainer's process {pid} cannot be found")
-    return lambda: fault(pid, since) != ENDED
+    return lambda: process_state(pid, since) != ENDED
 
 
 def _handle(file: OpenFile | None) -> FileHandle:

@@ -11,10 +11,10 @@ from weightsync.protocol.handles import CudaHandle, InPlaceHandle, NixlHandle, S
 from weightsync.protocol.http import Message, Shape
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Register(Message, frozen=True, tag="hello"):
     """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped.
 
-    ``keeps`` is the name of what I keep of the tensors, empty if that is all; ``parts`` says it, see `subset.Parts`:
+    ``keeps`` is the name of what I keep of the tensors, empty if that is all; ``parts`` says it, see `subset.Subset`:
     number of the tensor, start and shape.
     """
 
@@ -26,7 +26,7 @@ class Hello(Message, frozen=True, tag="hello"):
     parts: tuple[tuple[int, tuple[Shape, Shape]], ...] | None = None
 
 
-class Explain(Message, frozen=True, tag="explain"):
+class DescribeSubset(Message, frozen=True, tag="explain"):
     """sender -> rank: I do not know what you keep; say hello again, with ``parts``."""
 
     push: str
@@ -45,7 +45,7 @@ class Offer(Message, frozen=True, tag="offer"):
     alive: tuple[str, ...] = ()
 
 
-class Filled(Message, frozen=True, tag="filled"):
+class BucketReady(Message, frozen=True, tag="filled"):
     """sender -> rank: bucket ``index`` can be read; ``digests`` are of what is kept of the tensors that end in it.
 
     ``lane`` is the rank of the trainer that sends it, where it does not lie where the rank reads.
@@ -57,20 +57,20 @@ class Filled(Message, frozen=True, tag="filled"):
     lane: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Still(Message, frozen=True, tag="still"):
+class Heartbeat(Message, frozen=True, tag="still"):
     """sender -> rank: the push goes on; there is nothing to answer. A rank that is gone cannot be sent it."""
 
     push: str
 
 
-class Taken(Message, frozen=True, tag="taken"):
+class BucketDone(Message, frozen=True, tag="taken"):
     """rank -> sender: bucket ``index`` is no longer needed where the sender keeps it."""
 
     push: str
     index: int
 
 
-class Room(Message, frozen=True, tag="room"):
+class WriteWindow(Message, frozen=True, tag="room"):
     """rank -> sender: write bucket k, below ``upto``, to slot k modulo ``slots`` of my memory.
 
     ``handle`` says how to reach it, and is absent where only ``upto`` has grown.
@@ -97,8 +97,8 @@ class Failed(Message, frozen=True, tag="failed"):
     message: str
 
 
-FromRank = Hello | Taken | Room | Prepared | Failed
-FromSender = Offer | Explain | Filled | Still | Failed
+FromRank = Register | BucketDone | WriteWindow | Prepared | Failed
+FromSender = Offer | DescribeSubset | BucketReady | Heartbeat | Failed
 
 _encode_msgpack = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

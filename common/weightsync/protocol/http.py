@@ -28,7 +28,7 @@ PREFIX: Final = "/weightsync"  #: Where every engine carries its admin routes.
 PauseMode = Literal["retract", "wait", "abort", "keep"]
 #: What is compared: each tensor in every rank's stage, also what the engine then computes with, nothing.
 Verify = Literal["digest", "deep", "off"]
-#: What one rank, or the whole of an engine, is doing; `states.REPLICA` says what leads where. ``unsynced`` is an
+#: What one rank, or the whole of an engine, is doing; `states.ENGINE` says what leads where. ``unsynced`` is an
 #: engine that was started so that it must not serve before its first push.
 State = Literal[
     "serving", "receiving", "prepared", "applying", "dirty", "dirty_receiving", "dirty_prepared", "dirty_applying",
@@ -200,7 +200,7 @@ class RegisterNixl(Message, frozen=True):
     rdma: bool = False
 
 
-Introduction = InitNcclGroup | RegisterNixl
+Handshake = InitNcclGroup | RegisterNixl
 """What an engine is told before the first push, where a transport has something to prepare."""
 
 

@@ -1,6 +1,6 @@
 """Both state machines, as tables: which event is legal in which state, and what it leads to.
 
-Drivers act and report what happened as an event; the tables decide what state that is. `REPLICA` is obeyed by every
+Drivers act and report what happened as an event; the tables decide what state that is. `ENGINE` is obeyed by every
 engine rank (`receiver.Receiver`) and by the engine's front end (`routes`), `PUSH` by the sender. Nothing here does any
 I/O, so that tests can walk every edge and explore the two together.
 """
@@ -20,7 +20,7 @@ Table = Mapping[str, Mapping[str, str]]
 #: be streamed, its sender is met) · ``abort`` it was called off, failed on the way, or expired · ``commit`` loading
 #: begins · ``rollback`` so does that of a version that was kept · ``applied`` it is what is served · ``untouched``
 #: loading failed before the first write · ``broken`` after it.
-REPLICA: Final[Mapping[State, Mapping[str, State]]] = {
+ENGINE: Final[Mapping[State, Mapping[str, State]]] = {
     "serving": {"prepare": "receiving", "rollback": "applying"},
     "receiving": {"staged": "prepared", "abort": "serving"},
     "prepared": {"commit": "applying", "abort": "serving"},

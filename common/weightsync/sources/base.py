@@ -12,7 +12,7 @@ from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources.dtensor import check_placements, is_dtensor
 from weightsync.tensors.boxes import whole
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import spec_of
 
 
@@ -34,7 +34,7 @@ class Source(Protocol):
         """Where the tensors are, or most of them: where packing them costs least."""
 
     @property
-    def held(self) -> tuple[Held, ...]: ...
+    def held(self) -> tuple[HeldShards, ...]: ...
 
     def mark(self) -> object | None:
         """The same object as long as `tensors` would yield the same memory, looked at in the same way; None if that
@@ -51,9 +51,9 @@ class Whole:
     specs: tuple[TensorSpec, ...]
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldShards, ...]:
         """See `Source`. Nobody promises that other processes hold the same values."""
-        return tuple(Held(one, (whole(one),)) for one in self.specs)
+        return tuple(HeldShards(one, (whole(one),)) for one in self.specs)
 
     def mark(self) -> None:
         """See `Source.mark`."""

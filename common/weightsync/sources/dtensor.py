@@ -13,7 +13,7 @@ import torch
 
 from weightsync.errors import SourceError
 from weightsync.tensors.boxes import Box, LocalBox
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 
 Span = tuple[int, int]
 #: Kinds of placement that are understood, by name: the last is what FSDP2 makes of a dimension that TP has split.
@@ -133,7 +133,7 @@ def _offsets(spans: Sequence[Span]) -> list[int]:
     return list(itertools.accumulate((b - a for a, b in spans), initial=0))[:-1]
 
 
-def whole_tensor(held: Held, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def whole_tensor(held: HeldShards, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensor, where this process holds all of it. Raises `SourceError` by name where it does not."""
     if len(parts) != 1 or held.boxes[0].shape != held.spec.shape:
         raise SourceError(

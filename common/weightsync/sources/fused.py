@@ -13,7 +13,7 @@ from weightsync.errors import SourceError
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import check_same, describe, finish
 from weightsync.tensors.boxes import Box
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 
 _FIELD: Final = re.compile(r"\{(\w+)\}")
 
@@ -73,7 +73,7 @@ class FusedSource:
         self._fused = fused
         #: Of the trainer's tensors that are sent: name, what it was, and its parts.
         self._steps: list[tuple[str, TensorSpec, list[_Part]]] = []
-        held: list[Held] = []
+        held: list[HeldShards] = []
         rules = [(_pattern(rule.name), rule) for rule in fused.rules]
         for name, tensor in fused.weights.items():
             found = next(((match, rule) for pattern, rule in rules if (match := pattern.fullmatch(name))), None)
@@ -125,7 +125,7 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile("".join(f"(?P<{one}>\\d+)" if at % 2 else re.escape(one) for at, one in enumerate(parts)))
 
 
-def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused) -> Iterator[tuple[Held, _Part]]:
+def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused) -> Iterator[tuple[HeldShards, _Part]]:
     """What a tensor of the trainer's holds of each tensor of the checkpoint. Raises `SourceError` by name."""
     holds: Mapping[str, Any] = {rule.holds: None} if isinstance(rule.holds, str) else dict(rule.holds or {})
     dim, ranks, rank = (0, 1, 0) if rule.dim is None else (rule.dim, fused.size, fused.rank)
@@ -148,7 +148,7 @@ def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused
         runs = [(0, size)] if rows == sum(unit) else [(number * sum(unit) + before, rows) for number in range(count)]
         first = rank * rows * count
         boxes = tuple(_box(one.shape, dim, first + number * length, length) for number, (_, length) in enumerate(runs))
-        yield Held(whole, boxes, alike=True), _Part(dim, runs[0][1] if shape else 0, tuple(at for at, _ in runs))
+        yield HeldShards(whole, boxes, alike=True), _Part(dim, runs[0][1] if shape else 0, tuple(at for at, _ in runs))
         before += rows
 
 

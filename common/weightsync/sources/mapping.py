@@ -14,7 +14,7 @@ from weightsync.sources import fingerprint
 from weightsync.sources.base import check_same, describe, finish
 from weightsync.sources.dtensor import LocalShard, boxes_of, is_dtensor, local_of, whole_tensor
 from weightsync.tensors.boxes import Box, is_inside, whole
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 
 
 class MappingSource:
@@ -26,7 +26,7 @@ class MappingSource:
     """
 
     specs: tuple[TensorSpec, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldShards, ...]
     device: torch.device
 
     def __init__(self, weights: Mapping[Any, Any], before: Seen | None = None):
@@ -99,13 +99,13 @@ def _tensor(value: Any) -> torch.Tensor:
     return tensor
 
 
-def _held(name: object, value: Any) -> Held:
+def _held(name: object, value: Any) -> HeldShards:
     """Describe one entry. Raises `SourceError` by name for whatever cannot cross as plain bytes."""
     found = describe(name, _tensor(value))
     if is_dtensor(value):
-        return Held(found, tuple(local.box for local in boxes_of(found.name, value)), alike=True)
+        return HeldShards(found, tuple(local.box for local in boxes_of(found.name, value)), alike=True)
     if not isinstance(value, LocalShard):
-        return Held(found, (whole(found),))
+        return HeldShards(found, (whole(found),))
     of = TensorSpec(found.name, found.dtype, tuple(value.shape))
     box = Box(tuple(value.start), found.shape)
     if not is_inside(box, of.shape):
@@ -113,4 +113,4 @@ def _held(name: object, value: Any) -> Held:
             f"{name}: a part of {list(found.shape)} that starts at {list(value.start)} is not in a tensor of "
             f"{list(of.shape)}"
         )
-    return Held(of, (box,), alike=True)
+    return HeldShards(of, (box,), alike=True)

@@ -17,7 +17,7 @@ from weightsync.sources.base import check_plain, check_same, describe, spec
 from weightsync.sources.checkpoint_layout import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
 from weightsync.sources.dtensor import boxes_of, is_dtensor, local_of, whole_tensor
 from weightsync.tensors.boxes import Box, Cut, LocalBox, cut_of, whole
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 
 _COMPILED: Final = "_orig_mod"
 
@@ -248,8 +248,8 @@ def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
     return found
 
 
-def _held(one: TensorSpec, parts: _Parts | None) -> Held:
-    return Held(one, (whole(one),)) if parts is None else Held(one, parts.seen(), alike=True)
+def _held(one: TensorSpec, parts: _Parts | None) -> HeldShards:
+    return HeldShards(one, (whole(one),)) if parts is None else HeldShards(one, parts.seen(), alike=True)
 
 
 def _memory(name: str, tensor: torch.Tensor) -> object:

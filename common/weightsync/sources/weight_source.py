@@ -12,7 +12,7 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import check_same, describe, finish, text
 from weightsync.sources.dtensor import whole_tensor
 from weightsync.tensors.boxes import whole
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import DTYPES
 
 CPU: Final = torch.device("cpu")
@@ -72,9 +72,9 @@ class WeightSourceAdapter:
         return frozenset(said)
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldShards, ...]:
         """See `Source`."""
-        return tuple(Held(one, (whole(one),) if one.name in self._names else ()) for one in self.specs)
+        return tuple(HeldShards(one, (whole(one),) if one.name in self._names else ()) for one in self.specs)
 
     def mark(self) -> None:
         """See `Source.mark`: what it looks up may be made on demand."""

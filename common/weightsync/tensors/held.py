@@ -8,7 +8,7 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.boxes import Box
 
 
-class Held(NamedTuple):
+class HeldShards(NamedTuple):
     """What one rank holds of a tensor whose whole is ``spec``: some boxes, or none.
 
     ``alike`` promises that whoever else holds an element holds the same value, as the replicas of a DTensor do. The

@@ -26,7 +26,7 @@ Digests = Mapping[str, tuple[int, ...]]
 """Of the tensors that end in a bucket, by the name of what ranks keep."""
 
 
-class Parts:
+class Subset:
     """What a rank keeps of every tensor of ``layout``: ``boxes`` by the tensor's number, all of those without one.
 
     A box without elements is for a tensor that it keeps nothing of. Raises `ValueError` for what is no part of it.
@@ -157,10 +157,10 @@ def _put(those: tuple[int, ...], at: int, one: int) -> tuple[int, ...]:
     return (*those[:at], one, *those[at + 1 :])
 
 
-class Demand:
+class Wanted:
     """What the trainer is to hash for ranks of which each keeps one of ``keeps``."""
 
-    def __init__(self, keeps: Iterable[Parts]):
+    def __init__(self, keeps: Iterable[Subset]):
         self._keeps = {parts.name: parts for parts in keeps}
 
     @property
@@ -168,9 +168,9 @@ class Demand:
         """Of what is kept: equal names, equal demand."""
         return self._keeps.keys()
 
-    def without(self, names: Set[str]) -> Demand:
+    def without(self, names: Set[str]) -> Wanted:
         """For all ranks but those that keep these."""
-        return Demand(parts for name, parts in self._keeps.items() if name not in names)
+        return Wanted(parts for name, parts in self._keeps.items() if name not in names)
 
     def boxes(self, number: int) -> set[Box | None]:
         """The parts of a tensor that are to be hashed; None is all of it."""
@@ -182,7 +182,7 @@ class Demand:
         ended = list(numbers)
         return {name: tuple(self._of(parts, ended, found)) for name, parts in self._keeps.items()}
 
-    def _of(self, parts: Parts, ended: Sequence[int], found: Found) -> Iterator[int]:
+    def _of(self, parts: Subset, ended: Sequence[int], found: Found) -> Iterator[int]:
         for number in ended:
             box = parts.box(number)
             if box is None or 0 not in box.shape:

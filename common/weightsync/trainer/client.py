@@ -23,7 +23,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import auth, http
-from weightsync.protocol.http import PREFIX, Introduction
+from weightsync.protocol.http import PREFIX, Handshake
 from weightsync.protocol.names import plain_url
 from weightsync.trainer import http_client
 
@@ -72,7 +72,7 @@ class EngineClient:
         request = http.StatusRequest(digest=digest, timeout_s=_patience(deadline))
         return self._post("status", request, http.StatusReply, deadline)
 
-    def join(self, asked: Introduction, deadline: Deadline) -> http.JoinReply:
+    def join(self, asked: Handshake, deadline: Deadline) -> http.JoinReply:
         """Take the lease, and make every rank get a transport ready."""
         route = "init_nccl_group" if isinstance(asked, http.InitNcclGroup) else "register_nixl"
         return self._post(route, asked, http.JoinReply, deadline)

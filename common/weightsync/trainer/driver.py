@@ -14,7 +14,7 @@ from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.trainer import buckets
 from weightsync.trainer.engines import Fleet
-from weightsync.trainer.push import Commits, Push, Rollback, introduce, release
+from weightsync.trainer.push import Commits, Push, Rollback, connect, release
 from weightsync.trainer.push_plan import Options, Preparation, Repeated
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.results import EngineResult, PushResult
@@ -46,7 +46,7 @@ class Driver:
     def connect(self, deadline: Deadline) -> None:
         """Make groups and warm up connections, where there are any, so that the first push need not."""
         if self.fleet.peers.keys() != {"ipc_zmq"}:
-            introduce(self._provide(None), self.fleet, deadline)
+            connect(self._provide(None), self.fleet, deadline)
 
     def look(self, deadline: Deadline) -> dict[str, Weights]:
         """What each engine says that it serves, by URL."""

@@ -29,7 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import processes
 from weightsync.protocol import auth, http
-from weightsync.protocol.http import Introduction
+from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
 from weightsync.trainer.client import EngineClient, check_other, said
 from weightsync.transports.base import Peer
@@ -237,7 +237,7 @@ class Fleet:
                     found.append(url)
         return found, failed
 
-    def join(self, asked: Mapping[str, Introduction], deadline: Deadline) -> dict[str, http.JoinReply]:
+    def join(self, asked: Mapping[str, Handshake], deadline: Deadline) -> dict[str, http.JoinReply]:
         """Tell engines, by URL, what a transport has to say before a push."""
 
         def run(client: EngineClient) -> http.JoinReply | None:

@@ -28,7 +28,7 @@ _MAX_BODY_BYTES: Final = 64 << 10
 _SILENCE_S: Final = 10.0
 
 
-class Reception:
+class JoinServer:
     """Listens at ``host`` and ``port`` (0: any that is free); ``has_key`` says whether a caller does.
 
     ``admit`` brings in the engine at a URL and returns the version that it then serves. Raises `WeightSyncError`.

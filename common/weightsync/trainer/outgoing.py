@@ -16,7 +16,7 @@ from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import key
-from weightsync.tensors.subset import Demand, Digests
+from weightsync.tensors.subset import Digests, Wanted
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
 from weightsync.trainer.packing import Packer, hash_stream
 from weightsync.trainer.ranks import Coordinator
@@ -58,7 +58,7 @@ class Outgoing:
         #: Those that carry this push.
         self._ends: list[TrainerEnd] = []
         #: What is to be hashed for those who came.
-        self.demand = Demand(())
+        self.demand = Wanted(())
 
     @property
     def is_whole(self) -> bool:
@@ -75,7 +75,7 @@ class Outgoing:
             end = self._by_name[name]
             self._ends.append(end)
             end.meet(self.plan, self.layout, [self.arena, *self._others], those, deadline)
-        self.demand = Demand(parts for end in self._ends for parts in end.keeps())
+        self.demand = Wanted(parts for end in self._ends for parts in end.keeps())
 
     def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, mark: object | None = None) -> Sent:
         """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`.

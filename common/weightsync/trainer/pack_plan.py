@@ -16,7 +16,7 @@ from weightsync.tensors.boxes import Box
 from weightsync.tensors.layout import Layout, Piece
 from weightsync.tensors.native_copy import Copies, Hashes, Run
 from weightsync.tensors.scattered import Stream
-from weightsync.tensors.subset import Demand, Digests, place
+from weightsync.tensors.subset import Digests, Wanted, place
 from weightsync.trainer.packing import Packed
 
 
@@ -70,7 +70,7 @@ class PackPlan:
 
     def __init__(
         self, layout: Layout, addresses: Sequence[int], arena: Stream, bucket_bytes: int, slots: int,
-        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Piece]]], demand: Demand,
+        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Piece]]], demand: Wanted,
     ):  # fmt: skip
         self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
         self.gather_s = self.digest_s = 0.0
@@ -173,7 +173,7 @@ def _grouped(group: _Group) -> _Done:
 
 
 def pack_plan(
-    layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Demand,
+    layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted,
     addresses: Sequence[int],
 ) -> PackPlan | None:  # fmt: skip
     """A plan, where all that is to be hashed lies in one piece each."""
@@ -195,7 +195,7 @@ def _is_small(piece: Piece) -> bool:
 
 
 def _picks(
-    demand: Demand, keys: Sequence[tuple[int, Box | None]]
+    demand: Wanted, keys: Sequence[tuple[int, Box | None]]
 ) -> dict[str, Callable[[Sequence[int]], tuple[int, ...]]]:
     """For every name in ``demand``, which of the digests found for ``keys`` are announced."""
     at = {key: index for index, key in enumerate(keys)}

@@ -15,7 +15,7 @@ from weightsync.tensors.boxes import Box, narrowed
 from weightsync.tensors.digest import Hasher
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.scattered import Scattered, Stream
-from weightsync.tensors.subset import Demand, Digests, Found
+from weightsync.tensors.subset import Digests, Found, Wanted
 
 
 class Packed(NamedTuple):
@@ -39,7 +39,7 @@ class Packer:
     """
 
     def __init__(
-        self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Demand
+        self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted
     ):  # fmt: skip
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
         self._copies = not isinstance(arena, Scattered)
@@ -140,7 +140,7 @@ class Packer:
 
 
 @torch.no_grad()
-def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Demand) -> Found:
+def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Wanted) -> Found:
     """Hash what ``demand`` asks for, of a stream that was packed before."""
     return {
         (entry.number, box): digest.hashed(algorithm, tensor if box is None else narrowed(tensor, *box)).value()

@@ -32,9 +32,9 @@ from weightsync.transports.base import Progress
 Commits = dict[str, http.CommitReply]
 
 
-def introduce(transfer: Transfer, fleet: Fleet, deadline: Deadline) -> None:
-    """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Transfer.introduce`."""
-    transfer.introduce(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
+def connect(transfer: Transfer, fleet: Fleet, deadline: Deadline) -> None:
+    """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Transfer.connect`."""
+    transfer.connect(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
 
 
 def release(transfer: Transfer, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
@@ -42,7 +42,7 @@ def release(transfer: Transfer, fleet: Fleet, urls: Iterable[str], deadline: Dea
     by = {url: fleet.engines[url].transport for url in urls}
     fleet.release({url: transfer.address(url, transport) for url, transport in by.items()}, deadline)
     for url, transport in by.items():
-        transfer.dismiss(url, transport)
+        transfer.disconnect(url, transport)
 
 
 class Payload(Protocol):
@@ -188,7 +188,7 @@ class Push(Change):
 
     def _prepare(self, outgoing: Outgoing) -> None:
         fleet, deadline = self._fleet, self._deadline
-        introduce(self._through, fleet, deadline)
+        connect(self._through, fleet, deadline)
         # Here, and not in the threads that ask the engines: a socket is not for several.
         requests = {url: outgoing.request(url, engine.transport) for url, engine in fleet.engines.items()}
         with self._timed("prepare"):

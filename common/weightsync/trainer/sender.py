@@ -18,7 +18,7 @@ from weightsync.sources.module import ModuleSource
 from weightsync.tensors.layout import ALIGN_BYTES
 from weightsync.trainer.buckets import Staging
 from weightsync.trainer.driver import Driver
-from weightsync.trainer.join_server import Reception
+from weightsync.trainer.join_server import JoinServer
 from weightsync.trainer.push_plan import Options
 from weightsync.trainer.ranks import Coordinator, ranks
 from weightsync.trainer.ranks.conversation import Act
@@ -121,7 +121,7 @@ class Sender:
         self._ranks = ranks()
         #: What asks for engines to take part waits for a push to end, and the other way round.
         self._turns = Turns()
-        self._reception: Reception | None = None
+        self._join_server: JoinServer | None = None
         #: None in the ranks of a trainer other than rank 0.
         self._driver: Driver | None = None
         try:
@@ -221,10 +221,10 @@ class Sender:
         A new engine, or one that was restarted, is then brought to the served version as by `add_engine` and
         `catch_up`, between two pushes and without an act of the trainer. Raises `UnsupportedOption`.
         """
-        if self._ranks is not None or self._reception is not None:
+        if self._ranks is not None or self._join_server is not None:
             raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
-        self._reception = Reception(host, port, self._engines.fleet.has_key, self._admit)
-        return self._reception.url
+        self._join_server = JoinServer(host, port, self._engines.fleet.has_key, self._admit)
+        return self._join_server.url
 
     def _admit(self, url: str) -> str:
         with self._turns.take("join", Deadline(self._options.timeout_s)):
@@ -263,9 +263,9 @@ class Sender:
 
     def close(self) -> None:
         """Give the lease back; release memory, sockets and connections; idempotent."""
-        if self._reception is not None:
-            self._reception.close()
-            self._reception = None
+        if self._join_server is not None:
+            self._join_server.close()
+            self._join_server = None
         # Another thread's call ends by its own deadline.
         with self._turns.take("close", Deadline(self._options.timeout_s + _OTHERS_S)):
             self._close()

@@ -13,14 +13,14 @@ from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import InPlaceArena
 from weightsync.protocol import http
-from weightsync.protocol.http import Introduction, UpdateRequest
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import Layout
 from weightsync.trainer.outgoing import Outgoing, Packed
-from weightsync.transports.base import Helpers, TrainerEnd
+from weightsync.transports.base import PeerRanks, TrainerEnd
 from weightsync.transports.registry import TRAINER_ENDS
 
-Post = Callable[[Mapping[str, Introduction]], Mapping[str, http.JoinReply]]
+Post = Callable[[Mapping[str, Handshake]], Mapping[str, http.JoinReply]]
 """Tells engines, by URL, what a transport has to say before a push; returns their replies."""
 
 
@@ -30,7 +30,7 @@ class Transfer:
     ``helpers`` are the other ranks of the trainer, if it has any; ``address`` is what ranks dial, see `TRAINER_ENDS`.
     """
 
-    def __init__(self, device: torch.device, helpers: Helpers | None = None, address: str = ""):
+    def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
         self.device, self._helpers, self._address = device, helpers, address
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first; a second holds what is served, where engines keep that.
@@ -46,7 +46,7 @@ class Transfer:
         free = arenas.free_bytes(self.device) if self.device.type == "cuda" else arenas.free_shared_bytes()
         return free + sum(arena.bytes.numel() for arena in self._arenas if not isinstance(arena, InPlaceArena))
 
-    def introduce(self, engines: Mapping[str, tuple[str, http.OpenReply]], post: Post, deadline: Deadline) -> None:
+    def connect(self, engines: Mapping[str, tuple[str, http.OpenReply]], post: Post, deadline: Deadline) -> None:
         """Make every engine ready to be pushed to; ``engines`` says by URL over what. Those that are, hear nothing.
 
         Raises `UnsupportedOption`, `TransferFailed`, `PushTimeout`, and what ``post`` raises.
@@ -55,8 +55,8 @@ class Transfer:
             if name not in self._ends:
                 self._ends[name] = TRAINER_ENDS[name](self.device, self._helpers, self._address)
             those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
-            if asked := self._ends[name].introduce(those, max(deadline.left(), 0.1)):
-                self._ends[name].introduced(post(asked), deadline)
+            if asked := self._ends[name].connect(those, max(deadline.left(), 0.1)):
+                self._ends[name].connected(post(asked), deadline)
 
     def begin(self, plan: UpdateRequest, layout: Layout, lent: list[torch.Tensor] | None = None) -> Outgoing:
         """A push, in the arenas of the push before where those have its size.
@@ -114,10 +114,10 @@ class Transfer:
         while self._arenas:
             self._arenas.pop().close()
 
-    def dismiss(self, engine: str, transport: str) -> None:
+    def disconnect(self, engine: str, transport: str) -> None:
         """An engine was told to forget this sender."""
         if transport in self._ends:
-            self._ends[transport].dismiss(engine)
+            self._ends[transport].disconnect(engine)
 
     def address(self, engine: str, transport: str) -> str:
         """What the engine knows this sender by; empty if it was never told."""

@@ -17,10 +17,10 @@ from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
-from weightsync.protocol.http import Introduction, UpdateRequest
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Stream
-from weightsync.tensors.subset import Digests, Parts
+from weightsync.tensors.subset import Digests, Subset
 
 
 class Peer(NamedTuple):
@@ -52,14 +52,14 @@ class TrainerEnd(Protocol):
     def address(self, engine: str) -> str:
         """Where the engine at this URL finds this end; names it to `EngineEnd.release`."""
 
-    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+    def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """What is to be told to which engine, by URL, before it can take part; nothing where it was told already.
 
         ``engines`` are all that will. Raises `UnsupportedOption` for what cannot work.
         """
 
-    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
-        """Every engine has taken what `introduce` told it. Raises `TransferFailed` or `PushTimeout`, by name."""
+    def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
+        """Every engine has taken what `connect` told it. Raises `TransferFailed` or `PushTimeout`, by name."""
 
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
         """The message that makes an engine's ranks come for the bytes: ``plan`` with this end's address and secret."""
@@ -75,7 +75,7 @@ class TrainerEnd(Protocol):
     def acquire(self, bucket: int) -> None:
         """Wait until the slot of this bucket may be written. Raises as `meet`."""
 
-    def keeps(self) -> Iterable[Parts]:
+    def keeps(self) -> Iterable[Subset]:
         """What the ranks that have come keep of the tensors."""
 
     def announce(self, bucket: int, digests: Digests) -> None:
@@ -87,7 +87,7 @@ class TrainerEnd(Protocol):
     def call_off(self, error: BaseException) -> None:
         """Tell the peers that no more will come."""
 
-    def dismiss(self, engine: str) -> None:
+    def disconnect(self, engine: str) -> None:
         """The engine at this URL was told to forget this end: it is to be introduced again."""
 
     def forget(self) -> None:
@@ -114,7 +114,7 @@ class Incoming(Protocol):
         """
 
 
-class Helpers(Protocol):
+class PeerRanks(Protocol):
     """The other ranks of a trainer of several processes, as rank 0 has them help a transport during a push."""
 
     size: int
@@ -123,7 +123,7 @@ class Helpers(Protocol):
     """Whether each of them has mapped the memory that holds the whole stream of this push."""
 
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
-        """Hand a message, of JSON, to each one's `Assistant`. Raises `TransferFailed`, `PushTimeout`."""
+        """Hand a message, of JSON, to each one's `RankHelper`. Raises `TransferFailed`, `PushTimeout`."""
 
     def answered(self, to: str, deadline: Deadline) -> None:
         """Wait until all have done what they were asked ``to`` do. Raises, by rank, also what they have raised."""
@@ -135,10 +135,10 @@ class Helpers(Protocol):
         """The error, with what can be seen of those whose processes do not run."""
 
 
-class Assistant(Protocol):
+class RankHelper(Protocol):
     """What a rank of a trainer that is not rank 0 does for a transport."""
 
-    def assist(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
+    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
         """Do what rank 0's end of the transport asks for; ``stream`` is the memory that was filled last, 1-D uint8.
 
         ``check`` raises once rank 0 does not wait for it any more. Raises `WeightSyncError`.
@@ -151,13 +151,13 @@ class Assistant(Protocol):
 class EngineEnd(Protocol):
     """Receives, in one rank; lives as long as the rank and serves one push after another."""
 
-    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
+    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
         """Get ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
 
     def check(self, request: UpdateRequest) -> None:
         """Raise `TransferFailed` at once for what must not be dialled."""
 
-    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
+    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
         """Come for the bytes, at least for what is kept of them. ``over`` is set when the push is called off.
 
         Raises `TransferFailed` or `PushTimeout`.

@@ -17,29 +17,29 @@ from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
 from weightsync.protocol.control import Offer
 from weightsync.protocol.handles import CudaHandle, InPlaceHandle, ShmHandle
-from weightsync.protocol.http import Introduction, UpdateRequest
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Scattered, Stream
-from weightsync.tensors.subset import Digests, Parts
-from weightsync.transports.base import Bucket, Helpers, Peer
-from weightsync.transports.control.engine import Call, EngineControl
-from weightsync.transports.control.trainer import Talk, TrainerControl
+from weightsync.tensors.subset import Digests, Subset
+from weightsync.transports.base import Bucket, Peer, PeerRanks
+from weightsync.transports.control.engine import EngineControl, RankSession
+from weightsync.transports.control.trainer import PushSession, TrainerControl
 
 
 class Trainer:
     """Trainer end, see `base.TrainerEnd`."""
 
-    def __init__(self, device: torch.device, _: Helpers | None = None, address: str = ""):
+    def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
         self._control = TrainerControl(remote=False)
-        self.address, self.request = self._control.address, self._control.invite
-        self._talk: Talk | None = None
+        self.address, self.request = self._control.address, self._control.request
+        self._talk: PushSession | None = None
         self._slots, self._last, self._stream = 0, 0, False
 
-    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+    def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """There is nothing to prepare."""
         return {}
 
-    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
+    def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
 
     def meet(
@@ -47,7 +47,7 @@ class Trainer:
     ) -> None:
         """See `base.TrainerEnd`."""
         self._slots, self._last, self._stream = plan.slots, layout.buckets(plan.bucket_bytes) - 1, plan.stream
-        self._talk = Talk(self._control, plan.push, layout, peers, deadline)
+        self._talk = PushSession(self._control, plan.push, layout, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
 
         def offer(mapped: tuple[str, ...]) -> Offer:
@@ -58,7 +58,7 @@ class Trainer:
         if plan.stream:
             self._talk.all_prepared("the ranks to map the arena")
 
-    def _talking(self) -> Talk:
+    def _talking(self) -> PushSession:
         assert self._talk is not None, "meet() comes first"
         return self._talk
 
@@ -66,7 +66,7 @@ class Trainer:
         """See `base.TrainerEnd`."""
         self._talking().all_taken(bucket - self._slots)
 
-    def keeps(self) -> Iterable[Parts]:
+    def keeps(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
         return self._talking().keeps.values()
 
@@ -86,7 +86,7 @@ class Trainer:
             self._talk.call_off(error)
             self._talk = None
 
-    def dismiss(self, engine: str) -> None:
+    def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""
 
     def forget(self) -> None:
@@ -109,11 +109,11 @@ class Engine:
         #: Mapped arenas of the sender by name: one, or two where it keeps the version before.
         self._arenas: dict[str, Stream] = {}
 
-    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
+    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
         """No route leads here."""
         raise UnsupportedOption(f"ipc_zmq has no use for {type(asked).__name__}")
 
-    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
+    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
         if request.address != self._control.address:
             self._arenas.clear()
@@ -156,7 +156,7 @@ class Engine:
 class Incoming:
     """See `base.Incoming`."""
 
-    def __init__(self, call: Call, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
+    def __init__(self, call: RankSession, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
         self._call, self._request, self._layout, self._memory, self.arena = call, request, layout, memory, arena
         self.whole: Stream | None = None
         if layout.nbytes <= memory.numel():

@@ -11,20 +11,20 @@ from weightsync.errors import AuthenticationFailed, UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol import directories, http
 from weightsync.transports import ipc_zmq
-from weightsync.transports.base import Assistant, EngineEnd, Helpers, TrainerEnd
+from weightsync.transports.base import EngineEnd, PeerRanks, RankHelper, TrainerEnd
 from weightsync.transports.nccl import ends as nccl
 from weightsync.transports.nccl import parallel_broadcast
 from weightsync.transports.nixl import agents
 from weightsync.transports.nixl import ends as nixl
 
 #: The device is where the trainer's arena is, the text this host's own address that ranks are to dial, if one is given.
-TRAINER_ENDS: Final[dict[str, Callable[[torch.device, Helpers | None, str], TrainerEnd]]] = {
+TRAINER_ENDS: Final[dict[str, Callable[[torch.device, PeerRanks | None, str], TrainerEnd]]] = {
     "ipc_zmq": ipc_zmq.Trainer,
     "nccl": nccl.Trainer,
     "nixl": nixl.Trainer,
 }
 #: By transport, for those that are helped by the trainer's other ranks; the number is the rank's.
-ASSISTANTS: Final[dict[str, Callable[[int], Assistant]]] = {nccl.NAME: parallel_broadcast.Assistant}
+RANK_HELPERS: Final[dict[str, Callable[[int], RankHelper]]] = {nccl.NAME: parallel_broadcast.RankHelper}
 #: The device is where the rank's weights are.
 ENGINE_ENDS: Final[dict[str, Callable[[torch.device], EngineEnd]]] = {
     "ipc_zmq": ipc_zmq.Engine,

@@ -70,9 +70,9 @@ def around(owner, name):
 
 def receiver(module):
     @around(module.Receiver, "__init__")
-    def made(original, self, sink):
-        original(self, sink)
-        load = sink.load
+    def made(original, self, adapter):
+        original(self, adapter)
+        load = adapter.load
 
         def faulty(weights):
             recorded = False
@@ -80,27 +80,27 @@ def receiver(module):
             def passing():
                 nonlocal recorded
                 for number, pair in enumerate(weights):
-                    recorded = type(pair[1]).__name__ == "Standin"
+                    recorded = type(pair[1]).__name__ == "FakeTensor"
                     yield pair
                     if not recorded:
-                        at("rank loads", tensor=number, rank=sink.rank)
+                        at("rank loads", tensor=number, rank=adapter.rank)
 
-            arm_post_load(sink)
+            arm_post_load(adapter)
             load(passing())
             if not recorded:
-                at("rank loaded", rank=sink.rank)
+                at("rank loaded", rank=adapter.rank)
 
-        sink.load = faulty
-        HERE["rank"] = sink.rank
+        adapter.load = faulty
+        HERE["rank"] = adapter.rank
 
     @around(module.Receiver, "prepare")
     def prepare(original, self, *args):
-        at("rank prepares", rank=self._sink.rank)
+        at("rank prepares", rank=self._adapter.rank)
         return original(self, *args)
 
     @around(module.Receiver, "_quiesce")
     def quiesce(original, self):
-        at("rank stops", rank=self._sink.rank)
+        at("rank stops", rank=self._adapter.rank)
         return original(self)
 
 
@@ -131,23 +131,23 @@ def load_plan(module):
         at("rank loaded", **HERE)
 
 
-def arm_post_load(sink):
+def arm_post_load(adapter):
     """Have the engine's own post-load step fail once."""
-    if type(sink).__name__ == "VllmSink":
-        for layer in sink._worker.model_runner.get_model().modules():
+    if type(adapter).__name__ == "VllmAdapter":
+        for layer in adapter._worker.model_runner.get_model().modules():
             method = getattr(layer, "quant_method", None)
             if hasattr(method, "process_weights_after_loading"):
                 break
         kind, name = type(method), "process_weights_after_loading"
-    elif type(sink).__name__ == "SglangSink":
-        kind, name = type(sink._scheduler.tp_worker.model_runner.weight_updater), "end_weight_update"
+    elif type(adapter).__name__ == "SglangAdapter":
+        kind, name = type(adapter._scheduler.tp_worker.model_runner.weight_updater), "end_weight_update"
     else:
         return
     if not hasattr(getattr(kind, name), "__wrapped__"):
 
         @around(kind, name)
         def post_load(original, *args, **kwargs):
-            at("post-load hook", rank=sink.rank)
+            at("post-load hook", rank=adapter.rank)
             return original(*args, **kwargs)
 
 
@@ -170,7 +170,7 @@ def engine_control(module):
 
 
 def trainer_control(module):
-    @around(module.Talk, "announce")
+    @around(module.PushSession, "announce")
     def announce(original, self, index, *args):
         if getattr(self, "cut_short", False):
             return
@@ -178,7 +178,7 @@ def trainer_control(module):
         original(self, index, *args)
         self.cut_short = action == "truncate"
 
-    @around(module.Talk, "_send")
+    @around(module.PushSession, "_send")
     def send(original, self, peer, message):
         kind = type(message).__name__
         action = at("trainer tells", kind=kind, number=getattr(message, "index", 0))
@@ -243,13 +243,13 @@ def client(module):
         self._server.ask = faulty
 
 
-def replica(module):
-    @around(module.Replica, "prepare")
+def front_end(module):
+    @around(module.FrontEnd, "prepare")
     async def prepare(original, self, asked, method):
         at("front end prepares")
         return await original(self, asked, method=method)
 
-    @around(module.Replica, "_commit")
+    @around(module.FrontEnd, "_commit")
     async def commit(original, self, asked):
         at("front end commits")
         reply = await original(self, asked)
@@ -267,7 +267,7 @@ PATCHES = {
     "weightsync.transports.nixl.incoming": incoming("Reading", "Written"),
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
-    "weightsync.engine.front_end": replica,
+    "weightsync.engine.front_end": front_end,
 }
 
 

@@ -41,11 +41,11 @@ class Record(Protocol):
     """The thread that is recorded."""
     broken: str
     """Why the record is not to be used."""
-    made: list[tuple[str, weakref.ref[Standin]]]
+    made: list[tuple[str, weakref.ref[FakeTensor]]]
     """Every stand-in that was made, by the name of a tensor that it stands for."""
 
 
-class Standin(torch.Tensor):
+class FakeTensor(torch.Tensor):
     """A checkpoint tensor, or what became of one, without data.
 
     The loader sees shape, strides and dtype of ``seen`` on the rank's device. ``slice`` is the part of the checkpoint
@@ -62,8 +62,8 @@ class Standin(torch.Tensor):
     def __new__(
         cls, recorder: Record, names: frozenset[str], seen: torch.Tensor, slice_: torch.Tensor | None,
         dtypes: tuple[torch.dtype, ...], device: torch.device,
-    ) -> Standin:  # fmt: skip
-        self: Standin = torch.Tensor._make_wrapper_subclass(
+    ) -> FakeTensor:  # fmt: skip
+        self: FakeTensor = torch.Tensor._make_wrapper_subclass(
             cls, seen.shape, strides=seen.stride(), storage_offset=seen.storage_offset(), dtype=seen.dtype,
             device=device,
         )  # fmt: skip
@@ -77,7 +77,7 @@ class Standin(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = next(leaf for leaf in tensors_in(args, kwargs or {}) if isinstance(leaf, Standin))
+        found = next(leaf for leaf in tensors_in(args, kwargs or {}) if isinstance(leaf, FakeTensor))
         # The recorder sees its own thread alone: what else that one writes would not be noticed.
         where = "in another thread" if threading.get_ident() != found.recorder.thread else "after the load"
         found.recorder.broken = f"it uses {min(found.names)} {where}"
@@ -101,9 +101,11 @@ class Standin(torch.Tensor):
 
     def like(
         self, seen: torch.Tensor, slice_: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] | None = None
-    ) -> Standin:
+    ) -> FakeTensor:
         """Another stand-in for the same tensors."""
-        return Standin(self.recorder, self.names, seen, slice_, self.dtypes if dtypes is None else dtypes, self.device)
+        return FakeTensor(
+            self.recorder, self.names, seen, slice_, self.dtypes if dtypes is None else dtypes, self.device
+        )
 
 
 def tensors_in(values: Iterable[Any], named: Mapping[str, Any] | None = None) -> list[torch.Tensor]:

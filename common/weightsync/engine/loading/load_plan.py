@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from weightsync.engine.adapter import Opened
+from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.model_memory import Owner, overlap
 from weightsync.engine.loading.recording import Copy, Recording, record
@@ -19,7 +19,7 @@ from weightsync.tensors.boxes import Box, cut_of, hull, whole
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key
-from weightsync.tensors.subset import Parts, widened
+from weightsync.tensors.subset import Subset, widened
 
 #: How much is compared in one go, in bytes.
 _COMPARED_BYTES: Final = 64 << 20
@@ -60,7 +60,7 @@ class LoadPlan:
     `replay` does all else. Making one raises `Unrecordable`, or what the loader raises, and changes no weight.
     """
 
-    def __init__(self, opened: Opened, layout: Layout, device: torch.device):
+    def __init__(self, opened: LoaderHooks, layout: Layout, device: torch.device):
         self.layout, self._device = layout, device
         specs = [entry.spec for entry in layout.entries]
         self._recording = found = record(opened, specs, device)
@@ -77,7 +77,7 @@ class LoadPlan:
             if owner not in found.fallen:
                 self.copies += copies
         #: What of the checkpoint is read, by this and by the loader for ``loader``.
-        self.parts = Parts(layout, dict(self._read()))
+        self.parts = Subset(layout, dict(self._read()))
         self._constants = [one for one in found.constants if self.memory.owner(one.target) not in found.fallen]
         self._runs, self._strided = self._compile()
         self._bound: dict[int, _Bound] = {}
@@ -90,7 +90,7 @@ class LoadPlan:
         #: How often a part was compared: of what is in the model, of what the loader does.
         self._looks = self._shares = 0
 
-    def _check_loader_alone(self, opened: Opened) -> None:
+    def _check_loader_alone(self, opened: LoaderHooks) -> None:
         """The loader must do the same with ``loader`` alone as it does with the whole checkpoint."""
         if not self.loader:
             return
@@ -259,7 +259,7 @@ class LoadPlan:
                     return owner.name if owner is not None else ""
         return ""
 
-    def redone(self, opened: Opened, share: bool) -> str:
+    def redone(self, opened: LoaderHooks, share: bool) -> str:
         """Name of something that the loader does otherwise than it did when this was made, recorded again.
 
         With a ``share`` only some of the tensors are, every time others. Raises as `record`.

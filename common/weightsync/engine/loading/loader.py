@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from msgspec import structs
 
-from weightsync.engine.adapter import Expected, Opened, Sealed, Sink
+from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, Sealed
 from weightsync.engine.coverage import packed, passed_over
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Fingerprint
@@ -23,7 +23,7 @@ from weightsync.protocol.http import Accepted, Ready, TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.tensors.layout import Layout, check_manifest, listed, named
 from weightsync.tensors.scattered import Stream, spans
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ class Loading:
     part of the model is compared with what was pushed. A plan that is not right any more is dropped.
     """
 
-    def __init__(self, sink: Sink):
-        self._sink = sink
+    def __init__(self, adapter: Adapter):
+        self._adapter = adapter
         self._expected: Expected | ManifestMismatch | None = None
-        self._opened: Opened | None = None
+        self._opened: LoaderHooks | None = None
         self._manifest: Sequence[TensorSpec] = ()
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
@@ -96,7 +96,7 @@ class Loading:
         """
         if known and not manifest:
             if self._layout is None or self._layout.name != known:
-                raise ManifestUnknown(f"rank {self._sink.rank} knows no manifest {known}; send it")
+                raise ManifestUnknown(f"rank {self._adapter.rank} knows no manifest {known}; send it")
             manifest = self._manifest
         layout = self._layout if manifest == self._manifest else None
         if layout is not None and not self._revised(layout, push, sample=True):
@@ -128,7 +128,7 @@ class Loading:
     def _known(self) -> Expected | ManifestMismatch:
         if self._expected is None:
             try:
-                self._expected = self._sink.expected()
+                self._expected = self._adapter.expected()
             except ManifestMismatch as error:
                 self._expected = error
         return self._expected
@@ -138,12 +138,12 @@ class Loading:
         self._plan, self._trusted, self._opened, self._pushes = None, False, None, 0
         self._accepted, self._filled = Accepted(), ModelStatus()
         try:
-            opened = self._sink.opened()
-            if not isinstance(opened, Opened):
+            opened = self._adapter.opened()
+            if not isinstance(opened, LoaderHooks):
                 self._why = opened.why if isinstance(opened, Sealed) else opened
                 return
             with uncollected():
-                self._plan = LoadPlan(opened, layout, self._sink.device)
+                self._plan = LoadPlan(opened, layout, self._adapter.device)
                 self._accepted = self._left_out(self._plan)
             self._opened = opened
         except Exception as error:
@@ -184,7 +184,7 @@ class Loading:
         if self._plan is None or self._opened is None or len(manifest) == len(expected.specs):
             return
         try:
-            whole = record(self._opened, expected.specs, self._sink.device, self._plan.memory)
+            whole = record(self._opened, expected.specs, self._adapter.device, self._plan.memory)
         except Exception as error:
             logger.info("what the engine's loader does with the whole checkpoint cannot be recorded: %s", error)
             return
@@ -201,8 +201,12 @@ class Loading:
         """Whether the plan's memory is still the model's, or that there is no plan."""
         if self._plan is None or self._opened is None:
             return True
-        opened = self._sink.opened()
-        return isinstance(opened, Opened) and opened.model is self._plan.memory.model and self._plan.memory.is_unmoved()
+        opened = self._adapter.opened()
+        return (
+            isinstance(opened, LoaderHooks)
+            and opened.model is self._plan.memory.model
+            and self._plan.memory.is_unmoved()
+        )
 
     def _revised(self, layout: Layout, push: str, *, sample: bool) -> bool:
         """Whether the plan for this layout did not hold any more, and was made anew."""
@@ -210,7 +214,7 @@ class Loading:
             why = "the model's memory has moved"
         elif not (why := self._strayed(push, sample)):
             return False
-        logger.warning("rank %d: %s; its load plan is recorded again", self._sink.rank, why)
+        logger.warning("rank %d: %s; its load plan is recorded again", self._adapter.rank, why)
         self._record(layout)
         return True
 
@@ -244,7 +248,7 @@ class Loading:
         self._rest -= 1
         return self._rest < 0
 
-    def _sampled(self, plan: LoadPlan, opened: Opened) -> str:
+    def _sampled(self, plan: LoadPlan, opened: LoaderHooks) -> str:
         """As `LoadPlan.redone` of some tensors; where that costs much, the next looks do without."""
         start = time.thread_time()
         found = plan.redone(opened, share=True)
@@ -264,7 +268,7 @@ class Loading:
         if worse := self._accepted.unwritten.keys() - lacked:
             self._layout = None  # so that the next push is compared anew, by all ranks
             raise TransferFailed(
-                f"rank {self._sink.rank}: the engine's loader has changed since the push was accepted, and does not "
+                f"rank {self._adapter.rank}: the engine's loader has changed since the push was accepted, and does not "
                 f"load {listed(worse)} any more; push again"
             )
         if staged is None:
@@ -273,8 +277,8 @@ class Loading:
             self._plan.bind(staged.data)
         elif staged.parts.name:
             raise TransferFailed(
-                f"rank {self._sink.rank} holds the parts that it read by a load plan which no longer fits its model; "
-                "push again"
+                f"rank {self._adapter.rank} holds the parts that it read by a load plan which no longer fits its "
+                "model; push again"
             )
 
     def _replays(self, staged: Staged) -> bool:
@@ -283,12 +287,12 @@ class Loading:
             return False
         return staged.parts.name in ("", plan.parts.name)
 
-    def parts(self, layout: Layout) -> Parts:
+    def parts(self, layout: Layout) -> Subset:
         """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
         plan = self._plan
         if plan is None or not self._trusted or plan.layout is not layout:
-            return Parts(layout, {})  # it may be the engine's loader that brings it in
-        return plan.parts if not plan.parts.name or self._unmoved() else Parts(layout, {})
+            return Subset(layout, {})  # it may be the engine's loader that brings it in
+        return plan.parts if not plan.parts.name or self._unmoved() else Subset(layout, {})
 
     # --- loading
 
@@ -296,14 +300,14 @@ class Loading:
         """Load a whole version. Raises whatever the engine raises, and as `Staged.check`."""
         self._load(staged)
         # The sender takes its memory back on the reply: nothing may still be reading it.
-        arenas.synchronize(self._sink.device)
+        arenas.synchronize(self._adapter.device)
         staged.check()
 
     def _load(self, staged: Staged) -> None:
         plan = self._plan
         if plan is None or not self._replays(staged):
             if staged.parts.name:
-                raise WrongState(f"rank {self._sink.rank} holds parts that no load plan is for")
+                raise WrongState(f"rank {self._adapter.rank} holds parts that no load plan is for")
             self._load_by_engine(staged)
             if plan is not None and staged.layout is plan.layout and not self._trusted:
                 self._check(plan, staged)
@@ -315,7 +319,7 @@ class Loading:
             return
         self._drop(why)
         if staged.parts.name:
-            raise WrongState(f"rank {self._sink.rank} holds parts that no load plan is for any more: {why}")
+            raise WrongState(f"rank {self._adapter.rank} holds parts that no load plan is for any more: {why}")
         self._load_by_engine(staged)
 
     def _replay(self, plan: LoadPlan, staged: Staged) -> str:
@@ -330,16 +334,16 @@ class Loading:
                     self._opened.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
         if moved or not plan.memory.is_unmoved():
             return "its memory moves while it is loaded"
-        arenas.synchronize(self._sink.device)
+        arenas.synchronize(self._adapter.device)
         name = plan.strays(staged.data)
         return f"{name} is not what was copied to it: it is worked on after loading" if name else ""
 
     def _load_by_engine(self, staged: Staged) -> None:
         """Through the engine's own path. Raises what that does, or `WrongState` if the model would be the sender's."""
         tensors = staged.tensors()
-        self._sink.load(_given_away(tensors) if self._gives_away else tensors)
-        opened = self._sink.opened()
-        taken = inside(opened.model, spans(staged.data)) if isinstance(opened, (Opened, Sealed)) else ""
+        self._adapter.load(_given_away(tensors) if self._gives_away else tensors)
+        opened = self._adapter.opened()
+        taken = inside(opened.model, spans(staged.data)) if isinstance(opened, (LoaderHooks, Sealed)) else ""
         if taken:
             self._gives_away = True
             raise WrongState(
@@ -366,7 +370,7 @@ class Loading:
             plan.bind(staged.data)
             self._rest = 0
             self._trusted = True
-        logger.info("rank %d loads through %s", self._sink.rank, self.way)
+        logger.info("rank %d loads through %s", self._adapter.rank, self.way)
 
     def _drop(self, why: str) -> None:
         self._plan, self._opened, self._why, self._trusted = None, None, why, False

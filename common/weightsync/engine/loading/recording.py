@@ -19,8 +19,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from weightsync.engine.adapter import Opened
-from weightsync.engine.loading.fake_tensor import COPIES, RESHAPES, Standin, Unrecordable, is_view, one_cast, tensors_in
+from weightsync.engine.adapter import LoaderHooks
+from weightsync.engine.loading.fake_tensor import (
+    COPIES,
+    RESHAPES,
+    FakeTensor,
+    Unrecordable,
+    is_view,
+    one_cast,
+    tensors_in,
+)
 from weightsync.engine.loading.model_memory import Memory, Owner, extent_bytes
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.layout import DTYPES
@@ -98,7 +106,7 @@ class Recording:
 
 
 def record(
-    opened: Opened, specs: Sequence[TensorSpec], device: torch.device, memory: Memory | None = None
+    opened: LoaderHooks, specs: Sequence[TensorSpec], device: torch.device, memory: Memory | None = None
 ) -> Recording:
     """Run the loader on data-free tensors like ``specs``, said to be on ``device``.
 
@@ -152,7 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.broken = ""
         #: Tensors whose values the loader asked for, and how; the load is to be recorded without them.
         self.stopped: dict[str, str] = {}
-        self.made: list[tuple[str, weakref.ref[Standin]]] = []
+        self.made: list[tuple[str, weakref.ref[FakeTensor]]] = []
         self._current = ""
         #: Memory that the loader made, by address, kept so that no address comes twice; with it what was written there.
         self._fresh: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
@@ -172,7 +180,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if meta is None:
                 meta = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
                 alike[spec.shape, spec.dtype] = meta
-            yield spec.name, Standin(self, frozenset((spec.name,)), meta, meta, (), device)
+            yield spec.name, FakeTensor(self, frozenset((spec.name,)), meta, meta, (), device)
         self._current = ""
 
     def kept(self) -> str:
@@ -186,7 +194,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
-        standins = [tensor for tensor in tensors if isinstance(tensor, Standin)]
+        standins = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if targets := list(_written(func, args, kwargs)):
             return self._write(func, args, kwargs, targets)
         if standins:
@@ -207,7 +215,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor],
-        standins: list[Standin],
+        standins: list[FakeTensor],
     ) -> Any:  # fmt: skip
         first = standins[0]
         alone = len(tensors) == 1 and args and args[0] is first
@@ -225,7 +233,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._fall(owner, f"{_called(func)} reads it", names)
 
         def without_data(leaf: Any) -> Any:
-            if isinstance(leaf, Standin):
+            if isinstance(leaf, FakeTensor):
                 return leaf.seen
             return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
@@ -235,11 +243,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:
             self._stop(names, f"{_called(func)} needs its values")
         return tree_map(
-            lambda leaf: Standin(self, names, leaf, None, (), first.device) if isinstance(leaf, torch.Tensor) else leaf,
+            lambda leaf: (
+                FakeTensor(self, names, leaf, None, (), first.device) if isinstance(leaf, torch.Tensor) else leaf
+            ),
             seen,
         )
 
-    def _cast(self, source: Standin, kwargs: dict[str, Any]) -> Standin:
+    def _cast(self, source: FakeTensor, kwargs: dict[str, Any]) -> FakeTensor:
         device = kwargs.get("device") or source.device
         dtype = kwargs.get("dtype") or source.dtype
         seen = torch.empty_strided(source.seen.shape, source.seen.stride(), dtype=dtype, device="meta")
@@ -247,7 +257,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen = torch.empty(source.seen.shape, dtype=dtype, device="meta").contiguous(
                 memory_format=kwargs["memory_format"]
             )
-        return Standin(self, source.names, seen, source.slice, (*source.dtypes, dtype), torch.device(device))
+        return FakeTensor(self, source.names, seen, source.slice, (*source.dtypes, dtype), torch.device(device))
 
     def _stop(self, names: Iterable[str], what: str) -> None:
         self.stopped |= dict.fromkeys(names, what)
@@ -257,7 +267,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Names of the checkpoint tensors that went into memory of the loader's own."""
         found: set[str] = set()
         for tensor in tensors:
-            if not isinstance(tensor, Standin):
+            if not isinstance(tensor, FakeTensor):
                 found |= self._fresh.get(tensor.untyped_storage().data_ptr(), (None, set[str]()))[1]
         return found
 
@@ -265,7 +275,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]) -> Any:
         sources = [leaf for leaf in tensors_in(args, kwargs) if all(leaf is not target for target in targets)]
-        names = self._behind(sources).union(*(one.names for one in sources if isinstance(one, Standin)))
+        names = self._behind(sources).union(*(one.names for one in sources if isinstance(one, FakeTensor)))
         into = [self._place(target) for target in targets]
         if all(place == "fresh" for place in into) and not names:
             func(*args, **kwargs)
@@ -280,7 +290,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return targets[0] if len(func._schema.returns) == 1 else tuple(targets)
 
     def _place(self, target: torch.Tensor) -> Owner | str:
-        if isinstance(target, Standin):
+        if isinstance(target, FakeTensor):
             return "standin"
         if (owner := self.recording.memory.owner(target)) is not None:
             return owner if target.data_ptr() + extent_bytes(target) <= owner.end else "foreign"
@@ -291,7 +301,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write_one(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], names: set[str]) -> None:
         place = self._place(target)
         if place == "standin":
-            assert isinstance(target, Standin)
+            assert isinstance(target, FakeTensor)
             self._stop(target.names, f"{_called(func)} changes it")
         elif place == "fresh":
             if target.numel():
@@ -308,7 +318,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source: Any = args[1] if len(args) > 1 else None
         touched = self.recording.touched.setdefault(owner, set())
         touched |= names
-        if func in (aten.copy_.default, aten.fill_.Tensor) and isinstance(source, Standin):
+        if func in (aten.copy_.default, aten.fill_.Tensor) and isinstance(source, FakeTensor):
             if source.slice is None:
                 self._fall(owner, "what is copied into it is computed", names)
             elif not one_cast((source.slice.dtype, *source.dtypes, target.dtype)):

@@ -21,7 +21,7 @@ from weightsync.sources import Source
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, narrowed
 from weightsync.tensors.layout import DTYPES, Layout
-from weightsync.tensors.subset import Demand
+from weightsync.tensors.subset import Wanted
 from weightsync.trainer.ranks.assignment import Plan, spread
 
 
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     digest_s: float
 
 
-def orders_of(plan: Plan, layout: Layout, demand: Demand) -> list[Orders]:
+def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
     """Every rank's work; what is not hashed while it is written is hashed by whom that leaves with the least to do."""
     providers, entries = plan.providers(), layout.entries
     wanted = [demand.boxes(entry.number) if entry.nbytes else set() for entry in entries]

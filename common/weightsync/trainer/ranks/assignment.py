@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from weightsync.errors import SourceError
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.boxes import Box, is_inside
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import DTYPES
 
 #: How much of what is wrong an error lists before it says "and N more".
@@ -43,14 +43,14 @@ class Plan(NamedTuple):
         return found
 
 
-def plan(held: Sequence[Sequence[Held]]) -> Plan:
+def plan(held: Sequence[Sequence[HeldShards]]) -> Plan:
     """Assign every element of every tensor to exactly one rank that holds it; ``held`` is that of each rank, in order.
 
     The manifest is rank 0's, then what rank 1 has beside it, and so on. What several ranks hold is spread over them by
     bytes. Raises `SourceError`, by name, for what is held by nobody, and for tensors that ranks do not agree on.
     """
     manifest: dict[str, TensorSpec] = {}
-    holders: dict[str, list[tuple[int, int, Held]]] = {}
+    holders: dict[str, list[tuple[int, int, HeldShards]]] = {}
     for rank, entries in enumerate(held):
         for index, one in enumerate(entries):
             name = one.spec.name
@@ -103,7 +103,7 @@ class _Gap(Exception):
     """Part of a tensor is held by nobody."""
 
 
-def _units(number: int, spec: TensorSpec, holders: Sequence[tuple[int, int, Held]]) -> Iterator[_Unit]:
+def _units(number: int, spec: TensorSpec, holders: Sequence[tuple[int, int, HeldShards]]) -> Iterator[_Unit]:
     """Cut a tensor wherever a box begins or ends: each cell then lies in a box, or beside it, as a whole."""
     if not math.prod(spec.shape):
         return

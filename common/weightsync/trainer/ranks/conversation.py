@@ -10,7 +10,7 @@ from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.sources import Source
-from weightsync.trainer.ranks.messages import Mail
+from weightsync.trainer.ranks.messages import Messages
 
 #: How long after their deadline the others wait for rank 0 to say how it ended. Rank 0 knows who is missing and should
 #: be the one to say so, may still have to ask the engines what became of a commit, and so ends that much earlier.
@@ -29,7 +29,7 @@ class Ranks(ABC):
     """This process's part among the ranks of its trainer."""
 
     def __init__(self) -> None:
-        self._mail = Mail()
+        self._messages = Messages()
         self._session = ""
         #: What this rank has to send, in a push.
         self._source: Source | None = None
@@ -49,12 +49,12 @@ class Ranks(ABC):
         first of the ranks' deadlines is that of all.
         """
         try:
-            trouble: Exception | None = None
+            failure: Exception | None = None
             try:
                 self._source = offer() if offer is not None else None
             except Exception as error:
-                trouble = error
-            return self._take_part(what, kind, deadline, trouble, act, engines)
+                failure = error
+            return self._take_part(what, kind, deadline, failure, act, engines)
         except WeightSyncError as error:
             if not error.engines:
                 now = engines(deadline).items()
@@ -69,11 +69,11 @@ class Ranks(ABC):
         what: str,
         kind: Any,
         deadline: Deadline,
-        trouble: Exception | None,
+        failure: Exception | None,
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:
-        """As `run`; ``trouble`` is what kept this rank from opening what it has to send."""
+        """As `run`; ``failure`` is what kept this rank from opening what it has to send."""
 
     def _key(self, rank: int) -> str:
         return f"{self._session or 'build'}/{rank}"

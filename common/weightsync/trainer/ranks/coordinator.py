@@ -27,9 +27,9 @@ from weightsync.memory import arenas
 from weightsync.memory.arenas import ShmArena
 from weightsync.protocol import http
 from weightsync.sources import Source
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Demand, Found
+from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
@@ -44,7 +44,7 @@ from weightsync.trainer.ranks.messages import (
     ToRank,
     Welcome,
     raised,
-    trouble_of,
+    remote_error_of,
 )
 
 #: From a lost connection until the process at its other end is seen to have ended.
@@ -62,7 +62,7 @@ class Coordinator(Ranks):
         self._nonces: dict[int, str] = {}
         self._count: dict[int, int] = {}
         self._last: dict[int, str] = {}
-        self._held: dict[int, tuple[Held, ...]] = {}
+        self._held: dict[int, tuple[HeldShards, ...]] = {}
         self._plan: Plan | None = None
         self._orders: list[Orders] = []
         #: Whether all have mapped what this push's `fill` has filled.
@@ -78,7 +78,7 @@ class Coordinator(Ranks):
         what: str,
         kind: Any,
         deadline: Deadline,
-        trouble: Exception | None,
+        failure: Exception | None,
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:
@@ -88,17 +88,17 @@ class Coordinator(Ranks):
             try:
                 self._gather(what, deadline)
             except WeightSyncError:
-                if trouble is not None:
-                    raise trouble from None
+                if failure is not None:
+                    raise failure from None
                 raise
-            if trouble is not None:
-                raise trouble
+            if failure is not None:
+                raise failure
             result = act(self._source, deadline)
         except BaseException as error:
             self._ordered.clear()
             if isinstance(error, WeightSyncError) and not error.engines:
                 error.settle(dict(engines(deadline)))
-            self._tell(Over(trouble=trouble_of(error)))
+            self._tell(Over(failure=remote_error_of(error)))
             raise
         self._tell(Over(result=msgspec.Raw(msgspec.json.encode(result))))
         return result
@@ -110,7 +110,7 @@ class Coordinator(Ranks):
         came: dict[int, bytes] = {}
         greetings: dict[int, Greeting] = {}
         try:
-            self._mail.take(keys, came, deadline, to)
+            self._messages.take(keys, came, deadline, to)
         finally:  # whoever has come is told, also where another has not
             for rank, body in sorted(came.items()):
                 greetings[rank] = self._greeted(rank, http.from_json(body, Greeting))
@@ -123,18 +123,18 @@ class Coordinator(Ranks):
             if greeting.what != what:
                 raise WrongState(f"trainer rank {rank} came to {greeting.what} where rank 0 came to {what}")
         for rank, greeting in greetings.items():
-            if greeting.trouble is not None:
-                raise raised(greeting.trouble, f"trainer rank {rank}: ")
+            if greeting.failure is not None:
+                raise raised(greeting.failure, f"trainer rank {rank}: ")
         for rank, greeting in greetings.items():
             if greeting.held is not None:
                 self._held[rank], self._plan = greeting.held, None
 
     def _greeted(self, rank: int, greeting: Greeting) -> Greeting:
         if rank in self._last:
-            self._mail.drop(self._last.pop(rank), Deadline(HEARD_S))  # it may not have heard how the last one ended
+            self._messages.drop(self._last.pop(rank), Deadline(HEARD_S))  # it may not have heard how the last one ended
         self._nonces[rank], self._count[rank] = greeting.nonce, 0
         if greeting.space == arenas.process_space():
-            self._mail.pids[rank] = greeting.pid
+            self._messages.pids[rank] = greeting.pid
         return greeting
 
     def _welcome(self, greetings: Mapping[int, Greeting], deadline: Deadline) -> None:
@@ -159,7 +159,7 @@ class Coordinator(Ranks):
 
     def fill(
         self, source: Source, deadline: Deadline, layout: Layout, arena: ShmArena, alive: tuple[str, ...],
-        algorithm: str, demand: Demand,
+        algorithm: str, demand: Wanted,
     ) -> tuple[Found, Work]:  # fmt: skip
         """Have every rank write what it provides into the arena; what was to be hashed, and what the slowest took.
 
@@ -192,44 +192,44 @@ class Coordinator(Ranks):
         return found, Work((), nbytes, gather_s, digest_s)
 
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
-        """See `base.Helpers`."""
+        """See `base.PeerRanks`."""
         for rank in self._others:
             self._say(rank, Assist(transport, msgspec.Raw(message)), deadline)
 
     def answered(self, to: str, deadline: Deadline) -> None:
-        """See `base.Helpers`."""
+        """See `base.PeerRanks`."""
         self._answers(to, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """See `base.Helpers`."""
+        """See `base.PeerRanks`."""
         keys, to = self._answers_to_come(), "to help"
-        self._mail.look(keys, self._came, deadline, to)
+        self._messages.look(keys, self._came, deadline, to)
         self._heard()
-        self._mail.check(keys, self._came, deadline, to)
+        self._messages.check(keys, self._came, deadline, to)
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
-        """See `base.Helpers`."""
+        """See `base.PeerRanks`."""
         until = Deadline(_ENDS_S)
-        while not (faulty := [rank for rank in self._others if not self._mail.runs(rank)]) and until.left():
+        while not (faulty := [rank for rank in self._others if not self._messages.runs(rank)]) and until.left():
             time.sleep(LOOK_S)
-        if not faulty or self._mail.named(faulty) in str(error):
+        if not faulty or self._messages.named(faulty) in str(error):
             return error
-        message = f"{error}; {self._mail.named(faulty)} was to send its part"
+        message = f"{error}; {self._messages.named(faulty)} was to send its part"
         return type(error)(message, weights=error.weights, engines=error.engines)
 
     def _answers_to_come(self) -> dict[int, str]:
         return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
 
     def _answers(self, to: str, deadline: Deadline) -> list[Work]:
-        self._mail.take(self._answers_to_come(), self._came, deadline, to)
+        self._messages.take(self._answers_to_come(), self._came, deadline, to)
         return self._heard()
 
     def _heard(self) -> list[Work]:
         found: list[Work] = []
         for rank, body in sorted(self._came.items()):
             done = http.from_json(body, Done)
-            if done.trouble is not None:
-                raise raised(done.trouble, f"trainer rank {rank}: ")
+            if done.failure is not None:
+                raise raised(done.failure, f"trainer rank {rank}: ")
             if done.work is not None:
                 found.append(done.work)
         return found
@@ -238,7 +238,7 @@ class Coordinator(Ranks):
         self._count[rank] += 1
         self._came.pop(rank, None)
         self._last[rank] = f"{self._nonces[rank]}/down/{self._count[rank]}"
-        self._mail.put(self._last[rank], http.to_json(message), deadline, f"a message to trainer rank {rank}")
+        self._messages.put(self._last[rank], http.to_json(message), deadline, f"a message to trainer rank {rank}")
 
     def _tell(self, over: Over) -> None:
         """Best effort: who cannot be told finds out by its own deadline."""
@@ -252,8 +252,8 @@ class Coordinator(Ranks):
         """Release the connection, once the others have heard how the last call ended. Idempotent."""
         deadline = Deadline(HEARD_S)
         with contextlib.suppress(WeightSyncError):
-            for rank in [rank for rank in self._last if self._mail.runs(rank)]:
-                while deadline.left() and self._mail.unread(self._last[rank], deadline):
+            for rank in [rank for rank in self._last if self._messages.runs(rank)]:
+                while deadline.left() and self._messages.unread(self._last[rank], deadline):
                     time.sleep(LOOK_S)
         self._last.clear()
-        self._mail.close()
+        self._messages.close()

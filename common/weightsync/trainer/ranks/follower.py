@@ -20,7 +20,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import http
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.conversation import GRACE_S, HEARD_S, Act, Ranks
@@ -34,10 +34,10 @@ from weightsync.trainer.ranks.messages import (
     ToRank,
     Welcome,
     raised,
-    trouble_of,
+    remote_error_of,
 )
-from weightsync.transports.base import Assistant
-from weightsync.transports.registry import ASSISTANTS
+from weightsync.transports.base import RankHelper
+from weightsync.transports.registry import RANK_HELPERS
 
 _T = TypeVar("_T")
 
@@ -49,18 +49,18 @@ class Follower(Ranks):
         super().__init__()
         self._rank = rank
         #: What rank 0 knows, what it has asked for, and the arenas that are mapped, by name.
-        self._known: tuple[Held, ...] | None = None
+        self._known: tuple[HeldShards, ...] | None = None
         self._mine: Orders | None = None
         self._arenas: dict[str, torch.Tensor] = {}
         self._filling: tuple[torch.Tensor, str] | None = None
-        self._assistants: dict[str, Assistant] = {}
+        self._helpers: dict[str, RankHelper] = {}
 
     def _take_part(
         self,
         what: str,
         kind: Any,
         deadline: Deadline,
-        trouble: Exception | None,
+        failure: Exception | None,
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:
@@ -68,62 +68,62 @@ class Follower(Ranks):
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
             nonce, what, os.getpid(), arenas.host_id(), arenas.process_space(), deadline.moment,
-            None if held == self._known else held, trouble_of(trouble) if trouble is not None else None,
+            None if held == self._known else held, remote_error_of(failure) if failure is not None else None,
         )  # fmt: skip
         self._known, known = None, held if held is not None else self._known
-        self._mail.put(key, http.to_json(greeting), patient, "trainer rank 0")
+        self._messages.put(key, http.to_json(greeting), patient, "trainer rank 0")
         number, last = 1, key
         try:
             while True:
                 down = {0: f"{nonce}/down/{number}"}
                 came: dict[int, bytes] = {}
-                self._mail.take(down, came, patient, f"to {what}")
+                self._messages.take(down, came, patient, f"to {what}")
                 message: ToRank = msgspec.json.decode(came[0], type=ToRank)
                 if isinstance(message, Over):
-                    if message.trouble is not None:
-                        raise raised(message.trouble) from trouble
+                    if message.failure is not None:
+                        raise raised(message.failure) from failure
                     self._known = known
                     result: _T = msgspec.json.decode(message.result, type=kind)
                     return result
                 if isinstance(message, Welcome):
                     self._session = message.session
                     if message.space == arenas.process_space():
-                        self._mail.pids[0] = message.pid
+                        self._messages.pids[0] = message.pid
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
-                    done, trouble = self._attempt(message, lambda: self._still_wanted(after, patient))  # noqa: B023 - called here
-                    self._mail.put(last, http.to_json(done), patient, "trainer rank 0")
+                    done, failure = self._attempt(message, lambda: self._still_wanted(after, patient))  # noqa: B023 - called here
+                    self._messages.put(last, http.to_json(done), patient, "trainer rank 0")
                 number += 1
         except BaseException as error:
             with contextlib.suppress(WeightSyncError):
-                self._mail.drop(last, Deadline(HEARD_S))
+                self._messages.drop(last, Deadline(HEARD_S))
             if isinstance(error, (PushTimeout, TransferFailed)) and not error.engines:
                 error.weights = "unknown"  # rank 0 would know
             raise
 
     def _still_wanted(self, after: str, deadline: Deadline) -> None:
         """Raise where rank 0 has said more since, or says no more."""
-        if self._mail.unread(after, deadline):
+        if self._messages.unread(after, deadline):
             raise TransferFailed("the push was called off")
-        if self._mail.ended(0):
-            raise TransferFailed(f"{self._mail.named([0])}: it was to end the push")
+        if self._messages.ended(0):
+            raise TransferFailed(f"{self._messages.named([0])}: it was to end the push")
 
     def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[Done, Exception | None]:
         try:
             if isinstance(message, Assist):
-                self._assist(message, check)
+                self._help(message, check)
                 return Done(), None
             return Done(self._work(message)), None
         except Exception as error:
-            return Done(trouble=trouble_of(error)), error
+            return Done(failure=remote_error_of(error)), error
 
-    def _assist(self, message: Assist, check: Callable[[], None]) -> None:
-        if message.transport not in self._assistants:
-            self._assistants[message.transport] = ASSISTANTS[message.transport](self._rank)
+    def _help(self, message: Assist, check: Callable[[], None]) -> None:
+        if message.transport not in self._helpers:
+            self._helpers[message.transport] = RANK_HELPERS[message.transport](self._rank)
         stream = self._filling[0] if self._filling is not None else None
         try:
-            self._assistants[message.transport].assist(bytes(message.body), stream, check)
+            self._helpers[message.transport].help(bytes(message.body), stream, check)
         except (RuntimeError, OSError) as error:
             raise TransferFailed(f"it could not help {message.transport}: {error}") from error
 
@@ -147,6 +147,6 @@ class Follower(Ranks):
         """Release memory and connection; idempotent."""
         self._filling = None
         self._arenas.clear()
-        while self._assistants:
-            self._assistants.popitem()[1].close()
-        self._mail.close()
+        while self._helpers:
+            self._helpers.popitem()[1].close()
+        self._messages.close()

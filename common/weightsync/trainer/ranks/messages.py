@@ -21,10 +21,10 @@ import torch.distributed as dist
 from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import SourceError, TransferFailed, Weights, WeightSyncError
-from weightsync.memory.processes import ENDED, fault
+from weightsync.memory.processes import ENDED, process_state
 from weightsync.protocol.handles import ShmHandle
 from weightsync.protocol.http import Message
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks.assembly import Orders, Work
 
 _PREFIX: Final = "weightsync"
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class Trouble(Message, frozen=True):
+class RemoteError(Message, frozen=True):
     """An error as another rank raises it again."""
 
     error: str
@@ -63,8 +63,8 @@ class Greeting(Message, frozen=True):
     host: str
     space: str
     moment: float
-    held: tuple[Held, ...] | None = None
-    trouble: Trouble | None = None
+    held: tuple[HeldShards, ...] | None = None
+    failure: RemoteError | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -103,20 +103,20 @@ class Over(Message, frozen=True, tag="over"):
     """0 -> rank: how it ended."""
 
     result: msgspec.Raw = msgspec.Raw(b"null")
-    trouble: Trouble | None = None
+    failure: RemoteError | None = None
 
 
 class Done(Message, frozen=True):
     """rank -> 0: what was asked for is done."""
 
     work: Work | None = None
-    trouble: Trouble | None = None
+    failure: RemoteError | None = None
 
 
 ToRank = Welcome | Fill | Hash | Assist | Over
 
 
-class Mail:
+class Messages:
     """The messages of this process; ``pids`` are those of the others whose processes can be seen from here, by rank."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Mail:
         return self._fault(rank) == ENDED
 
     def _fault(self, rank: int) -> str:
-        return fault(self.pids[rank]) if rank in self.pids else ""
+        return process_state(self.pids[rank]) if rank in self.pids else ""
 
     def _call(self, call: Callable[[], _T], deadline: Deadline, waiting_for: str) -> _T:
         answer: Future[_T] = Future()
@@ -249,15 +249,15 @@ def _serve(calls: _Calls) -> None:
         del asked, answer, call  # nothing is kept alive by waiting for the next
 
 
-def trouble_of(error: BaseException) -> Trouble:
+def remote_error_of(error: BaseException) -> RemoteError:
     """What another rank is told of an error."""
     if isinstance(error, WeightSyncError):
-        return Trouble(type(error).__name__, str(error), error.weights, error.engines)
+        return RemoteError(type(error).__name__, str(error), error.weights, error.engines)
     kind = SourceError if isinstance(error, Exception) else TransferFailed
-    return Trouble(kind.__name__, f"{type(error).__name__}: {error}", "unchanged", {})
+    return RemoteError(kind.__name__, f"{type(error).__name__}: {error}", "unchanged", {})
 
 
-def raised(trouble: Trouble, who: str = "") -> WeightSyncError:
+def raised(failure: RemoteError, who: str = "") -> WeightSyncError:
     """The error that another rank told of, as an exception of this one."""
-    kind = errors.named(trouble.error)
-    return kind(f"{who}{trouble.message}", weights=trouble.weights, engines=trouble.engines)
+    kind = errors.named(failure.error)
+    return kind(f"{who}{failure.message}", weights=failure.weights, engines=failure.engines)

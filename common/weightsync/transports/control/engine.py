@@ -16,10 +16,28 @@ from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.protocol import addresses, control
-from weightsync.protocol.control import Explain, Failed, Filled, Hello, Offer, Prepared, Still, Taken
+from weightsync.protocol.control import (
+    BucketDone,
+    BucketReady,
+    DescribeSubset,
+    Failed,
+    Heartbeat,
+    Offer,
+    Prepared,
+    Register,
+)
 from weightsync.protocol.http import UpdateRequest
-from weightsync.tensors.subset import Parts
-from weightsync.transports.control.sockets import LAST_WORD_S, LOOK_UP_S, SILENCE_S, Socket, beat, close, limit, named
+from weightsync.tensors.subset import Subset
+from weightsync.transports.control.sockets import (
+    FINAL_MESSAGE_S,
+    LOOK_UP_S,
+    SILENCE_S,
+    Socket,
+    beat,
+    close,
+    limit,
+    named,
+)
 
 #: Ranks wait this much longer than the sender, which knows who is missing and should be the one to say so.
 _GRACE_S: Final = 2.0
@@ -42,18 +60,18 @@ class EngineControl:
         self.close = weakref.finalize(self, close, self._context, self._sockets)
 
     def meet(
-        self, request: UpdateRequest, parts: Parts, rank: int, mapped: tuple[str, ...], over: Event
-    ) -> tuple[Call, Offer]:
+        self, request: UpdateRequest, parts: Subset, rank: int, mapped: tuple[str, ...], over: Event
+    ) -> tuple[RankSession, Offer]:
         """Say hello; returns once the sender has said where the bytes are. Raises `TransferFailed`, `PushTimeout`."""
-        hello = Hello(push=request.push, secret=request.secret, rank=rank, mapped=mapped, keeps=parts.name)
+        hello = Register(push=request.push, secret=request.secret, rank=rank, mapped=mapped, keeps=parts.name)
         try:
             socket = self._dial(request)
-            call = Call(socket, request, Deadline(request.timeout_s + _GRACE_S), over)
+            call = RankSession(socket, request, Deadline(request.timeout_s + _GRACE_S), over)
             socket.send(control.pack(hello))
         except zmq.ZMQError as error:
             raise TransferFailed(f"the sender could not be met: {type(error).__name__}: {error}") from error
         offer = call.next("where the bytes are")
-        if isinstance(offer, Explain):
+        if isinstance(offer, DescribeSubset):
             call.say(msgspec.structs.replace(hello, parts=parts.table()))
             offer = call.next("where the bytes are")
         if not isinstance(offer, Offer):
@@ -108,7 +126,7 @@ class EngineControl:
         self.address = ""
 
 
-class Call:
+class RankSession:
     """One push, as a rank hears of it."""
 
     def __init__(self, socket: Socket, request: UpdateRequest, deadline: Deadline, over: Event):
@@ -146,7 +164,7 @@ class Call:
             return None  # left over from a push that was called off
         if isinstance(message, Failed):
             raise named(message, "the sender")
-        return None if isinstance(message, Still) else message
+        return None if isinstance(message, Heartbeat) else message
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -154,25 +172,25 @@ class Call:
         try:
             yield
         except TransferFailed:
-            until = Deadline(min(LAST_WORD_S, self.deadline.left()))
+            until = Deadline(min(FINAL_MESSAGE_S, self.deadline.left()))
             with contextlib.suppress(zmq.ZMQError):  # of what broke first is told
                 while not self._over.is_set() and (left := until.left()):
                     self.heard(min(left, LOOK_UP_S))
             raise
 
-    def filled(self, index: int) -> Filled:
+    def filled(self, index: int) -> BucketReady:
         """Wait for a bucket to be announced."""
         return self.expect(self.next(f"bucket {index}"), index)
 
-    def expect(self, message: control.FromSender, index: int) -> Filled:
+    def expect(self, message: control.FromSender, index: int) -> BucketReady:
         """The message, if it announces that bucket. Raises `TransferFailed`."""
-        if not isinstance(message, Filled) or message.index != index:
+        if not isinstance(message, BucketReady) or message.index != index:
             raise TransferFailed(f"expected bucket {index}, got {message}")
         return message
 
     def taken(self, index: int) -> None:
         """Tell the sender that a bucket is needed no more."""
-        self.say(Taken(push=self._request.push, index=index))
+        self.say(BucketDone(push=self._request.push, index=index))
 
     def say(self, message: control.FromRank) -> None:
         """Tell the sender something of this push. Raises `TransferFailed`."""

@@ -30,7 +30,7 @@ LOOK_UP_S: Final = 0.1
 SILENCE_S: Final = 1.0
 #: How long a sender that closes sees to it that its last word, why it gives up maybe, is sent, and a rank that loses it
 #: listens for that.
-LAST_WORD_S: Final = 0.5
+FINAL_MESSAGE_S: Final = 0.5
 #: A rank tries so long to reach the trainer before it says that it cannot.
 _REACH_S: Final = 2.0
 #: How the kernel's tables spell that a socket listens.
@@ -61,11 +61,11 @@ def beat(socket: Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
-def close(context: zmq.Context[Socket], open_sockets: list[Socket], last_word_s: float = 0.0) -> None:
+def close(context: zmq.Context[Socket], open_sockets: list[Socket], final_message_s: float = 0.0) -> None:
     """Close sockets, then their context; what they were told last has so long to get on its way."""
     # One by one: where the garbage collector calls, the context has forgotten them and would wait for them for ever.
     for socket in open_sockets:
-        socket.close(linger=int(1000 * last_word_s))
+        socket.close(linger=int(1000 * final_message_s))
     context.term()
 
 

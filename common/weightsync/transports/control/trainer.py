@@ -19,14 +19,24 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.memory import forks
 from weightsync.protocol import control, directories
-from weightsync.protocol.control import Explain, Failed, Filled, Hello, Offer, Prepared, Room, Still, Taken
+from weightsync.protocol.control import (
+    BucketDone,
+    BucketReady,
+    DescribeSubset,
+    Failed,
+    Heartbeat,
+    Offer,
+    Prepared,
+    Register,
+    WriteWindow,
+)
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Digests, Parts
+from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports.base import Peer
 from weightsync.transports.control.sockets import (
-    LAST_WORD_S,
+    FINAL_MESSAGE_S,
     LOOK_UP_S,
     SILENCE_S,
     Socket,
@@ -68,7 +78,7 @@ class TrainerControl:
         self._push = ""
         self._secrets: dict[str, str] = {}
         #: What ranks keep, by name, as far as they have said: those of the last push, and of the one before.
-        self.kept: dict[str, Parts] = {}
+        self.kept: dict[str, Subset] = {}
         self.close = weakref.finalize(
             self, _close_trainer, self._context, self.socket, self._directories, self._listening, os.getpid()
         )
@@ -115,7 +125,7 @@ class TrainerControl:
         self.socket.bind(address)
         return address
 
-    def invite(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
+    def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
         """The message that makes an engine's ranks come: ``plan`` with this socket's address and a secret."""
         if plan.push != self._push:
             self._push, self._secrets = plan.push, {}  # those of a push that was refused before it began
@@ -135,26 +145,26 @@ def _close_trainer(
         return  # a forked child, of a data loader say, that forgets what is its parent's
     for descriptor in listening:
         forks.disown(descriptor)  # the socket closes them
-    close(context, [socket], LAST_WORD_S)
+    close(context, [socket], FINAL_MESSAGE_S)
     for directory in own:
         directories.remove(directory)
 
 
-class Talk:
+class PushSession:
     """One push, as the trainer speaks of it with ``peers``."""
 
     def __init__(self, control: TrainerControl, push: str, layout: Layout, peers: set[Peer], deadline: Deadline):
         self._control, self._push, self.peers, self.deadline = control, push, peers, deadline
-        self._all, self._known, control.kept = Parts(layout, {}), control.kept, {}
+        self._all, self._known, control.kept = Subset(layout, {}), control.kept, {}
         #: What each rank that has come keeps.
-        self.keeps: dict[Peer, Parts] = {}
+        self.keeps: dict[Peer, Subset] = {}
         self._identity: dict[Peer, bytes] = {}
         self._peer: dict[bytes, Peer] = {}
         self._mapped: dict[Peer, tuple[str, ...]] = {}
         self._taken = dict.fromkeys(peers, -1)
         self._prepared: dict[Peer, float] = {}
         #: The ranks that are to be written to, and where.
-        self.rooms: dict[Peer, Room] = {}
+        self.rooms: dict[Peer, WriteWindow] = {}
         #: Called now and then while something is waited for: raises where that is in vain.
         self.watch: Callable[[], None] = lambda: None
 
@@ -169,7 +179,7 @@ class Talk:
         self.deadline.check(f"bucket {index} to be packed")
         for peer in self.peers:
             those = digests.get(self.keeps[peer].name, ())
-            self._send(peer, Filled(push=self._push, index=index, digests=those, lane=lane))
+            self._send(peer, BucketReady(push=self._push, index=index, digests=those, lane=lane))
 
     def taken(self, peer: Peer, index: int) -> None:
         """A rank needs a bucket no more."""
@@ -221,7 +231,7 @@ class Talk:
             if time.monotonic() - looked > SILENCE_S:
                 looked = time.monotonic()
                 for peer in absent & self._identity.keys():
-                    self._send(peer, Still(push=self._push))
+                    self._send(peer, Heartbeat(push=self._push))
             # Also where others keep us busy with messages of no meaning.
             self.deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
             # Not longer at once: somebody else may find out that waiting is in vain.
@@ -237,7 +247,7 @@ class Talk:
     def _handle(self, identity: bytes, message: control.FromRank) -> None:
         if message.push != self._push:
             return  # left over from a push that was called off
-        if isinstance(message, Hello):
+        if isinstance(message, Register):
             peer = Peer(self._control.who(message.secret), message.rank)
             if peer in self.peers and peer not in self._identity and self._explained(identity, peer, message):
                 self._identity[peer] = identity
@@ -247,18 +257,18 @@ class Talk:
         sender = self._peer.get(identity)
         if sender is None:
             return
-        if isinstance(message, Taken):
+        if isinstance(message, BucketDone):
             self.taken(sender, message.index)
         elif isinstance(message, Prepared):
             self._prepared[sender] = message.verify_s
-        elif isinstance(message, Room):
+        elif isinstance(message, WriteWindow):
             known = self.rooms.get(sender)
             handle = known.handle if known is not None and message.handle is None else message.handle
             self.rooms[sender] = msgspec.structs.replace(message, handle=handle)
         else:
             raise named(message, str(sender))
 
-    def _explained(self, identity: bytes, peer: Peer, hello: Hello) -> bool:
+    def _explained(self, identity: bytes, peer: Peer, hello: Register) -> bool:
         """Whether what a rank keeps is known; it is asked where it is not."""
         parts = self._control.kept.get(hello.keeps) or self._known.get(hello.keeps)
         if not hello.keeps:
@@ -266,13 +276,13 @@ class Talk:
         elif hello.parts is not None:
             try:
                 boxes = {number: Box(*box) for number, box in hello.parts}
-                parts = Parts(self._all.layout, boxes)
+                parts = Subset(self._all.layout, boxes)
             except ValueError as error:
                 raise TransferFailed(f"{peer} keeps what was not sent: {error}") from error
         layout = self._all.layout
         if parts is None or (parts.layout is not layout and parts.layout.name != layout.name):
             with contextlib.suppress(zmq.ZMQError):  # it is gone, which the deadline tells
-                self._control.socket.send_multipart([identity, control.pack(Explain(self._push))], zmq.DONTWAIT)
+                self._control.socket.send_multipart([identity, control.pack(DescribeSubset(self._push))], zmq.DONTWAIT)
             return False
         # Equal ones are one, of which the pieces are counted once.
         self.keeps[peer] = self._control.kept.setdefault(parts.name, parts)

@@ -23,14 +23,14 @@ from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.protocol import http
-from weightsync.protocol.control import Filled, Offer
-from weightsync.protocol.http import InitNcclGroup, Introduction, UpdateRequest
+from weightsync.protocol.control import BucketReady, Offer
+from weightsync.protocol.http import Handshake, InitNcclGroup, UpdateRequest
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Digests, Parts
-from weightsync.transports.base import Bucket, Helpers, Peer
-from weightsync.transports.control.engine import Call, EngineControl
+from weightsync.tensors.subset import Digests, Subset
+from weightsync.transports.base import Bucket, Peer, PeerRanks
+from weightsync.transports.control.engine import EngineControl, RankSession
 from weightsync.transports.control.sockets import LOOK_UP_S, check_ways, host_of, interface_of, local_address
-from weightsync.transports.control.trainer import Talk, TrainerControl
+from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.groups import Group, Joining
 
@@ -41,10 +41,10 @@ class Trainer:
     """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is, ``address`` this
     host's own by which the ranks find it, if not that on the way to each."""
 
-    def __init__(self, device: torch.device, helpers: Helpers | None = None, address: str = ""):
+    def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
         self._device, self._helpers, self._given = device, helpers, address
         self._control = TrainerControl(remote=True, address=address)
-        self.address, self.request = self._control.address, self._control.invite
+        self.address, self.request = self._control.address, self._control.request
         self._group: Group | None = None
         self._asked: InitNcclGroup | None = None
         self._store: Any = None
@@ -54,7 +54,7 @@ class Trainer:
         self._here = ""
         self._push: _Push | None = None
 
-    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+    def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
         instances = {url: hello.instance for url, hello in engines.items()}
         if self._group is not None and instances == self._known:
@@ -88,7 +88,7 @@ class Trainer:
             members=members,
             senders=self._helpers.size if self._helpers is not None else 1,
         )
-        asked: dict[str, Introduction] = {}
+        asked: dict[str, Handshake] = {}
         offset = 1
         for url, count in members:
             asked[url] = msgspec.structs.replace(
@@ -98,7 +98,7 @@ class Trainer:
         self._known = instances
         return asked
 
-    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
+    def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
         if self._group is not None or self._asked is None:
             return
@@ -121,7 +121,7 @@ class Trainer:
         """See `base.TrainerEnd`."""
         assert self._group is not None, "introduced() comes first"
         name = self._group.name
-        talk = Talk(self._control, plan.push, layout, peers, deadline)
+        talk = PushSession(self._control, plan.push, layout, peers, deadline)
         self._push = _Push(self._group, talk, arenas[0], plan, layout, self._helpers)
         self._push.talk.meet(lambda _: Offer(push=plan.push, arena=name))
         if plan.stream:
@@ -140,7 +140,7 @@ class Trainer:
         with self._pushing() as push:
             push.sent(bucket - push.plan.slots)
 
-    def keeps(self) -> Iterable[Parts]:
+    def keeps(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
         with self._pushing() as push:
             return push.talk.keeps.values()
@@ -162,7 +162,7 @@ class Trainer:
             self._leave()
             self._push = None
 
-    def dismiss(self, engine: str) -> None:
+    def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`; the group is one short."""
         if engine in self._known:
             self._leave()
@@ -187,7 +187,13 @@ class _Push:
     """One push of the trainer end."""
 
     def __init__(
-        self, group: Group, talk: Talk, arena: Arena, plan: UpdateRequest, layout: Layout, helpers: Helpers | None
+        self,
+        group: Group,
+        talk: PushSession,
+        arena: Arena,
+        plan: UpdateRequest,
+        layout: Layout,
+        helpers: PeerRanks | None,
     ):
         self._group, self.talk, self._arena, self.plan, self._layout = group, talk, arena, plan, layout
         #: By bucket; none for what is empty, or travels in another rank's lane.
@@ -239,13 +245,13 @@ class _Push:
         return verify_s
 
     @property
-    def senders(self) -> Helpers | None:
+    def senders(self) -> PeerRanks | None:
         """The others, where they send too."""
         return self._helpers if self._lanes > 1 else None
 
 
 @contextlib.contextmanager
-def _naming(helping: Callable[[], Helpers | None]) -> Iterator[None]:
+def _naming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
     """What goes wrong inside names the ranks of the trainer that are ``helping`` by then and do not run."""
     try:
         yield
@@ -269,7 +275,7 @@ class Engine:
         self._buckets: list[torch.Tensor] = []
         self._incoming: Incoming | None = None
 
-    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
+    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
         """See `base.EngineEnd`; checks what can be, then joins in a thread."""
         if not isinstance(asked, InitNcclGroup):
             raise UnsupportedOption(f"nccl has no use for {type(asked).__name__}")
@@ -284,7 +290,7 @@ class Engine:
         uuid = device_uuid(self._device)
         return http.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
 
-    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> Incoming:
+    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
         """See `base.EngineEnd`."""
         if not self._joinings:
             raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
@@ -333,7 +339,7 @@ class Engine:
 class _Posted(NamedTuple):
     """A broadcast: what announced it, what torch calls a work, where it writes."""
 
-    filled: Filled
+    filled: BucketReady
     work: Any
     place: torch.Tensor
 
@@ -344,7 +350,7 @@ class Incoming:
     whole: torch.Tensor | None = None
 
     def __init__(
-        self, call: Call, request: UpdateRequest, layout: Layout, joined: Sequence[Group],
+        self, call: RankSession, request: UpdateRequest, layout: Layout, joined: Sequence[Group],
         provide: Callable[[int], list[torch.Tensor]],
     ):  # fmt: skip
         self._call, self._request, self._layout, self._joined, self._provide = call, request, layout, joined, provide
@@ -358,7 +364,7 @@ class Incoming:
         own = self._provide(size) if stage is None else []
         # Without a stage the other buffer is still being read.
         ahead = parallel_broadcast.IN_FLIGHT * len(self._joined) if stage is not None else 1
-        announced: deque[Filled] = deque()
+        announced: deque[BucketReady] = deque()
         heard = posted = 0
         for number in range(count):
             while not self.pending or ((work := self.pending[0].work) is not None and not work.is_completed()):
@@ -386,7 +392,7 @@ class Incoming:
         except RuntimeError as error:
             raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
 
-    def _post(self, filled: Filled, place: torch.Tensor) -> _Posted:
+    def _post(self, filled: BucketReady, place: torch.Tensor) -> _Posted:
         if filled.lane >= len(self._joined):
             raise TransferFailed(f"bucket {filled.index} comes from trainer rank {filled.lane}, of {len(self._joined)}")
         group = self._joined[filled.lane]

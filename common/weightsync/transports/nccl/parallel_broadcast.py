@@ -104,15 +104,15 @@ def make(
     return group
 
 
-class Assistant:
-    """What a rank of the trainer, not rank 0, does for a broadcast. See `base.Assistant`."""
+class RankHelper:
+    """What a rank of the trainer, not rank 0, does for a broadcast. See `base.RankHelper`."""
 
     def __init__(self, rank: int):
         self._rank = rank
         self._joining: Joining | None = None
         self._lanes = 1
 
-    def assist(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
+    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
         """Join a lane, or send what is to go there. Raises `TransferFailed`, `PushTimeout`."""
         message: Make | Send = msgspec.json.decode(body, type=Make | Send)
         if isinstance(message, Make):

@@ -19,7 +19,7 @@ import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol.handles import NixlHandle
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.transports.nixl.nics import nic_for
 
 #: Between two looks at what is under way, which is also what keeps it going.
@@ -153,7 +153,7 @@ Spans = Sequence[Sequence[tuple[int, int, int]]]
 """Of every bucket, what is moved: (offset there, offset here, bytes)."""
 
 
-def spans_of(parts: Parts, bucket_bytes: int, there: int, here: int) -> Spans:
+def spans_of(parts: Subset, bucket_bytes: int, there: int, here: int) -> Spans:
     """What is kept of a stream whose buckets lie in so many slots there, and here."""
     return [
         [

@@ -19,16 +19,16 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, http
-from weightsync.protocol.control import Offer, Taken
+from weightsync.protocol.control import BucketDone, Offer
 from weightsync.protocol.handles import NixlHandle
-from weightsync.protocol.http import Introduction, RegisterNixl, UpdateRequest
+from weightsync.protocol.http import Handshake, RegisterNixl, UpdateRequest
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Digests, Parts
+from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports import base
-from weightsync.transports.base import Helpers, Peer
+from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.sockets import check_ways, interface_of, way_to
-from weightsync.transports.control.trainer import Talk, TrainerControl
+from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nixl.agents import SPIN_S, WARM, Agent, Transfers, WarmUp, spans_of
 from weightsync.transports.nixl.incoming import IN_FLIGHT, Reading, Written
 from weightsync.transports.nixl.nics import shares_memory
@@ -41,16 +41,16 @@ _WARM_S: Final = 30.0
 class Trainer:
     """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is, ``address`` as for `nccl.Trainer`."""
 
-    def __init__(self, device: torch.device, _: Helpers | None = None, address: str = ""):
+    def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
         self._device, self._given = device, address
         self._control = TrainerControl(remote=True, address=address)
-        self.address, self.request = self._control.address, self._control.invite
+        self.address, self.request = self._control.address, self._control.request
         self._agent = Agent(device, 0)
         #: What is registered, by the name of the arena.
         self._registered: dict[str, Any] = {}
         self._known: dict[str, str] = {}
         self._agents: dict[str, Peer] = {}
-        self._talk: Talk | None = None
+        self._talk: PushSession | None = None
         self._plan: UpdateRequest | None = None
         self._writer = Writer(self._agent)
         #: Of this push, the buckets that each rank has read or needs not, and the last before which none is missing.
@@ -58,9 +58,9 @@ class Trainer:
         self._read: dict[Peer, int] = {}
         self._last = 0
 
-    def introduce(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Introduction]:
+    def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
-        asked: dict[str, Introduction] = {}
+        asked: dict[str, Handshake] = {}
         check_ways(self._given, engines)
         for url, hello in engines.items():
             if self._known.get(url) != hello.instance:
@@ -76,7 +76,7 @@ class Trainer:
                 )
         return asked
 
-    def introduced(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
+    def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`; returns once every rank has been heard of by NIXL itself, both ways."""
         silent: dict[str, Peer] = {}
         for url, reply in replies.items():
@@ -106,7 +106,7 @@ class Trainer:
         self._read = {}
         alive, first = tuple(memory), arenas[0].name
         self._writer.begin(plan, layout, memory[first])
-        self._talk = Talk(self._control, plan.push, layout, peers, deadline)
+        self._talk = PushSession(self._control, plan.push, layout, peers, deadline)
         handle = self._agent.handle(memory[first])
 
         def offer(mapped: tuple[str, ...]) -> Offer:
@@ -117,7 +117,7 @@ class Trainer:
         if plan.stream:
             self._talk.all_prepared("the ranks to reach the arena")
 
-    def _talking(self) -> Talk:
+    def _talking(self) -> PushSession:
         assert self._talk is not None, "meet() comes first"
         return self._talk
 
@@ -145,14 +145,14 @@ class Trainer:
         for peer, bucket in self._writer.arrived(talk.rooms, self._agents, talk.keeps).items():
             talk.taken(peer, bucket)
 
-    def _noticed(self, agent: str, notice: bytes, push: str, talk: Talk) -> None:
+    def _noticed(self, agent: str, notice: bytes, push: str, talk: PushSession) -> None:
         peer = self._agents.get(agent)
         try:
             message = control.unpack_from_rank(notice)
         except msgspec.MsgspecError:
             return
         ended = self._ended.get(peer) if peer is not None else None
-        if peer is not None and ended is not None and isinstance(message, Taken) and message.push == push:
+        if peer is not None and ended is not None and isinstance(message, BucketDone) and message.push == push:
             # READs that are under way together may end, and be told of, in any order.
             ended.add(message.index)
             while self._read.get(peer, -1) + 1 in ended:
@@ -165,7 +165,7 @@ class Trainer:
         self._look()
         self._taken(bucket - self._plan.slots)
 
-    def keeps(self) -> Iterable[Parts]:
+    def keeps(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
         return self._talking().keeps.values()
 
@@ -191,7 +191,7 @@ class Trainer:
                 self._known.pop(peer.engine, None)
             self._talk = None
 
-    def dismiss(self, engine: str) -> None:
+    def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""
         self._known.pop(engine, None)
 
@@ -230,7 +230,7 @@ class Engine:
         self._registered: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._own: list[torch.Tensor] = []
 
-    def join(self, asked: Introduction, rank: int) -> http.RankJoined:
+    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
         """See `base.EngineEnd`."""
         if not isinstance(asked, RegisterNixl):
             raise UnsupportedOption(f"nixl has no use for {type(asked).__name__}")
@@ -249,7 +249,7 @@ class Engine:
             metadata=agent.metadata(),
         )  # fmt: skip
 
-    def meet(self, request: UpdateRequest, parts: Parts, rank: int, over: Event) -> base.Incoming:
+    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> base.Incoming:
         """See `base.EngineEnd`."""
         if self._agent is None or not self._trainer:
             raise TransferFailed(f"rank {rank} knows no NIXL agent: register_nixl comes before update_weights_via_nixl")
@@ -273,7 +273,7 @@ class Engine:
             raise TransferFailed(f"the arena holds {remote.nbytes} bytes, its buckets take more")
         return Reading(self, call, request, parts, offer.arena, rank)
 
-    def reads(self, arena: str, request: UpdateRequest, parts: Parts, stage: torch.Tensor | None) -> Transfers:
+    def reads(self, arena: str, request: UpdateRequest, parts: Subset, stage: torch.Tensor | None) -> Transfers:
         """The requests that fill ``stage``, or this end's own two buckets, made where they are not there yet."""
         assert self._agent is not None
         self._moving = True

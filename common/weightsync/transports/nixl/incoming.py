@@ -10,12 +10,12 @@ import msgspec
 import torch
 
 from weightsync.protocol import control
-from weightsync.protocol.control import Filled, Room, Taken
+from weightsync.protocol.control import BucketDone, BucketReady, WriteWindow
 from weightsync.protocol.handles import NixlHandle
 from weightsync.protocol.http import UpdateRequest
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Bucket
-from weightsync.transports.control.engine import Call
+from weightsync.transports.control.engine import RankSession
 from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S, Transfers, translated
 
@@ -26,7 +26,7 @@ IN_FLIGHT: Final = 2
 class End(Protocol):
     """What a rank's end, `nixl.Engine`, offers a push."""
 
-    def reads(self, arena: str, request: UpdateRequest, parts: Parts, stage: torch.Tensor | None) -> Transfers:
+    def reads(self, arena: str, request: UpdateRequest, parts: Subset, stage: torch.Tensor | None) -> Transfers:
         """READs of what is kept of every bucket."""
 
     def memory(self, request: UpdateRequest, stage: torch.Tensor | None) -> torch.Tensor:
@@ -47,11 +47,11 @@ class _Push:
 
     whole: torch.Tensor | None = None
 
-    def __init__(self, end: End, call: Call, request: UpdateRequest, parts: Parts, arena: str, rank: int):
+    def __init__(self, end: End, call: RankSession, request: UpdateRequest, parts: Subset, arena: str, rank: int):
         self._end, self._call, self._request, self._parts, self._rank = end, call, request, parts, rank
         self._layout = parts.layout
         self.arena = arena
-        self._announced: list[Filled] = []
+        self._announced: list[BucketReady] = []
 
     def _listen(self, wait_s: float) -> None:
         """Hear of the next bucket that is full."""
@@ -88,7 +88,7 @@ class Reading(_Push):
                 self._call.check(f"bucket {number} to be read from {reads.remote.agent}")
                 while posted < min(len(self._announced), number + ahead):
                     with self._call.explained(), translated(self._what(posted, reads)):
-                        reads.post(posted, control.pack(Taken(push=self._request.push, index=posted)))
+                        reads.post(posted, control.pack(BucketDone(push=self._request.push, index=posted)))
                     posted += 1
                 self._listen(0.0 if posted > number else LOOK_UP_S)
             if not reads.moves(number):
@@ -117,7 +117,7 @@ class Written(_Push):
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
         memory, slots = self._end.memory(self._request, stage), count if stage is not None else IN_FLIGHT
-        self._call.say(Room(self._request.push, slots, slots, self._end.opened(memory)))
+        self._call.say(WriteWindow(self._request.push, slots, slots, self._end.opened(memory)))
         here = self._parts.idle(self._request.bucket_bytes)
         for number in range(count):
             while number >= len(self._announced) or number not in here:
@@ -126,7 +126,7 @@ class Written(_Push):
                 self._listen(0.0)
             yield self._bucket(number, memory, slots)
             if number + slots < count:
-                self._call.say(Room(self._request.push, slots, number + 1 + slots))
+                self._call.say(WriteWindow(self._request.push, slots, number + 1 + slots))
 
     def _arrived(self) -> Iterator[int]:
         for notice in self._end.notices():
@@ -134,5 +134,5 @@ class Written(_Push):
                 message = control.unpack_from_rank(notice)
             except msgspec.MsgspecError:
                 continue  # the answer to the warm-up, or nobody's
-            if isinstance(message, Taken) and message.push == self._request.push:
+            if isinstance(message, BucketDone) and message.push == self._request.push:
                 yield message.index

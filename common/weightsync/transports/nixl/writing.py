@@ -13,10 +13,10 @@ import torch
 
 from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.protocol import control
-from weightsync.protocol.control import Room, Taken
+from weightsync.protocol.control import BucketDone, WriteWindow
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.layout import Layout
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
 from weightsync.transports.nixl.agents import SPIN_S, Agent, Transfers, spans_of, translated
 from weightsync.transports.nixl.incoming import IN_FLIGHT
@@ -64,7 +64,7 @@ class Writer:
         self._filled = bucket + 1
 
     def arrived(
-        self, rooms: Mapping[Peer, Room], agents: Mapping[str, Peer], keeps: Mapping[Peer, Parts]
+        self, rooms: Mapping[Peer, WriteWindow], agents: Mapping[str, Peer], keeps: Mapping[Peer, Subset]
     ) -> dict[Peer, int]:
         """The last bucket that each rank has, of those that ask to be written to; -1 for none.
 
@@ -102,7 +102,7 @@ class Writer:
                 while lane.arrived < lane.posted and lane.transfers.done(lane.arrived):
                     lane.arrived += 1
                 while lane.posted < min(self._filled, lane.upto, lane.arrived + IN_FLIGHT):
-                    lane.transfers.post(lane.posted, control.pack(Taken(push=self._plan.push, index=lane.posted)))
+                    lane.transfers.post(lane.posted, control.pack(BucketDone(push=self._plan.push, index=lane.posted)))
                     lane.posted += 1
             busy |= lane.arrived < lane.posted
         if not busy:
@@ -110,7 +110,7 @@ class Writer:
                 self.heard.put(heard)
         return busy
 
-    def _lane(self, peer: Peer, room: Room, agents: Mapping[str, Peer], parts: Parts) -> _Lane:
+    def _lane(self, peer: Peer, room: WriteWindow, agents: Mapping[str, Peer], parts: Subset) -> _Lane:
         """The way into the memory that a rank has offered, prepared where it is not yet."""
         assert self._plan is not None
         handle, layout, size, slots = room.handle, self._layout, self._plan.bucket_bytes, self._plan.slots

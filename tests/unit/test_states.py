@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import plan_of
-from tests.unit.by_hand import Trainer
+from tests.unit.manual import Trainer
 from weightsync import errors
 from weightsync.engine import receiver
 from weightsync.engine.adapter import Expected
@@ -14,11 +14,11 @@ from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.protocol import http
-from weightsync.protocol.states import PUSH, REPLICA, Machine, diagram
+from weightsync.protocol.states import ENGINE, PUSH, Machine, diagram
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.transports.base import Peer
 
-TABLES = {"replica": (REPLICA, ("serving", "unsynced"), "serving"), "push": (PUSH, ("idle",), "idle")}
+TABLES = {"replica": (ENGINE, ("serving", "unsynced"), "serving"), "push": (PUSH, ("idle",), "idle")}
 
 
 def edges(table):
@@ -63,7 +63,7 @@ def test_every_state_can_be_reached_and_none_but_closed_is_a_trap(name):
 
 
 def test_the_states_on_the_wire_are_those_of_the_table():
-    assert set(get_args(http.State)) == set(REPLICA)
+    assert set(get_args(http.State)) == set(ENGINE)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -75,7 +75,7 @@ def test_a_diagram_has_every_edge(name):
         assert target is None or event in found[0].split(": ")[1].split(", ")
 
 
-class DictSink:
+class DictAdapter:
     """A dict of tensors as a sink. ``during`` runs in the middle of a load, ``fails`` makes loads fail there."""
 
     rank, device = 0, torch.device("cpu")
@@ -111,9 +111,9 @@ class Rig:
     """A real receiver, a real transfer, and pushes of tensors that are full of one number."""
 
     def __init__(self, keep):
-        self.sink, self.trainer, self.keep = DictSink(), Trainer(), keep
-        self.receiver = Receiver(self.sink)
-        self.layout = Layout(self.sink.expected().specs)
+        self.adapter, self.trainer, self.keep = DictAdapter(), Trainer(), keep
+        self.receiver = Receiver(self.adapter)
+        self.layout = Layout(self.adapter.expected().specs)
         self.pushes = 0
         self.plan = None
 
@@ -136,7 +136,7 @@ class Rig:
     def stage(self, value):
         """Send what `prepare` announced."""
         self.trainer.await_all({Peer("http://a", 0)})
-        self.trainer.send(torch.full_like(tensor, value) for tensor in self.sink.weights.values())
+        self.trainer.send(torch.full_like(tensor, value) for tensor in self.adapter.weights.values())
 
     def commit(self, **more):
         return self.ask("weightsync_commit", self.asked(**more))
@@ -159,7 +159,7 @@ class Rig:
 
     def value(self):
         """The one number that the weights are full of."""
-        (value,) = {float(number) for tensor in self.sink.weights.values() for number in tensor.view(-1)}
+        (value,) = {float(number) for tensor in self.adapter.weights.values() for number in tensor.view(-1)}
         return value
 
     def close(self):
@@ -174,17 +174,17 @@ class Rig:
         for value in (1.0, 2.0):
             assert self.push(value) is None
         if state.startswith("dirty"):
-            self.sink.fails = True
+            self.adapter.fails = True
             assert self.push(3.0).weights == "dirty"
-            self.sink.fails = False
+            self.adapter.fails = False
         if state.endswith(("receiving", "prepared", "applying")):
             assert self.prepare() is None
         if state.endswith(("prepared", "applying")):
             self.stage(4.0)
         if state.endswith("applying"):
-            self.sink.during = then
+            self.adapter.during = then
             self.commit()
-            assert self.sink.during is None
+            assert self.adapter.during is None
         else:
             then()
 
@@ -210,7 +210,7 @@ MESSAGES = (
     "status", "open",
 )  # fmt: skip
 #: Loading begins and ends within one call: what comes then comes from inside it.
-RANK_STATES = tuple(state for state in REPLICA if state != "unsynced")
+RANK_STATES = tuple(state for state in ENGINE if state != "unsynced")
 
 
 def events_of(name, state):
@@ -239,12 +239,12 @@ def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, 
     seen = {}
 
     def meanwhile():
-        seen["before"], seen["weights"] = rig.state, rig.sink.digest()
+        seen["before"], seen["weights"] = rig.state, rig.adapter.digest()
         seen["answer"] = rig.prepare() if name == "prepare" else rig.ask(*message(rig, name))
-        seen["after"], seen["weights after"] = rig.state, rig.sink.digest()
+        seen["after"], seen["weights after"] = rig.state, rig.adapter.digest()
 
     rig.bring(state, meanwhile)
-    machine = Machine(REPLICA, state, "the table")
+    machine = Machine(ENGINE, state, "the table")
     for event in events_of(name, state) if seen["answer"] is None else ():
         machine.move(event)
     assert seen["before"] == state

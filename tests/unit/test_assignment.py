@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.boxes import Box, whole
-from weightsync.tensors.held import Held
+from weightsync.tensors.held import HeldShards
 from weightsync.trainer.buckets import choose
 from weightsync.trainer.ranks.assignment import plan, spread
 
@@ -36,7 +36,7 @@ def trainers(draw):
     for _ in range(draw(st.integers(1, 4))):
         names = draw(st.lists(st.sampled_from(sorted(shapes)), unique=True))
         ranks.append([
-            Held(spec(shapes[n], n), tuple(draw(st.lists(boxes(shapes[n]), max_size=3))), draw(st.booleans()))
+            HeldShards(spec(shapes[n], n), tuple(draw(st.lists(boxes(shapes[n]), max_size=3))), draw(st.booleans()))
             for n in names
         ])  # fmt: skip
     return ranks
@@ -80,7 +80,7 @@ def test_every_element_comes_once_from_a_rank_that_holds_it_or_what_nobody_holds
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
 def test_what_all_hold_alike_is_spread_by_bytes(sizes, ranks):
-    held = [Held(spec((size,), f"t{n}"), (whole(spec((size,))),), alike=True) for n, size in enumerate(sizes)]
+    held = [HeldShards(spec((size,), f"t{n}"), (whole(spec((size,))),), alike=True) for n, size in enumerate(sizes)]
     made = plan([held] * ranks)
     loads = [sum(math.prod(piece.part.shape) for piece in pieces) for pieces in made.pieces]
     assert max(loads) - min(loads) <= max(sizes)
@@ -99,7 +99,7 @@ def test_work_goes_to_who_can_do_it_and_has_least(work):
 
 
 def test_what_several_hold_without_saying_that_it_is_alike_comes_from_the_lowest():
-    held = [Held(spec((4,), f"t{n}"), (Box((0,), (4,)),)) for n in range(6)]
+    held = [HeldShards(spec((4,), f"t{n}"), (Box((0,), (4,)),)) for n in range(6)]
     made = plan([[], held, held])
     assert [len(pieces) for pieces in made.pieces] == [0, 6, 0]
 
@@ -109,32 +109,36 @@ def test_what_several_hold_without_saying_that_it_is_alike_comes_from_the_lowest
 def test_a_regular_mesh_is_cut_into_its_shards_and_no_further(rows, columns):
     height, width = 8 // rows, 6 // columns
     ranks = [
-        [Held(spec((8, 6)), (Box((r * height, c * width), (height, width)),), alike=True)]
+        [HeldShards(spec((8, 6)), (Box((r * height, c * width), (height, width)),), alike=True)]
         for r in range(rows) for c in range(columns) for _ in range(2)
     ]  # fmt: skip
     assert sum(len(pieces) for pieces in plan(ranks).pieces) == rows * columns
 
 
 def test_pipeline_stages_hold_different_names():
-    made = plan([[Held(spec((2,), "a"), (Box((0,), (2,)),))], [Held(spec((3,), "b"), (Box((0,), (3,)),))]])
+    made = plan([[HeldShards(spec((2,), "a"), (Box((0,), (2,)),))], [HeldShards(spec((3,), "b"), (Box((0,), (3,)),))]])
     assert [one.name for one in made.manifest] == ["a", "b"]
     assert made.providers() == [{0}, {1}]
 
 
 def test_a_tensor_that_ranks_do_not_agree_on_is_named_with_both():
     with pytest.raises(SourceError, match=r"w is float32\[2\] at trainer rank 0 and float32\[3\] at trainer rank 1"):
-        plan([[Held(spec((2,)), ())], [Held(spec((3,)), ())]])
+        plan([[HeldShards(spec((2,)), ())], [HeldShards(spec((3,)), ())]])
 
 
 def test_a_gap_is_named_with_who_holds_what():
-    ranks = [[Held(spec((8,)), (Box((0,), (3,)),))], [Held(spec((8,)), (Box((4,), (4,)),))], [Held(spec((8,)), ())]]
+    ranks = [
+        [HeldShards(spec((8,)), (Box((0,), (3,)),))],
+        [HeldShards(spec((8,)), (Box((4,), (4,)),))],
+        [HeldShards(spec((8,)), ())],
+    ]
     with pytest.raises(SourceError, match=r"no rank holds \[3:4\] of w \[8\] \(held: rank 0 \[0:3\], rank 1 \[4:8\], "):
         plan(ranks)
 
 
 def test_a_box_that_is_not_in_the_tensor_is_refused():
     with pytest.raises(SourceError, match=r"trainer rank 0 holds \[2:5\] of w, which is \[4\]"):
-        plan([[Held(spec((4,)), (Box((2,), (3,)),))]])
+        plan([[HeldShards(spec((4,)), (Box((2,), (3,)),))]])
 
 
 def test_an_arena_that_processes_share_holds_everything_or_is_refused():

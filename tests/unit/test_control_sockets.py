@@ -16,11 +16,11 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.protocol.control import Offer
 from weightsync.tensors.layout import Layout, spec_of
-from weightsync.tensors.subset import Parts
+from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.sockets import SILENCE_S
-from weightsync.transports.control.trainer import Talk, TrainerControl
+from weightsync.transports.control.trainer import PushSession, TrainerControl
 
 ENGINE = "http://127.0.0.1:8001"
 LAYOUT = Layout([spec_of("weight", torch.zeros(4))])
@@ -32,10 +32,10 @@ ways = pytest.mark.parametrize("remote", [False, True], ids=["private socket", "
 def met(remote):
     """A trainer's end, its talk and a rank's call, of one push."""
     trainer, engine = TrainerControl(remote=remote), EngineControl(remote=remote)
-    talk = Talk(trainer, PLAN.push, LAYOUT, {Peer(ENGINE, 0)}, Deadline(20.0))
+    talk = PushSession(trainer, PLAN.push, LAYOUT, {Peer(ENGINE, 0)}, Deadline(20.0))
     with ThreadPoolExecutor(1) as threads:
-        asked = trainer.invite(PLAN, ENGINE)
-        call = threads.submit(engine.meet, asked, Parts(LAYOUT, {}), 0, (), Event())
+        asked = trainer.request(PLAN, ENGINE)
+        call = threads.submit(engine.meet, asked, Subset(LAYOUT, {}), 0, (), Event())
         talk.meet(lambda _: Offer(push=PLAN.push, arena="a", handle=None, alive=("a",)))
     yield trainer, talk, call.result()[0]
     engine.close()

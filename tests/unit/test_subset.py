@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import plan_of
-from tests.unit.by_hand import SOON_S, hello_of
 from tests.unit.loaders import Model, plan_for
+from tests.unit.manual import SOON_S, hello_of
 from weightsync.deadline import Deadline
-from weightsync.engine.adapter import Expected, Opened
+from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import TransferFailed
 from weightsync.protocol import http
 from weightsync.tensors.boxes import Box, hull, narrowed
 from weightsync.tensors.layout import Layout, digest_of, spec_of
-from weightsync.tensors.subset import Demand, Parts, widened
+from weightsync.tensors.subset import Subset, Wanted, widened
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
@@ -54,7 +54,7 @@ def marked(layout, boxes):
 @given(kept(), st.sampled_from([512, 1024, 4096]))
 def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, bucket_bytes):
     layout, boxes = found
-    parts, wanted = Parts(layout, boxes), marked(layout, boxes)
+    parts, wanted = Subset(layout, boxes), marked(layout, boxes)
     assert parts.nbytes == int((wanted == 255).sum())
     cut = parts.cut(bucket_bytes)
     assert len(cut) == layout.buckets(bucket_bytes)
@@ -72,7 +72,7 @@ def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, 
 
 def cost(layout, number, box):
     """Of reading a box, in bytes."""
-    parts = Parts(layout, {} if box is None else {number: box})
+    parts = Subset(layout, {} if box is None else {number: box})
     return sum((16 << 10) + nbytes for _, nbytes in parts._runs_of(layout.entries[number]))
 
 
@@ -107,21 +107,21 @@ def test_what_it_costs_decides_how_much_is_read(shape, box, read):
 def test_what_is_no_part_is_refused(number, box):
     layout = Layout([spec_of("a", torch.zeros(4, 6))])
     with pytest.raises(ValueError, match=f"is no part of tensor {number}"):
-        Parts(layout, {number: box})
+        Subset(layout, {number: box})
 
 
 def test_equal_parts_have_one_name_and_all_of_it_has_none():
     layout, same = (Layout([spec_of("a", torch.zeros(4, 6))]) for _ in range(2))
     box = Box((0, 0), (2, 6))
-    assert Parts(layout, {0: box}).name == Parts(same, {0: box}).name != ""
-    assert Parts(layout, {0: Box((0, 0), (4, 6))}).name == Parts(layout, {}).name == ""
-    assert len({Parts(layout, {0: Box((0, 0), (n, 6))}).name for n in range(1, 4)}) == 3
+    assert Subset(layout, {0: box}).name == Subset(same, {0: box}).name != ""
+    assert Subset(layout, {0: Box((0, 0), (4, 6))}).name == Subset(layout, {}).name == ""
+    assert len({Subset(layout, {0: Box((0, 0), (n, 6))}).name for n in range(1, 4)}) == 3
 
 
 def test_a_demand_is_for_every_part_once():
     layout = Layout([spec_of(name, torch.zeros(4, 6)) for name in "ab"])
-    half, all_of_it = Parts(layout, {0: Box((0, 0), (2, 6)), 1: Box((0, 0), (0, 0))}), Parts(layout, {})
-    demand = Demand([half, Parts(layout, dict(half.table())), all_of_it])
+    half, all_of_it = Subset(layout, {0: Box((0, 0), (2, 6)), 1: Box((0, 0), (0, 0))}), Subset(layout, {})
+    demand = Wanted([half, Subset(layout, dict(half.table())), all_of_it])
     assert (demand.boxes(0), demand.boxes(1)) == ({None, Box((0, 0), (2, 6))}, {None})
     found = {(0, None): 1, (1, None): 2, (0, Box((0, 0), (2, 6))): 3}
     assert demand.digests([0, 1], found) == {"": (1, 2), half.name: (3,)}
@@ -181,7 +181,7 @@ def test_short_pieces_are_not_worth_reading_one_by_one():
 # --- two ranks, each with a half
 
 
-class HalfSink:
+class HalfAdapter:
     """Rank of an engine whose loader keeps a half."""
 
     device = CPU
@@ -193,7 +193,7 @@ class HalfSink:
         return Expected(tuple(spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()))
 
     def opened(self):
-        return Opened(self.model, self.load, torch.no_grad)
+        return LoaderHooks(self.model, self.load, torch.no_grad)
 
     def load(self, weights):
         halves(self.rank)(self.model, weights)
@@ -216,8 +216,8 @@ class Pair:
 
     def __init__(self, transport):
         self.transport, self.transfer, self.pushes = transport, Transfer(CPU), 0
-        self.sinks = [HalfSink(rank) for rank in range(2)]
-        self.receivers = [Receiver(sink) for sink in self.sinks]
+        self.adapters = [HalfAdapter(rank) for rank in range(2)]
+        self.receivers = [Receiver(adapter) for adapter in self.adapters]
         self.layout = Layout([spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()])
 
     def call(self, rank, method, message):
@@ -243,7 +243,7 @@ class Pair:
             return {URL: http.JoinReply(tuple(http.from_json(body, http.RankJoined) for body in replies), instance)}
 
         hello = hello_of(*ranks, instance=instance)
-        self.transfer.introduce({URL: (self.transport, hello)}, post, Deadline(SOON_S))
+        self.transfer.connect({URL: (self.transport, hello)}, post, Deadline(SOON_S))
         self.all(f"update_weights_via_{self.transport}", outgoing.request(URL, self.transport))
         outgoing.meet({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
 
@@ -259,7 +259,7 @@ class Pair:
         request = http.CommitRequest(self.plan.push, self.plan.push, "retract", SOON_S)
         self.all("weightsync_ready", request)
         self.all("weightsync_commit", request)
-        assert [sink.digest() for sink in self.sinks] == [sink.wanted(weights) for sink in self.sinks]
+        assert [adapter.digest() for adapter in self.adapters] == [adapter.wanted(weights) for adapter in self.adapters]
 
     def kept(self):
         """Names of what the ranks have last said that they keep."""
@@ -298,13 +298,15 @@ def test_a_version_that_is_kept_is_whole_and_comes_back_without_a_plan(pair):
     pair.layout = Layout([spec_of(name, tensor) for name, tensor in other.items()])
     pair.push(other, keep=True)  # for which another plan is recorded
     pair.rollback("p2")
-    assert [sink.digest() for sink in pair.sinks] == [sink.wanted(checkpoint(2)) for sink in pair.sinks]
+    assert [adapter.digest() for adapter in pair.adapters] == [
+        adapter.wanted(checkpoint(2)) for adapter in pair.adapters
+    ]
 
 
 def test_a_model_that_has_moved_since_takes_all_there_is(pair):
     for seed in range(6):
-        for sink in pair.sinks if seed % 2 else ():
-            sink.model.up.data = sink.model.up.data.clone()
+        for adapter in pair.adapters if seed % 2 else ():
+            adapter.model.up.data = adapter.model.up.data.clone()
         pair.push(checkpoint(seed))
         assert (pair.kept() == {""}) == (seed % 2 == 1 or seed == 0)
 
@@ -312,14 +314,14 @@ def test_a_model_that_has_moved_since_takes_all_there_is(pair):
 def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written(pair):
     pair.push(checkpoint(1))
     pair.stage(checkpoint(2))
-    before = pair.sinks[0].digest()
-    model = pair.sinks[0].model
+    before = pair.adapters[0].digest()
+    model = pair.adapters[0].model
     model.up.data = model.up.data.clone()  # it has moved
     request = http.CommitRequest(pair.plan.push, "2", "retract", SOON_S)
     with pytest.raises(TransferFailed, match="rank 0 holds the parts that it read by a load plan which no longer"):
         pair.call(0, "weightsync_ready", request)
     pair.all("weightsync_abort", http.AbortRequest(push=pair.plan.push))
-    assert pair.sinks[0].digest() == before
+    assert pair.adapters[0].digest() == before
     pair.push(checkpoint(3))
     pair.push(checkpoint(4))
 
@@ -343,11 +345,11 @@ def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):
     pair.push(weights)
     outgoing = pair.transfer.again()
     assert outgoing is not None
-    pair.sinks = [HalfSink(rank) for rank in range(2)]
-    pair.receivers = [Receiver(sink) for sink in pair.sinks]
-    pair.transfer.dismiss(URL, pair.transport)
+    pair.adapters = [HalfAdapter(rank) for rank in range(2)]
+    pair.receivers = [Receiver(adapter) for adapter in pair.adapters]
+    pair.transfer.disconnect(URL, pair.transport)
     pair.come(outgoing, "again")
     outgoing.resend(None)
     request = http.CommitRequest(outgoing.plan.push, "again", "retract", SOON_S)
     pair.all("weightsync_commit", request)
-    assert [sink.digest() for sink in pair.sinks] == [sink.wanted(weights) for sink in pair.sinks]
+    assert [adapter.digest() for adapter in pair.adapters] == [adapter.wanted(weights) for adapter in pair.adapters]

@@ -11,7 +11,7 @@ from weightsync.engine.receiver import Receiver
 from weightsync.protocol import http
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
-from weightsync.testing import ModelSink
+from weightsync.testing import ModelAdapter
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Peer
 from weightsync.transports.registry import TRAINER_ENDS
@@ -49,7 +49,7 @@ class Trainer(Transfer):
         def post(asked):
             return {HERE: http.JoinReply((self._join(asked[HERE]),), "once")}
 
-        self.introduce({HERE: (self.transport, hello_of())}, post, Deadline(20.0))
+        self.connect({HERE: (self.transport, hello_of())}, post, Deadline(20.0))
 
     @property
     def here(self):
@@ -84,9 +84,9 @@ class Rank:
     """A real receiver around a real model, and what it must hold whatever it is sent."""
 
     def __init__(self, folder):
-        self.sink = ModelSink(folder, CPU)
-        self.receiver = Receiver(self.sink)
-        self.digest = self.sink.digest()
+        self.adapter = ModelAdapter(folder, CPU)
+        self.receiver = Receiver(self.adapter)
+        self.digest = self.adapter.digest()
 
     def ask(self, method, payload):
         """What it answers to a method, called as an engine does."""
@@ -117,7 +117,7 @@ class Rank:
     def assert_unharmed(self, model):
         """It has what it had, and takes a clean push by every transport."""
         assert self.receiver.status().state == "serving"
-        assert self.sink.digest() == self.digest
+        assert self.adapter.digest() == self.digest
         for number, transport in enumerate(TRAINER_ENDS):
             weights = {name: tensor + number for name, tensor in model.state_dict().items()}
             source, trainer = open_source(weights), Trainer(transport, self.join)
@@ -125,6 +125,6 @@ class Rank:
             trainer.await_all({RANK})
             trainer.send(source.tensors())
             self.done("weightsync_commit", http.CommitRequest(transport, "1", "retract", SOON_S))
-            assert self.sink.digest() == digest_of(weights.items())
+            assert self.adapter.digest() == digest_of(weights.items())
             self.done("weightsync_abort", http.AbortRequest(release=trainer.here))
             trainer.close()

@@ -17,8 +17,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tests.helpers import plan_of
-from tests.unit import by_hand
-from tests.unit.test_session import DictSink
+from tests.unit import manual
+from tests.unit.test_states import DictAdapter
 from tools import models
 from weightsync import Sender, errors, testing
 from weightsync.deadline import Deadline
@@ -32,15 +32,15 @@ from weightsync.transports.base import Peer
 
 FORGET = http.AbortRequest(push="v1", owner="one")
 SERVING = {x: [("serving", x)] * 2 for x in range(4)}
-WEIGHTS = {x: {name: torch.full_like(t, x) for name, t in DictSink().weights.items()} for x in range(4)}
+WEIGHTS = {x: {name: torch.full_like(t, x) for name, t in DictAdapter().weights.items()} for x in range(4)}
 
 
 class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gates` comes to them when its gate opens
     def __init__(self):
-        super().__init__(DictSink(), "none", False)
-        self.ranks, self.gates = [self._receiver, receiver.Receiver(DictSink())], {}
-        self.ranks[1]._sink.rank = 1
-        self.replica = front_end.Replica(self)
+        super().__init__(DictAdapter(), "none", False)
+        self.ranks, self.gates = [self._receiver, receiver.Receiver(DictAdapter())], {}
+        self.ranks[1]._adapter.rank = 1
+        self.front_end = front_end.FrontEnd(self)
 
     async def call(self, method, payload):
         if gate := self.gates.get(method):
@@ -49,7 +49,7 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
         return [await run(lambda r=rank: r, method, payload) for rank in self.ranks]
 
     def seen(self):  # the state of each rank, and the numbers its weights are made of: one, unless it is torn
-        made_of = [{float(x) for t in rank._sink.weights.values() for x in t.view(-1)} for rank in self.ranks]
+        made_of = [{float(x) for t in rank._adapter.weights.values() for x in t.view(-1)} for rank in self.ranks]
         return [(rank.status().state, *numbers) for rank, numbers in zip(self.ranks, made_of, strict=True)]
 
     def close(self):
@@ -60,14 +60,14 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
         self._loop.shutdown()
 
 
-class Trainer(by_hand.Trainer):  # by hand: it calls the methods of a replica
-    def __init__(self, replica, owner):
+class Trainer(manual.Trainer):  # by hand: it calls the methods of a replica
+    def __init__(self, front_end, owner):
         super().__init__()
-        self.replica, self.owner, self.layout = replica, owner, layout.Layout(DictSink().expected().specs)
+        self.front_end, self.owner, self.layout = front_end, owner, layout.Layout(DictAdapter().expected().specs)
 
     async def stage(self, push, value=None, **more):
         plan = plan_of(push, self.layout, 1024, owner=self.owner, holder=self.owner, keep=True, **more)
-        await self.replica.prepare(self.ask(plan, "http://a"), "update_weights_via_ipc_zmq")
+        await self.front_end.prepare(self.ask(plan, "http://a"), "update_weights_via_ipc_zmq")
         if value is not None:
             await self.transfer(value)
 
@@ -78,7 +78,7 @@ class Trainer(by_hand.Trainer):  # by hand: it calls the methods of a replica
 
     async def commit(self, push, **more):
         more = {"version": push, "pause": "keep", "timeout_s": 5.0, "owner": self.owner, **more}
-        await self.replica.commit(http.CommitRequest(push=push, **more))
+        await self.front_end.commit(http.CommitRequest(push=push, **more))
         self.settle()
 
 
@@ -87,7 +87,7 @@ class Engine(Front):  # behind the real routes, on a real socket
         super().__init__()
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = Starlette(routes=[routes.admin_routes(lambda: self.replica, auth.engine_token())])
+        app = Starlette(routes=[routes.admin_routes(lambda: self.front_end, auth.engine_token())])
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()
@@ -107,7 +107,7 @@ def made():
 @pytest.fixture
 def rig(made):
     front = made(Front())
-    return front, made(Trainer(front.replica, "one")), made(Trainer(front.replica, "two"))
+    return front, made(Trainer(front.front_end, "one")), made(Trainer(front.front_end, "two"))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def until(true, what):
 
 
 async def queued(front, coroutine):
-    turn = front.replica._turn
+    turn = front.front_end._turn
     before, task = len(turn._waiters or ()), asyncio.ensure_future(coroutine)
     await asyncio.to_thread(until, lambda: len(turn._waiters or ()) > before, "it does not wait")
     return task
@@ -144,12 +144,12 @@ async def test_a_rollback_that_fails_on_one_of_two_ranks_brings_both_back_to_the
     for version, value in (("v1", 1), ("v2", 2)):
         await one.stage(version, value)
         await one.commit(version)
-    before = await front.replica.status(http.StatusRequest(digest=True))
-    front.ranks[failing]._sink.during = lambda: 1 / 0  # once, between two tensors
+    before = await front.front_end.status(http.StatusRequest(digest=True))
+    front.ranks[failing]._adapter.during = lambda: 1 / 0  # once, between two tensors
     with pytest.raises(errors.ApplyFailed, match=r"division by zero.*loaded again on every rank") as raised:
         await one.commit("back", version="v1", rollback=True)
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
-    assert await front.replica.status(http.StatusRequest(digest=True)) == before  # version, state, digests, kept ones
+    assert await front.front_end.status(http.StatusRequest(digest=True)) == before  # version, state, digests, kept ones
     await one.commit("back", version="v1", rollback=True)
     assert front.seen() == SERVING[1]
 
@@ -160,7 +160,7 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
     front, one, _ = rig
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
-    abort = asyncio.ensure_future(front.replica.abort(FORGET))
+    abort = asyncio.ensure_future(front.front_end.abort(FORGET))
     commit = (await queued(front, one.commit("v1"))) if waits else one.commit("v1")
     gate.set()
     assert await abort == http.Done()
@@ -219,11 +219,11 @@ def test_a_sender_that_was_refused_and_closes_takes_nothing_of_the_holders(made)
     first, second = (made(Sender([engine.url], keep_previous=True)) for _ in range(2))
     first.push(WEIGHTS[1], version="v1")
     first.push(WEIGHTS[2], version="v2")
-    before = vars(engine.replica._lease).copy()
+    before = vars(engine.front_end._lease).copy()
     with pytest.raises(errors.LeaseHeld):
         second.push(WEIGHTS[3])
     second.close()
-    assert vars(engine.replica._lease) == before
+    assert vars(engine.front_end._lease) == before
     assert first.rollback().version == "v1"
     assert engine.seen() == SERVING[1]
 
@@ -233,24 +233,24 @@ async def test_a_late_abort_by_the_trainer_before_does_not_forget_the_push_of_it
     front, one, two = rig
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
-    first = asyncio.ensure_future(front.replica.abort(FORGET))
+    first = asyncio.ensure_future(front.front_end.abort(FORGET))
     one.close()  # so that another may push
     prepare = await queued(front, two.stage("v2"))
-    late = await queued(front, front.replica.abort(FORGET))
+    late = await queued(front, front.front_end.abort(FORGET))
     gate.set()
-    await asyncio.gather(first, prepare, late, front.replica.abort(FORGET))
+    await asyncio.gather(first, prepare, late, front.front_end.abort(FORGET))
     await two.transfer(2)
     await two.commit("v2")
-    assert (front.replica._lease.owner, front.seen()) == ("two", SERVING[2])
+    assert (front.front_end._lease.owner, front.seen()) == ("two", SERVING[2])
 
 
 @driven
 async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_rank_receiving(rig):
     front, one, _ = rig
-    front.ranks[1]._sink.weights["more"] = torch.zeros(1)
+    front.ranks[1]._adapter.weights["more"] = torch.zeros(1)
     with pytest.raises(errors.ManifestMismatch, match="more"):
         await one.stage("v1")
-    status = await front.replica.status(http.StatusRequest())
+    status = await front.front_end.status(http.StatusRequest())
     assert (status.state, front.seen()) == ("serving", SERVING[0])
 
 
@@ -276,10 +276,10 @@ def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_g
     owner = first._driver.fleet.owner
 
     def come_second(*args):
-        until(lambda: engines[0].replica._lease.owner == owner, "the first does not hold its engine")
+        until(lambda: engines[0].front_end._lease.owner == owner, "the first does not hold its engine")
         with pytest.raises(errors.LeaseHeld):
             second.push(WEIGHTS[2])  # which has taken the other engine
-        assert engines[1].replica._lease.owner == ""
+        assert engines[1].front_end._lease.owner == ""
         return prepare(*args)
 
     monkeypatch.setattr(first._driver.fleet._clients[1], "prepare", come_second)
@@ -293,9 +293,9 @@ def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_g
 async def test_a_restart_between_prepare_and_commit_is_told_and_nothing_claimed_of_the_weights(rig):
     front, one, _ = rig
     await one.stage("v1", 1)
-    one.replica = front_end.Replica(front)
+    one.front_end = front_end.FrontEnd(front)
     with pytest.raises(errors.EngineRestarted, match="restarted since the push was prepared") as raised:
-        await one.commit("v1", instance=front.replica.instance)
+        await one.commit("v1", instance=front.front_end.instance)
     assert raised.value.weights == "unknown"
 
 

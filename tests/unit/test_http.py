@@ -124,11 +124,11 @@ EARLIER_JSON = [
 FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
 GOLDEN_MSGPACK = [
     (
-        control.Hello(push="p", secret="s", rank=1, keeps="k", parts=((0, ((1, 2), (3, 4))),)),
+        control.Register(push="p", secret="s", rank=1, keeps="k", parts=((0, ((1, 2), (3, 4))),)),
         "87a474797065a568656c6c6fa470757368a170a6736563726574a173a472616e6b01a66d617070656490"
         "a56b65657073a16ba5706172747391920092920102920304",
     ),
-    (control.Explain(push="p"), "82a474797065a76578706c61696ea470757368a170"),
+    (control.DescribeSubset(push="p"), "82a474797065a76578706c61696ea470757368a170"),
     (
         control.Offer(push="p", arena="a", handle=handles.ShmHandle(path="/d", nbytes=3)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
@@ -141,19 +141,19 @@ GOLDEN_MSGPACK = [
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
     ),
     (
-        control.Filled(push="p", index=2, digests=(1,), lane=3),
+        control.BucketReady(push="p", index=2, digests=(1,), lane=3),
         "85a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503",
     ),
-    (control.Still(push="p"), "82a474797065a57374696c6ca470757368a170"),
-    (control.Taken(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
+    (control.Heartbeat(push="p"), "82a474797065a57374696c6ca470757368a170"),
+    (control.BucketDone(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
     (
-        control.Room("p", 4, 2, FAR),
+        control.WriteWindow("p", 4, 2, FAR),
         "85a474797065a4726f6f6da470757368a170a5736c6f747304a47570746f02a668616e646c6587a474797065a46e6978"
         "6ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a9"
         "6465766963655f696400a66d656d6f7279a44452414d",
     ),
     (
-        control.Room("p", 2, 3),
+        control.WriteWindow("p", 2, 3),
         "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
     ),
     (
@@ -172,7 +172,7 @@ GOLDEN_MSGPACK = [
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
     ),
 ]
-FROM_SENDER = (control.Offer, control.Explain, control.Filled, control.Still)
+FROM_SENDER = (control.Offer, control.DescribeSubset, control.BucketReady, control.Heartbeat)
 
 
 def named(golden):
