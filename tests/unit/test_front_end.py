@@ -173,7 +173,7 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
 def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference, model_folder, monkeypatch, told):
     model, broken = models.load_reference(model_folder("llama", 1 if told == "unchanged" else 2)), []
     with Sender([reference.url]) as sender, monkeypatch.context() as patch:
-        before, server = sender.status(digest=True)[reference.url], sender._driver.fleet._clients[0]._server
+        before, server = sender.status(digest=True)[reference.url], sender._driver.engines._clients[0]._server
 
         def breaking(ask, method, path, *more, **options):
             """Lose the request, the reply, or the reply and all that is said from then on."""
@@ -271,9 +271,9 @@ def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_li
 def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_go(made, monkeypatch):
     engines = [made(Engine()), made(Engine())]
     first, second = (made(Sender([engine.url for engine in engines])) for _ in range(2))
-    prepare = first._driver.fleet._clients[1].prepare
+    prepare = first._driver.engines._clients[1].prepare
 
-    owner = first._driver.fleet.owner
+    owner = first._driver.engines.owner
 
     def come_second(*args):
         until(lambda: engines[0].front_end._lease.owner == owner, "the first does not hold its engine")
@@ -282,7 +282,7 @@ def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_g
         assert engines[1].front_end._lease.owner == ""
         return prepare(*args)
 
-    monkeypatch.setattr(first._driver.fleet._clients[1], "prepare", come_second)
+    monkeypatch.setattr(first._driver.engines._clients[1], "prepare", come_second)
     first.push(WEIGHTS[1])
     first.close()
     second.push(WEIGHTS[3])

@@ -114,7 +114,7 @@ def test_a_sender_that_was_interrupted_even_while_it_cleaned_up_goes_on(engines,
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(sender._driver.fleet, "abort", interrupted)
+            patch.setattr(sender._driver.engines, "abort", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.push({"x": torch.zeros(1)})
         sender.push(versions[1], version="after")

@@ -160,7 +160,11 @@ def test_the_key_is_in_no_log_error_or_representation(engine, model_folder, capf
     with Sender([engine.url], token=KEY) as sender:
         sender.push(trained)
         said += [repr(sender), repr(vars(sender)), repr(sender.status())]
-        said += [repr(sender._driver.fleet), repr(sender._driver.fleet.engines), repr(sender._driver.fleet._clients)]
+        said += [
+            repr(sender._driver.engines),
+            repr(sender._driver.engines.by_url),
+            repr(sender._driver.engines._clients),
+        ]
         for bad in ({"x": torch.ones(1)}, 42, {"x": torch.ones(1, dtype=torch.complex64)}):
             with pytest.raises(WeightSyncError) as raised:
                 sender.push(bad)

@@ -197,7 +197,7 @@ def test_what_was_found_by_a_push_that_ended_there_is_not_taken_for_what_is_mapp
             sender.push(trained)
         parameter = next(trained.parameters())
         parameter.data = (parameter.data * 2).share_memory_()
-        assert sender._driver._preparation.of(sender._source_of(trained), sender._driver._transfer).lent is not None
+        assert sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer).lent is not None
         sender.push(trained)
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 

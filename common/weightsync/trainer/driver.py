@@ -13,9 +13,9 @@ from weightsync.protocol import http
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.trainer import buckets
-from weightsync.trainer.engines import Fleet
+from weightsync.trainer.engines import Engines
 from weightsync.trainer.push import Commits, Push, Rollback, connect, release
-from weightsync.trainer.push_plan import Options, Preparation, Repeated
+from weightsync.trainer.push_plan import Options, Planner, Repeated
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.transfer import Transfer
@@ -36,8 +36,8 @@ class Driver:
         machine: Machine[str],
         deadline: Deadline,
     ):
-        self.fleet = Fleet(urls, key, options.pause, options.transport, deadline)
-        self._preparation = Preparation(self.fleet, options, ranks)
+        self.engines = Engines(urls, key, options.pause, options.transport, deadline)
+        self._planner = Planner(self.engines, options, ranks)
         self._options, self._ranks, self._machine = options, ranks, machine
         self._transfer: Transfer | None = None
         #: Label of what was pushed last.
@@ -45,12 +45,12 @@ class Driver:
 
     def connect(self, deadline: Deadline) -> None:
         """Make groups and warm up connections, where there are any, so that the first push need not."""
-        if self.fleet.peers.keys() != {"ipc_zmq"}:
-            connect(self._provide(None), self.fleet, deadline)
+        if self.engines.peers.keys() != {"ipc_zmq"}:
+            connect(self._provide(None), self.engines, deadline)
 
     def look(self, deadline: Deadline) -> dict[str, Weights]:
         """What each engine says that it serves, by URL."""
-        return self.fleet.look(deadline)
+        return self.engines.look(deadline)
 
     def push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
         """See `sender.Sender.push`; ``start`` is when that was called, by `time.perf_counter`."""
@@ -59,12 +59,12 @@ class Driver:
         except EngineRestarted as error:
             if error.weights == "unknown":
                 raise
-            self.fleet.reopen(deadline)
+            self.engines.reopen(deadline)
             return self._push(source, version, deadline, start)
 
     def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
         transfer = self._provide(source)
-        plan = self._preparation.of(source, transfer)
+        plan = self._planner.of(source, transfer)
         label = self._next_version() if version is None else version
         push = self._to_push(transfer, deadline)
         sent, commits = push.run(plan, label)
@@ -78,12 +78,12 @@ class Driver:
 
     def _to_push(self, transfer: Transfer, deadline: Deadline) -> Push:
         options = self._options
-        return Push(self.fleet, transfer, self._machine, deadline, options.pause, progress=options.progress)
+        return Push(self.engines, transfer, self._machine, deadline, options.pause, progress=options.progress)
 
     def _results(self, commits: Commits) -> dict[str, EngineResult]:
         results = {}
         for url, reply in commits.items():
-            engine = self.fleet.engines[url]
+            engine = self.engines.by_url[url]
             noticed, engine.noticed = tuple(engine.noticed), []
             reason = "; ".join(filter(None, (engine.reason, engine.interfaces and f"over {engine.interfaces}")))
             results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, reason, noticed)
@@ -91,25 +91,25 @@ class Driver:
 
     def add_engine(self, url: str, deadline: Deadline) -> EngineResult | None:
         """See `sender.Sender.add_engine`."""
-        known = self.fleet.add(url, deadline)
-        self._preparation.choose_again()  # a rank with less memory may be among them
+        known = self.engines.add(url, deadline)
+        self._planner.choose_again()  # a rank with less memory may be among them
         try:
             return self._catch_up(known, deadline)
         except BaseException:
             self._release([known], deadline)
-            self.fleet.remove(known)
+            self.engines.remove(known)
             raise
 
     def remove_engine(self, url: str, deadline: Deadline) -> None:
         """See `sender.Sender.remove_engine`."""
-        known = self.fleet.removable(url)
+        known = self.engines.removable(url)
         self._release([known], deadline)
-        self.fleet.remove(known)
+        self.engines.remove(known)
 
     def catch_up(self, deadline: Deadline, only: str = "") -> dict[str, EngineResult]:
         """See `sender.Sender.catch_up`; ``only``: of this engine."""
         results: dict[str, EngineResult] = {}
-        behind, failed = self.fleet.behind(self.served, deadline)
+        behind, failed = self.engines.behind(self.served, deadline)
         for url in behind:
             try:
                 if only in ("", url) and (result := self._catch_up(url, deadline)) is not None:
@@ -117,14 +117,14 @@ class Driver:
             except WeightSyncError as error:
                 failed[url] = error
         if told := {url: error for url, error in failed.items() if only in ("", url)}:
-            raise joined(told, {**self.fleet.untouched(), **dict.fromkeys(results, "committed")})
+            raise joined(told, {**self.engines.untouched(), **dict.fromkeys(results, "committed")})
         return results
 
     def _catch_up(self, url: str, deadline: Deadline) -> EngineResult | None:
         outgoing = self._transfer.again() if self._transfer is not None else None
         if self._transfer is None or outgoing is None:
             return None
-        with self.fleet.only(url):
+        with self.engines.only(url):
             _, commits = self._to_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
             return self._results(commits)[url]
 
@@ -135,10 +135,10 @@ class Driver:
         if len(kept) != 1 or "" in kept:
             raise TransferFailed(
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
-                engines=self.fleet.untouched(),
+                engines=self.engines.untouched(),
             )
         (label,) = kept
-        back = Rollback(self.fleet, self._transfer, self._machine, deadline, self._options.pause)
+        back = Rollback(self.engines, self._transfer, self._machine, deadline, self._options.pause)
         commits = back.run(label)
         self.served = label
         seconds = {**back.seconds, "total": time.perf_counter() - start}
@@ -146,10 +146,10 @@ class Driver:
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, http.StatusReply]:
         """See `sender.Sender.status`."""
-        found = self.fleet.status(deadline, digest=digest)
+        found = self.engines.status(deadline, digest=digest)
         replies = {url: reply for url, reply in found.items() if not isinstance(reply, WeightSyncError)}
         if failed := {url: reply for url, reply in found.items() if isinstance(reply, WeightSyncError)}:
-            raise joined(failed, self.fleet.untouched())
+            raise joined(failed, self.engines.untouched())
         return replies
 
     def drop_transfer(self) -> None:
@@ -159,26 +159,26 @@ class Driver:
 
     def close(self, deadline: Deadline) -> None:
         """Give the lease back; release memory, sockets and connections."""
-        self._release(self.fleet.engines, deadline)
+        self._release(self.engines.by_url, deadline)
         self.drop_transfer()
-        self.fleet.close()
+        self.engines.close()
 
     def _release(self, urls: Iterable[str], deadline: Deadline) -> None:
         if self._transfer is not None:
-            release(self._transfer, self.fleet, urls, deadline)
+            release(self._transfer, self.engines, urls, deadline)
 
     def _provide(self, source: Source | None) -> Transfer:
         """What moves the bytes; it stays while the sender does, or until a push fails."""
         if self._transfer is None or self._transfer.closed:
-            remote = bool(self.fleet.peers.keys() - {"ipc_zmq"})
+            remote = bool(self.engines.peers.keys() - {"ipc_zmq"})
             device = None if source is None else source.device
-            arena = buckets.arena_device(self.fleet.ranks, device, remote=remote)
+            arena = buckets.arena_device(self.engines.ranks, device, remote=remote)
             # Several processes can fill one in the host's memory alone.
             where = arena if self._ranks is None else torch.device("cpu")
             self._transfer = Transfer(where, self._ranks, self._options.address)
-            self._preparation.choose_again()
+            self._planner.choose_again()
         return self._transfer
 
     def _next_version(self) -> str:
-        versions = [engine.version for engine in self.fleet.engines.values()]
+        versions = [engine.version for engine in self.engines.by_url.values()]
         return str(max((int(v) for v in versions if v.isdecimal()), default=0) + 1)

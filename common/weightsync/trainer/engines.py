@@ -90,7 +90,7 @@ class Engine:
         return {Peer(self.client.url, rank.rank) for rank in self.hello.ranks}
 
 
-class Fleet:
+class Engines:
     """The engines at ``urls``. ``owner`` is what they know this sender by. Raises as `Sender` when built."""
 
     def __init__(self, urls: Sequence[str], token: str, pause: http.PauseMode, transport: str, deadline: Deadline):
@@ -100,7 +100,7 @@ class Fleet:
         self._clients = [EngineClient(url, token) for url in urls]
         self._token = token
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="weightsync-engine")
-        self.engines: dict[str, Engine] = {}
+        self.by_url: dict[str, Engine] = {}
         try:
             self._open(deadline)
         except BaseException:
@@ -125,24 +125,24 @@ class Fleet:
         if reason := hello.pause_refused.get(self._pause):
             raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
         transport, reason = pick(self._transport, client.url, hello)
-        self.engines[client.url] = Engine(client, hello, hello.version, transport, reason, hello.stopped)
+        self.by_url[client.url] = Engine(client, hello, hello.version, transport, reason, hello.stopped)
 
     @property
     def ranks(self) -> list[http.RankInfo]:
         """Every rank of every engine."""
-        return [rank for engine in self.engines.values() for rank in engine.hello.ranks]
+        return [rank for engine in self.by_url.values() for rank in engine.hello.ranks]
 
     @property
     def peers(self) -> dict[str, set[Peer]]:
         """The same by transport, as transports know them."""
         found: dict[str, set[Peer]] = {}
-        for engine in self.engines.values():
+        for engine in self.by_url.values():
             found.setdefault(engine.transport, set()).update(engine.peers)
         return found
 
     def untouched(self) -> dict[str, Weights]:
         """What each engine serves, by URL, if a push has not changed it."""
-        known = self.engines  # not all of them while this is built
+        known = self.by_url  # not all of them while this is built
         return {c.url: "dirty" if c.url in known and known[c.url].stopped else "unchanged" for c in self._clients}
 
     def look(self, deadline: Deadline) -> dict[str, Weights]:
@@ -157,15 +157,15 @@ class Fleet:
 
     def hellos(self) -> dict[str, tuple[str, http.OpenReply]]:
         """By URL, how each engine is reached and what it said of itself."""
-        return {url: (engine.transport, engine.hello) for url, engine in self.engines.items()}
+        return {url: (engine.transport, engine.hello) for url, engine in self.by_url.items()}
 
     def add(self, url: str, deadline: Deadline) -> str:
         """One more engine; its URL as it is known from then on. Raises as `Sender` when built."""
         client = EngineClient(url, self._token)
-        if client.url in self.engines:
+        if client.url in self.by_url:
             raise UnsupportedOption(f"{client.url} is among the engines already")
         hello = client.open(deadline)
-        check_other(client.url, hello, {engine.hello.instance: url for url, engine in self.engines.items()})
+        check_other(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
         self._admit(client, hello)
         self._clients.append(client)
         return client.url
@@ -173,24 +173,24 @@ class Fleet:
     def removable(self, url: str) -> str:
         """The URL as it is known here. Raises `UnsupportedOption` for one that is not there, or is the last."""
         known = plain_url(url)
-        if known not in self.engines or len(self.engines) == 1:
-            raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.engines)}")
+        if known not in self.by_url or len(self.by_url) == 1:
+            raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.by_url)}")
         return known
 
     def remove(self, url: str) -> None:
         """One engine less, which is `removable`."""
-        self._clients.remove(self.engines.pop(url).client)
+        self._clients.remove(self.by_url.pop(url).client)
 
     @contextmanager
     def only(self, url: str) -> Iterator[None]:
         """Inside, the fleet is this one engine."""
-        whole = self._clients, self.engines
-        engine = self.engines[url]
-        self._clients, self.engines = [engine.client], {url: engine}
+        whole = self._clients, self.by_url
+        engine = self.by_url[url]
+        self._clients, self.by_url = [engine.client], {url: engine}
         try:
             yield
         finally:
-            self._clients, self.engines = whole
+            self._clients, self.by_url = whole
 
     def reopen(self, deadline: Deadline) -> None:
         """Greet every engine again. Raises as `Sender` when built."""
@@ -201,7 +201,7 @@ class Fleet:
         """Greet every engine again; by URL what keeps those that do not answer, or cannot be used any more."""
         failed: dict[str, WeightSyncError] = {}
         for client, hello in zip(self._clients, self.try_all(lambda client: client.open(deadline)), strict=True):
-            before = self.engines[client.url]
+            before = self.by_url[client.url]
             try:
                 if isinstance(hello, WeightSyncError):
                     raise hello
@@ -209,7 +209,7 @@ class Fleet:
             except WeightSyncError as error:
                 failed[client.url] = error
                 continue
-            engine = self.engines[client.url]
+            engine = self.by_url[client.url]
             engine.noticed, engine.committed = before.noticed, before.committed
             if hello.instance != before.hello.instance:
                 engine.noticed.append("restarted since this sender last met it")
@@ -218,10 +218,10 @@ class Fleet:
     def status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, http.StatusReply | WeightSyncError]:
         """What each engine serves, by URL, or why it does not say so; ``digest`` has every rank hash its weights."""
         replies = self.try_all(lambda client: client.status(deadline, digest=digest))
-        for engine, reply in zip(self.engines.values(), replies, strict=True):
+        for engine, reply in zip(self.by_url.values(), replies, strict=True):
             if not isinstance(reply, WeightSyncError):
                 engine.stopped = http.is_stopped(reply.state)
-        return dict(zip(self.engines, replies, strict=True))
+        return dict(zip(self.by_url, replies, strict=True))
 
     def behind(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
         """The engines that do not serve ``version`` as this sender pushed it, and what keeps others from answering."""
@@ -232,7 +232,7 @@ class Fleet:
             if isinstance(reply, WeightSyncError):
                 failed.setdefault(url, reply)
             elif url not in failed:
-                engine = self.engines[url]
+                engine = self.by_url[url]
                 if engine.stopped or reply.version != version or engine.committed != reply.instance:
                     found.append(url)
         return found, failed
@@ -248,16 +248,16 @@ class Fleet:
 
         replies = {c.url: reply for c, reply in zip(self._clients, self.all(run), strict=True) if reply is not None}
         for url, reply in replies.items():
-            self.engines[url].interfaces = ", ".join(sorted({rank.interface for rank in reply.ranks} - {""}))
+            self.by_url[url].interfaces = ", ".join(sorted({rank.interface for rank in reply.ranks} - {""}))
         return replies
 
     def prepare(self, requests: Mapping[str, http.UpdateRequest], deadline: Deadline) -> None:
         """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened."""
-        for engine in self.engines.values():
+        for engine in self.by_url.values():
             engine.leased = False
 
         def run(client: EngineClient) -> None:
-            engine = self.engines[client.url]
+            engine = self.by_url[client.url]
             request = msgspec.structs.replace(
                 requests[client.url], instance=engine.hello.instance, timeout_s=max(deadline.left(), 0.1)
             )
@@ -285,7 +285,7 @@ class Fleet:
         """Ask every engine to commit, each in a thread."""
 
         def ask(client: EngineClient) -> http.CommitReply:
-            asked = msgspec.structs.replace(request, instance=self.engines[client.url].hello.instance)
+            asked = msgspec.structs.replace(request, instance=self.by_url[client.url].hello.instance)
             return client.commit(asked, deadline)
 
         return [self._threads.submit(_caught, lambda c=client: ask(c)) for client in self._clients]
@@ -301,10 +301,10 @@ class Fleet:
                 reply = PushTimeout(f"no thread came to ask {client.url} about its commit", weights="unknown")
             if isinstance(reply, WeightSyncError):
                 failed[client.url] = reply
-                self.engines[client.url].stopped |= reply.weights == "dirty"
+                self.by_url[client.url].stopped |= reply.weights == "dirty"
             else:
                 replies[client.url] = reply
-                engine = self.engines[client.url]
+                engine = self.by_url[client.url]
                 engine.version, engine.stopped, engine.committed = version, False, engine.hello.instance
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
@@ -318,7 +318,7 @@ class Fleet:
         """
         over, beats = threading.Event(), itertools.count(1)
         # Its own connections: one that waits for a frozen engine may outlive this push.
-        asked = [(engine, EngineClient(url, self._token)) for url, engine in self.engines.items()]
+        asked = [(engine, EngineClient(url, self._token)) for url, engine in self.by_url.items()]
 
         def run() -> None:
             while not over.wait(_RENEW_EVERY_S):

@@ -24,7 +24,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import http
 from weightsync.protocol.states import Machine
-from weightsync.trainer.engines import Fleet
+from weightsync.trainer.engines import Engines
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
@@ -32,15 +32,15 @@ from weightsync.transports.base import Progress
 Commits = dict[str, http.CommitReply]
 
 
-def connect(transfer: Transfer, fleet: Fleet, deadline: Deadline) -> None:
+def connect(transfer: Transfer, engines: Engines, deadline: Deadline) -> None:
     """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Transfer.connect`."""
-    transfer.connect(fleet.hellos(), lambda asked: fleet.join(asked, deadline), deadline)
+    transfer.connect(engines.hellos(), lambda asked: engines.join(asked, deadline), deadline)
 
 
-def release(transfer: Transfer, fleet: Fleet, urls: Iterable[str], deadline: Deadline) -> None:
+def release(transfer: Transfer, engines: Engines, urls: Iterable[str], deadline: Deadline) -> None:
     """Have engines give back what they hold of this sender, and its lease. ``deadline`` is that of the whole call."""
-    by = {url: fleet.engines[url].transport for url in urls}
-    fleet.release({url: transfer.address(url, transport) for url, transport in by.items()}, deadline)
+    by = {url: engines.by_url[url].transport for url in urls}
+    engines.release({url: transfer.address(url, transport) for url, transport in by.items()}, deadline)
     for url, transport in by.items():
         transfer.disconnect(url, transport)
 
@@ -72,26 +72,26 @@ class Change:
 
     def __init__(
         self,
-        fleet: Fleet,
+        engines: Engines,
         transfer: Transfer | None,
         machine: Machine[str],
         deadline: Deadline,
         pause: http.PauseMode,
     ):
-        self._fleet, self._transfer, self._machine, self._deadline = fleet, transfer, machine, deadline
+        self._engines, self._transfer, self._machine, self._deadline = engines, transfer, machine, deadline
         self._pause: http.PauseMode = pause
         self.seconds: dict[str, float] = {}
 
     def _request(self, push: str, label: str) -> http.CommitRequest:
         return http.CommitRequest(
             push=push, version=label, pause=self._pause, timeout_s=max(self._deadline.left(), 0.1),
-            owner=self._fleet.owner,
+            owner=self._engines.owner,
         )  # fmt: skip
 
     def _commit(self, request: http.CommitRequest) -> Commits:
         self._deadline.check("the engines to be asked to commit")
         with self._timed("commit"):
-            return self._fleet.outcome(self._fleet.commit(request, self._deadline), request.version, self._deadline)
+            return self._engines.outcome(self._engines.commit(request, self._deadline), request.version, self._deadline)
 
     @contextmanager
     def _settled(self, push: str) -> Iterator[None]:
@@ -116,10 +116,10 @@ class Change:
                 transfer.call_off(error)
             # An engine that is still in its commit could not be told in time, and ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
-                self._fleet.abort(push, self._deadline)
+                self._engines.abort(push, self._deadline)
             if transfer is not None and isinstance(error, LeaseHeld):
                 # Two trainers that each hold some of the engines would keep each other from the rest.
-                release(transfer, self._fleet, self._fleet.engines, self._deadline)
+                release(transfer, self._engines, self._engines.by_url, self._deadline)
         finally:
             if transfer is not None and not _is_settled(error):
                 transfer.close()
@@ -132,7 +132,7 @@ class Change:
         ``asked``: engines may have been asked to commit by then.
         """
         failed = isinstance(error, Exception) and not asked  # who was asked has said what became of it
-        untold = self._fleet.look(self._deadline) if failed else self._fleet.untouched()
+        untold = self._engines.look(self._deadline) if failed else self._engines.untouched()
         if isinstance(error, WeightSyncError):
             told: dict[str, Weights] = {
                 url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()
@@ -156,7 +156,7 @@ class Push(Change):
 
     def __init__(
         self,
-        fleet: Fleet,
+        engines: Engines,
         transfer: Transfer,
         machine: Machine[str],
         deadline: Deadline,
@@ -164,14 +164,14 @@ class Push(Change):
         *,
         progress: bool = False,
     ):
-        super().__init__(fleet, transfer, machine, deadline, pause)
+        super().__init__(engines, transfer, machine, deadline, pause)
         self._through, self._progress = transfer, progress
 
     def run(self, payload: Payload, label: str) -> tuple[Sent, Commits]:
         """Prepare, send and commit. Raises `WeightSyncError`."""
         with self._settled(payload.name):
             self._machine.move("push")
-            with self._fleet.renewed(payload.name, self._deadline):
+            with self._engines.renewed(payload.name, self._deadline):
                 outgoing = payload.begin(self._through)
                 self._prepare(outgoing)
                 if outgoing.plan.stream:
@@ -187,14 +187,14 @@ class Push(Change):
         return sent, commits
 
     def _prepare(self, outgoing: Outgoing) -> None:
-        fleet, deadline = self._fleet, self._deadline
-        connect(self._through, fleet, deadline)
+        engines, deadline = self._engines, self._deadline
+        connect(self._through, engines, deadline)
         # Here, and not in the threads that ask the engines: a socket is not for several.
-        requests = {url: outgoing.request(url, engine.transport) for url, engine in fleet.engines.items()}
+        requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
         with self._timed("prepare"):
-            fleet.prepare(requests, deadline)
-            outgoing.meet(fleet.peers, deadline)
-        self.seconds["record"] = max(engine.record_s for engine in fleet.engines.values())
+            engines.prepare(requests, deadline)
+            outgoing.meet(engines.peers, deadline)
+        self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 
     def _send(self, payload: Payload, outgoing: Outgoing) -> Sent:
         with self._timed("transfer"), _bar(payload.nbytes, self._progress) as progress:
@@ -204,18 +204,18 @@ class Push(Change):
         """The bytes travel while the engines are stopped: memory for no stage is needed."""
         self._machine.move("stream")
         with self._timed("commit"):
-            commits = self._fleet.commit(self._request(payload.name, label), self._deadline)
+            commits = self._engines.commit(self._request(payload.name, label), self._deadline)
             try:
                 sent = self._send(payload, outgoing)
             except BaseException as error:
                 self._through.call_off(error)
                 # What became of the engines is theirs to say.
-                replies = self._fleet.outcome(commits, label, self._deadline)
+                replies = self._engines.outcome(commits, label, self._deadline)
                 raise TransferFailed(
                     f"every engine has committed, but sending did not end well: {error}",
                     engines=dict.fromkeys(replies, "committed"),
                 ) from error
-            return sent, self._fleet.outcome(commits, label, self._deadline)
+            return sent, self._engines.outcome(commits, label, self._deadline)
 
 
 class Rollback(Change):

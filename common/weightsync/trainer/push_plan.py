@@ -18,7 +18,7 @@ from weightsync.tensors import digest
 from weightsync.tensors.layout import Layout
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
-from weightsync.trainer.engines import Fleet
+from weightsync.trainer.engines import Engines
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.transfer import Transfer
@@ -39,7 +39,7 @@ class Options(NamedTuple):
     address: str
 
 
-class Prepared(NamedTuple):
+class PushPlan(NamedTuple):
     """A push of ``source``. ``lent`` are all tensors where they are read in place, ``mark`` is `Source.mark`; ``ranks``
     are those of the trainer where they fill one arena together."""
 
@@ -80,28 +80,28 @@ class Repeated(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `Prepared.name`."""
+        """As `PushPlan.name`."""
         return self.outgoing.plan.push
 
     @property
     def nbytes(self) -> int:
-        """As `Prepared.nbytes`."""
+        """As `PushPlan.nbytes`."""
         return 0
 
     def begin(self, transfer: Transfer) -> Outgoing:
-        """As `Prepared.begin`."""
+        """As `PushPlan.begin`."""
         return self.outgoing
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """As `Prepared.send`."""
+        """As `PushPlan.send`."""
         return outgoing.resend(progress)
 
 
-class Preparation:
+class Planner:
     """Of one sender; what stays the same from push to push is worked out once."""
 
-    def __init__(self, fleet: Fleet, options: Options, ranks: Coordinator | None):
-        self._fleet, self._options, self._ranks = fleet, options, ranks
+    def __init__(self, engines: Engines, options: Options, ranks: Coordinator | None):
+        self._engines, self._options, self._ranks = engines, options, ranks
         self._layout: Layout | None = None
         #: Whether several processes fill the arena.
         self._shared = False
@@ -113,7 +113,7 @@ class Preparation:
         """Other ranks take part, or there is another arena: how the bytes travel may change."""
         self._chosen = None
 
-    def of(self, source: Source, transfer: Transfer) -> Prepared:
+    def of(self, source: Source, transfer: Transfer) -> PushPlan:
         """What a push of ``source`` is. Raises `SourceError`, or `UnsupportedOption` for what nobody has room for."""
         manifest, shared = source.specs, False
         if self._ranks is not None:
@@ -127,12 +127,12 @@ class Preparation:
         layout = self._layout_of(manifest, shared)
         choice = self._choose(transfer, layout) if lent is None else buckets.in_place(layout.nbytes)
         request = self._request(transfer, source, layout, choice)
-        return Prepared(source, request, layout, choice, lent, mark, self._ranks if shared else None)
+        return PushPlan(source, request, layout, choice, lent, mark, self._ranks if shared else None)
 
     def _lent(self, source: Source, transfer: Transfer, mark: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them where they are and nobody will want them after the push."""
         here, options = arenas.process_space(), self._options
-        alone = self._fleet.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._fleet.ranks)
+        alone = self._engines.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._engines.ranks)
         if not alone or options.keep or options.staging == "none" or options.bucket_bytes is not None:
             return None
         if not isinstance(source, (MappingSource, ModuleSource)):
@@ -152,7 +152,7 @@ class Preparation:
     def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
         """How the bytes travel; it stays while the model does."""
         if self._chosen is None:
-            ranks, here, options = self._fleet.ranks, transfer.device.type, self._options
+            ranks, here, options = self._engines.ranks, transfer.device.type, self._options
             free = min([transfer.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
             self._chosen = choose(
                 layout.nbytes, free, buckets.stage_bytes(ranks), options.bucket_bytes, options.staging, options.keep,
@@ -162,12 +162,12 @@ class Preparation:
 
     def _request(self, transfer: Transfer, source: Source, layout: Layout, choice: Choice) -> http.UpdateRequest:
         """What every engine is told of a push; the transport adds where to come for the bytes."""
-        devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._fleet.ranks)]
+        devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._engines.ranks)]
         options = self._options
         return http.UpdateRequest(
             push=secrets.token_hex(8), address="", secret="", bucket_bytes=choice.bucket_bytes,
             timeout_s=options.timeout_s, manifest=layout.specs,
-            owner=self._fleet.owner, holder=self._fleet.holder, verify=options.verify,
+            owner=self._engines.owner, holder=self._engines.holder, verify=options.verify,
             digest="" if options.verify == "off" else digest.algorithm_for(*devices),
             keep=options.keep, stream=choice.staging == "none", slots=choice.slots,
             known=layout.name,

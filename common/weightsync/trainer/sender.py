@@ -223,17 +223,17 @@ class Sender:
         """
         if self._ranks is not None or self._join_server is not None:
             raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
-        self._join_server = JoinServer(host, port, self._engines.fleet.has_key, self._admit)
+        self._join_server = JoinServer(host, port, self._engines.engines.has_key, self._admit)
         return self._join_server.url
 
     def _admit(self, url: str) -> str:
         with self._turns.take("join", Deadline(self._options.timeout_s)):
-            known, fleet = plain_url(url), self._engines.fleet
-            if known in fleet.engines:
+            known, engines = plain_url(url), self._engines.engines
+            if known in engines.by_url:
                 self._catch_up(known)
             else:
                 self.add_engine(known)
-            version = fleet.engines[known].version
+            version = engines.by_url[known].version
             return version if version == self._engines.served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
