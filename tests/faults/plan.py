@@ -117,16 +117,8 @@ def _buckets(rank: int) -> list[Fault]:
             Fault("bit flipped by the trainer", phase, left, do("trainer packs", "flip", number=0), options),
             Fault("bit flipped at a rank", phase, left, do("rank takes", "flip", rank=rank, bucket=1), options),
             Fault("stream truncated", phase, left, do("trainer announces", "truncate", number=1), options),
-            Fault(
-                "bucket duplicated",
-                phase,
-                left,
-                do("trainer tells", "duplicate", kind="BucketReady", number=0),
-                options,
-            ),
-            Fault(
-                "buckets reordered", phase, left, do("trainer tells", "reorder", kind="BucketReady", number=0), options
-            ),
+            Fault("bucket duplicated", phase, left, do("trainer tells", "duplicate", **first), options),
+            Fault("buckets reordered", phase, left, do("trainer tells", "reorder", **first), options),
         ]
     spoilt = ("missing", "unknown", "misshapen", "wrong dtype", "empty")
     return [*faults, *(Fault(f"push {how}", "prepare", U, spoil=how) for how in spoilt)]
