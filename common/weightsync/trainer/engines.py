@@ -183,7 +183,7 @@ class Engines:
 
     @contextmanager
     def only(self, url: str) -> Iterator[None]:
-        """Inside, the fleet is this one engine."""
+        """Inside, there is this one engine alone."""
         whole = self._clients, self.by_url
         engine = self.by_url[url]
         self._clients, self.by_url = [engine.client], {url: engine}

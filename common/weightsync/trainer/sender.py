@@ -155,7 +155,7 @@ class Sender:
             return self._ranks.run(what, kind, deadline, act, offer, self._look)
 
     @property
-    def _engines(self) -> Driver:
+    def _at_rank_0(self) -> Driver:
         """What rank 0 does with the engines; there is one once the sender is built."""
         assert self._driver is not None, "rank 0 alone acts, of a sender that is built"
         return self._driver
@@ -189,7 +189,7 @@ class Sender:
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"
-            return self._engines.push(source, version, deadline, start)
+            return self._at_rank_0.push(source, version, deadline, start)
 
         return self._together("push", PushResult, act, offer)
 
@@ -208,12 +208,12 @@ class Sender:
         are left alone. Where that memory does not hold a whole version it returns None, and the next push is the first.
         """
         return self._together(
-            "add_engine", EngineResult | None, lambda _, deadline: self._engines.add_engine(url, deadline)
+            "add_engine", EngineResult | None, lambda _, deadline: self._at_rank_0.add_engine(url, deadline)
         )
 
     def remove_engine(self, url: str) -> None:
         """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
-        self._together("remove_engine", type(None), lambda _, deadline: self._engines.remove_engine(url, deadline))
+        self._together("remove_engine", type(None), lambda _, deadline: self._at_rank_0.remove_engine(url, deadline))
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Answer, from now on, those who ask by ``weightsync join`` for an engine to take part; where to ask.
@@ -223,18 +223,18 @@ class Sender:
         """
         if self._ranks is not None or self._join_server is not None:
             raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
-        self._join_server = JoinServer(host, port, self._engines.engines.has_key, self._admit)
+        self._join_server = JoinServer(host, port, self._at_rank_0.engines.has_key, self._admit)
         return self._join_server.url
 
     def _admit(self, url: str) -> str:
         with self._turns.take("join", Deadline(self._options.timeout_s)):
-            known, engines = plain_url(url), self._engines.engines
+            known, engines = plain_url(url), self._at_rank_0.engines
             if known in engines.by_url:
                 self._catch_up(known)
             else:
                 self.add_engine(known)
             version = engines.by_url[known].version
-            return version if version == self._engines.served else ""
+            return version if version == self._at_rank_0.served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
         """Bring the engines that do not serve what was pushed last, having been restarted for one, to that version.
@@ -247,19 +247,19 @@ class Sender:
 
     def _catch_up(self, only: str = "") -> dict[str, EngineResult]:
         results = dict[str, EngineResult]
-        return self._together("catch_up", results, lambda _, deadline: self._engines.catch_up(deadline, only))
+        return self._together("catch_up", results, lambda _, deadline: self._at_rank_0.catch_up(deadline, only))
 
     def rollback(self) -> PushResult:
         """Serve the version before again, which the engines kept (``keep_previous=True``). Raises as `push`.
 
         Once more brings the newer one back.
         """
-        return self._together("rollback", PushResult, lambda _, deadline: self._engines.rollback(deadline))
+        return self._together("rollback", PushResult, lambda _, deadline: self._at_rank_0.rollback(deadline))
 
     def status(self, *, digest: bool = False) -> dict[str, http.StatusReply]:
         """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
         replies = dict[str, http.StatusReply]
-        return self._together("status", replies, lambda _, deadline: self._engines.status(deadline, digest=digest))
+        return self._together("status", replies, lambda _, deadline: self._at_rank_0.status(deadline, digest=digest))
 
     def close(self) -> None:
         """Give the lease back; release memory, sockets and connections; idempotent."""
