@@ -96,9 +96,11 @@ class Rank:
     def __init__(self, number: int = 0, variables: Mapping[str, str] | None = None):
         self.url = f"http://127.0.0.1:{8001 + number}"  # nobody listens there: requests come as lines
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "benchmarks.rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             env={**os.environ, **(variables or {})},
-        )  # fmt: skip
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._lines = Lines(self._process.stdout.fileno(), self._process.stdin.fileno())
@@ -106,9 +108,16 @@ class Rank:
     def hello(self) -> http.OpenReply:
         """What an engine with this one rank would say when it is opened, as far as transports care."""
         return http.OpenReply(
-            protocol=http.PROTOCOL, engine="bench", engine_version="", package_version="", host="", model="",
-            version="", ranks=(http.RankInfo(rank=0, pid=self._process.pid, device="cpu"),), instance="1",
-        )  # fmt: skip
+            protocol=http.PROTOCOL,
+            engine="bench",
+            engine_version="",
+            package_version="",
+            host="",
+            model="",
+            version="",
+            ranks=(http.RankInfo(rank=0, pid=self._process.pid, device="cpu"),),
+            instance="1",
+        )
 
     def tell(self, verb: str, lane: str = "-", body: bytes = b"{}") -> None:
         """Have the child do something; `answer` is to follow. Raises RuntimeError if it has ended."""
@@ -203,11 +212,16 @@ class Lane:
         """One push; verified where a digest is named."""
         self._pushes += 1
         plan = http.UpdateRequest(
-            push=f"{self._name}-{self._pushes}", address="", secret="", timeout_s=LIMIT_S,
-            bucket_bytes=self.choice.bucket_bytes, slots=self.choice.slots,
+            push=f"{self._name}-{self._pushes}",
+            address="",
+            secret="",
+            timeout_s=LIMIT_S,
+            bucket_bytes=self.choice.bucket_bytes,
+            slots=self.choice.slots,
             manifest=tuple(entry.spec for entry in self._layout.entries),
-            verify="digest" if algorithm else "off", digest=algorithm,
-        )  # fmt: skip
+            verify="digest" if algorithm else "off",
+            digest=algorithm,
+        )
         return self._carry(self._transfer.begin(plan, self._layout), again=False)
 
     def resend(self) -> Pushed:
@@ -278,11 +292,18 @@ class _Child:
         self._group: bare.Broadcast | None = None
         self._requests: dict[str, bare.Requests] = {}
         self._verbs: dict[str, Callable[[str, bytes], object]] = {
-            "join": self._join, "push": self._push, "staged": lambda kind, _: bare.digest_of([self._staged[kind]]),
-            "target": self._make_target, "taken": self._taken, "agent": self._meet, "prepare": self._prepare,
+            "join": self._join,
+            "push": self._push,
+            "staged": lambda kind, _: bare.digest_of([self._staged[kind]]),
+            "target": self._make_target,
+            "taken": self._taken,
+            "agent": self._meet,
+            "prepare": self._prepare,
             "read": lambda name, body: self._known().run(self._requests[name], json.loads(body)),
-            "drive": self._drive, "group": self._join_group, "receive": self._receive,
-        }  # fmt: skip
+            "drive": self._drive,
+            "group": self._join_group,
+            "receive": self._receive,
+        }
 
     def serve(self) -> None:
         """Until the trainer hangs up."""

@@ -86,10 +86,15 @@ def _phases(result: PushResult, seconds: float) -> Sample:
     parts = result.seconds
     known = parts["prepare"] + parts["transfer"] + parts["commit"]
     return {
-        "seconds": seconds, "look": seconds - known, "prepare": parts["prepare"], "gather": parts["gather"],
-        "digest": parts["digest"], "verify": parts["verify"], "commit": parts["commit"],
+        "seconds": seconds,
+        "look": seconds - known,
+        "prepare": parts["prepare"],
+        "gather": parts["gather"],
+        "digest": parts["digest"],
+        "verify": parts["verify"],
+        "commit": parts["commit"],
         "rest": max(0.0, parts["transfer"] - parts["gather"] - parts["digest"] - parts["verify"]),
-    }  # fmt: skip
+    }
 
 
 def _median(found: list[Sample], phase: str = "seconds") -> float:
@@ -192,9 +197,11 @@ def main() -> int:
         print(f"{number} of {len(models)}: {model}", flush=True)
         measured.append(measure(model, args.rounds))
     record = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "rounds": args.rounds,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hardware": report.hardware(),
+        "rounds": args.rounds,
         "models": measured,
-    }  # fmt: skip
+    }
     path = report.save(record, kept=args.rounds >= MIN_ROUNDS and not args.only, name="sizes")
     picture = path.with_suffix(".png")
     plot(record, picture)

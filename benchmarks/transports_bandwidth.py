@@ -71,8 +71,10 @@ class Track:
             Lane(net.transport, [self._rank], "bytes", tensors, variables=net.variables, bucket_bytes=asked)
         )
         self.paths: dict[str, Path] = {
-            OURS: lambda: self._push(""), VERIFIED: lambda: self._push(DIGEST), PACKED: self._resend,
-        }  # fmt: skip
+            OURS: lambda: self._push(""),
+            VERIFIED: lambda: self._push(DIGEST),
+            PACKED: self._resend,
+        }
         self.paths.update(self._nixl() if net.transport == "nixl" else self._gloo())
 
     def _push(self, algorithm: str) -> Sample:

@@ -24,33 +24,57 @@ _ABORT_AGAIN_S: Final = 0.05
 
 #: module -> attributes that this package leans on.
 NEEDED: Final[Names] = {
-    "sglang.srt.plugins.hook_registry": ("HookRegistry.register", "HookType.BEFORE", "HookType.AFTER",
-                                         "HookType.AROUND"),
-    "sglang.srt.entrypoints.http_server": ("_setup_and_run_http_server", "app", "_global_state",
-                                           "WAIT_WEIGHTS_READY_TIMEOUT"),
+    "sglang.srt.plugins.hook_registry": (
+        "HookRegistry.register",
+        "HookType.BEFORE",
+        "HookType.AFTER",
+        "HookType.AROUND",
+    ),
+    "sglang.srt.entrypoints.http_server": (
+        "_setup_and_run_http_server",
+        "app",
+        "_global_state",
+        "WAIT_WEIGHTS_READY_TIMEOUT",
+    ),
     "sglang.srt.environ": ("envs.SGLANG_HTTP_SERVER_APP_PATH",),
     "sglang.srt.constants": ("GPU_MEMORY_TYPE_WEIGHTS",),
-    "sglang.srt.managers.io_struct": ("BaseReq", "hook_custom_types", "PauseGenerationReqInput",
-                                      "ContinueGenerationReqInput"),
+    "sglang.srt.managers.io_struct": (
+        "BaseReq",
+        "hook_custom_types",
+        "PauseGenerationReqInput",
+        "ContinueGenerationReqInput",
+    ),
     "sglang.srt.managers.mm_schedule": ("embedding_cache",),
     "sglang.srt.managers.tokenizer_control_mixin": ("_COMMUNICATOR_SPECS",),
-    "sglang.srt.managers.tokenizer_manager": ("TokenizerManager.auto_create_handle_loop",
-                                              "TokenizerManager.abort_request", "TokenizerManager.config_value",
-                                              "TokenizerManager.is_pause", "TokenizerManager.pause_generation",
-                                              "TokenizerManager.continue_generation",
-                                              "TokenizerManager._update_weight_version_if_provided"),
-    "sglang.srt.managers.scheduler": ("Scheduler.init_request_dispatcher", "Scheduler.pause_generation",
-                                      "Scheduler.continue_generation", "Scheduler.flush_cache",
-                                      "Scheduler.record_weight_version_change", "Scheduler.is_fully_idle"),
+    "sglang.srt.managers.tokenizer_manager": (
+        "TokenizerManager.auto_create_handle_loop",
+        "TokenizerManager.abort_request",
+        "TokenizerManager.config_value",
+        "TokenizerManager.is_pause",
+        "TokenizerManager.pause_generation",
+        "TokenizerManager.continue_generation",
+        "TokenizerManager._update_weight_version_if_provided",
+    ),
+    "sglang.srt.managers.scheduler": (
+        "Scheduler.init_request_dispatcher",
+        "Scheduler.pause_generation",
+        "Scheduler.continue_generation",
+        "Scheduler.flush_cache",
+        "Scheduler.record_weight_version_change",
+        "Scheduler.is_fully_idle",
+    ),
     "sglang.srt.managers.scheduler_components.weight_updater": ("SchedulerWeightUpdaterManager._select_runners",),
     "sglang.srt.mem_cache.multimodal_cache": ("MultiModalStaticCache.clear",),
     "sglang.srt.model_executor.model_runner_components.weight_updater": (
-        "WeightUpdater.begin_weight_update", "WeightUpdater.end_weight_update",
-        "WeightUpdater.load_weights_from_distributed", "WeightUpdater._assert_weight_cache_inactive",
-        "_unsupported_derived_weight_cache_error"),
+        "WeightUpdater.begin_weight_update",
+        "WeightUpdater.end_weight_update",
+        "WeightUpdater.load_weights_from_distributed",
+        "WeightUpdater._assert_weight_cache_inactive",
+        "_unsupported_derived_weight_cache_error",
+    ),
     "sglang.srt.runtime_context": ("get_model", "get_spec"),
     "sglang.utils": ("TypeBasedDispatcher",),
-}  # fmt: skip
+}
 
 #: What ``verify="deep"`` needs too.
 DEEP: Final[Names] = {
@@ -66,10 +90,16 @@ DEEP: Final[Names] = {
 
 #: Attributes that exist on a scheduler that has been made; those of the second line for ``verify="deep"``.
 _SCHEDULER: Final = (
-    "tp_group.rank_in_group", "tp_cpu_group", "tp_worker.model_runner.model", "model_config.model_path",
-    "weight_updater._session", "weight_updater.offload_tags", "enable_hicache_storage", "_engine_paused",
+    "tp_group.rank_in_group",
+    "tp_cpu_group",
+    "tp_worker.model_runner.model",
+    "model_config.model_path",
+    "weight_updater._session",
+    "weight_updater.offload_tags",
+    "enable_hicache_storage",
+    "_engine_paused",
     "_request_dispatcher",
-)  # fmt: skip
+)
 _SCHEDULER_DEEP: Final = ("tp_worker.model_runner.loader", "tp_worker.model_runner.load_config")
 
 

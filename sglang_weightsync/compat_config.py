@@ -70,12 +70,27 @@ def _kv_elsewhere(args: Any) -> Iterator[str]:
 _KEEPS = "KV of the old weights stays there under keys that do not tell the version"
 _UNTOLD = "nothing tells that it drops all KV of the old weights"
 _ASKED = (
-    "dp_size", "pp_size", "tokenizer_worker_num", "weight_cache_mode", "enable_eplb", "elastic_ep_backend",
-    "disaggregation_mode", "enable_pd_role_switch", "decoupled_spec_role", "encoder_only", "language_only",
-    "enable_mm_global_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
-    "hicache_storage_backend", "radix_cache_backend", "speculative_algorithm", "speculative_draft_model_path",
+    "dp_size",
+    "pp_size",
+    "tokenizer_worker_num",
+    "weight_cache_mode",
+    "enable_eplb",
+    "elastic_ep_backend",
+    "disaggregation_mode",
+    "enable_pd_role_switch",
+    "decoupled_spec_role",
+    "encoder_only",
+    "language_only",
+    "enable_mm_global_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "hicache_storage_backend",
+    "radix_cache_backend",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
     "model_path",
-)  # fmt: skip
+)
 
 
 def is_of_its_own(draft: str | None, target: str) -> bool:

@@ -5,27 +5,21 @@ faults, and what is well-typed and makes no sense. `Traps` listens wherever an e
 """
 
 import json
-import os
-import socket
 import struct
 from base64 import b64encode
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from itertools import chain
 from math import inf, nan
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
 import msgspec
-import zmq
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
 from weightsync.engine import routes
-from weightsync.protocol import control, directories, http
+from weightsync.protocol import control, http
 
 #: Route -> the message that it takes.
 ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
@@ -54,27 +48,95 @@ SHORTEST_TIMEOUT_S = 5.0
 LONGEST_ANSWER = 20_000
 
 TEXTS = [
-    "", " ", "\0", "a\0b", "\n\r\x1b[31m", "\u202e\ufeff", "\U0001f600" * 50, "x" * 2000, "..", "../../etc/passwd", "/",
-    "~", "%s%n{0}${HOME}", "$(reboot)", "__class__", "WeightSyncError", "Exception", "-1", "null", "Bearer",
-    "tcp://127.0.0.1:1", "tcp://*:*", "inproc://x", "udp://127.0.0.1:1", "ipc://", "ipc://*", "ipc:///", "ipc://@control",
-    "ipc://weightsync-relative/control", "ipc:///tmp/weightsync-\0/control", "ipc:///tmp/weightsync-/../../control",
-    "ipc:///etc/passwd", "ipc:///tmp/weightsync-" + "x" * 500 + "/control", "IPC:///tmp/weightsync-x/control",
-    "ipc:///dev/shm/weightsync-none/control", "/dev/shm/weightsync-\0", "/dev/shm/weightsync-none",
-    "/dev/shm/../etc/passwd", "127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "255.255.255.255", "224.0.0.1",
-    "fe80::1%lo", "127.0.0.1:1", "tcp://127.0.0.1:9", "tcp://[::1]:9", "tcp://0.0.0.0:9", "tcp://localhost:9",
-    "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999", "k" * 40, "float32", "bfloat16", "complex128", "xxh3_64",
-    "model.norm.weight", "lm_head.weight",
-]  # fmt: skip
+    "",
+    " ",
+    "\0",
+    "a\0b",
+    "\n\r\x1b[31m",
+    "\u202e\ufeff",
+    "\U0001f600" * 50,
+    "x" * 2000,
+    "..",
+    "../../etc/passwd",
+    "/",
+    "~",
+    "%s%n{0}${HOME}",
+    "$(reboot)",
+    "__class__",
+    "WeightSyncError",
+    "Exception",
+    "-1",
+    "null",
+    "Bearer",
+    "tcp://127.0.0.1:1",
+    "tcp://*:*",
+    "inproc://x",
+    "udp://127.0.0.1:1",
+    "ipc://",
+    "ipc://*",
+    "ipc:///",
+    "ipc://@control",
+    "ipc://weightsync-relative/control",
+    "ipc:///tmp/weightsync-\0/control",
+    "ipc:///tmp/weightsync-/../../control",
+    "ipc:///etc/passwd",
+    "ipc:///tmp/weightsync-" + "x" * 500 + "/control",
+    "IPC:///tmp/weightsync-x/control",
+    "ipc:///dev/shm/weightsync-none/control",
+    "/dev/shm/weightsync-\0",
+    "/dev/shm/weightsync-none",
+    "/dev/shm/../etc/passwd",
+    "127.0.0.1",
+    "::1",
+    "localhost",
+    "0.0.0.0",
+    "::",
+    "255.255.255.255",
+    "224.0.0.1",
+    "fe80::1%lo",
+    "127.0.0.1:1",
+    "tcp://127.0.0.1:9",
+    "tcp://[::1]:9",
+    "tcp://0.0.0.0:9",
+    "tcp://localhost:9",
+    "tcp://127.0.0.1:0",
+    "tcp://127.0.0.1:99999",
+    "k" * 40,
+    "float32",
+    "bfloat16",
+    "complex128",
+    "xxh3_64",
+    "model.norm.weight",
+    "lm_head.weight",
+]
 #: A sender on another host, as far as its address can tell: two texts that would hardly ever meet.
 FAR = {"address": "tcp://127.0.0.1:9", "server_key": "k" * 40}
 INTEGERS = [-(1 << 63), -(1 << 31), -1, 0, 1 << 31, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 FLOATS = [nan, inf, -inf, -0.0, -1.5, 1e308, 5e-324]
 BLOBS = [
-    b"", b"\0", b"{", b"[", b"null", b"[]", b'""', b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"', b"{}{}", b"{" * 3000,
-    b'{"a":' * 3000, b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x8c\x05posix\x94.", b"cposix\nsystem\n(S'true'\ntR.",
-    b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffx", b"\xc1" * 9, b"\x91" * 3000,
-    b"\xc6\xff\xff\xff\xff", b"PK\x03\x04",
-]  # fmt: skip
+    b"",
+    b"\0",
+    b"{",
+    b"[",
+    b"null",
+    b"[]",
+    b'""',
+    b"\xff\xfe",
+    b"\xef\xbb\xbf{}",
+    b'{"',
+    b"{}{}",
+    b"{" * 3000,
+    b'{"a":' * 3000,
+    b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x8c\x05posix\x94.",
+    b"cposix\nsystem\n(S'true'\ntR.",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xffx",
+    b"\xc1" * 9,
+    b"\x91" * 3000,
+    b"\xc6\xff\xff\xff\xff",
+    b"PK\x03\x04",
+]
 
 #: For ``settings(FUZZ, max_examples=...)``: the same messages every time, none kept between runs.
 FUZZ = settings(
@@ -209,8 +271,11 @@ class Schema:
 
     @staticmethod
     def _faults():
-        return st.lists(st.tuples(st.sampled_from(["odd", "odd", "odd", "drop", "twice", "rename", "more"]),
-                                  st.integers(0, 30)), min_size=1, max_size=3)  # fmt: skip
+        return st.lists(
+            st.tuples(st.sampled_from(["odd", "odd", "odd", "drop", "twice", "rename", "more"]), st.integers(0, 30)),
+            min_size=1,
+            max_size=3,
+        )
 
     def _faulty(self, info):
         """The right shape, with one to three faults."""
@@ -263,80 +328,6 @@ _FINE = {
     inspect.UnionType: lambda schema, info: st.one_of(*map(schema._fine_value, info.types)),
     inspect.StructType: Schema._struct,
 }
-
-
-@contextmanager
-def stranger(context, address, server_key=""):
-    """A socket of this user's, or one that has learnt the key, at a sender that never asked it to come."""
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        if server_key:
-            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-            socket.curve_serverkey = server_key.encode()
-        socket.connect(address)
-        yield socket
-
-
-class Traps:
-    """Listens at addresses that must not be dialled; ``sprung()`` says which were. For a ``with`` block."""
-
-    def __init__(self):
-        self._open, self._traps = ExitStack(), {}
-        folder = Path(self._open.enter_context(TemporaryDirectory(prefix="wst-")))
-        self._listen(("127.0.0.1", 0))
-        self._listen(f"\0weightsync-{os.getpid()}/{directories.SOCKET_NAME}")
-        for name, mode in (("open", 0o755), ("group", 0o750), ("others", 0o700), ("private", 0o700), ("dead", 0o700)):
-            directory = folder / f"weightsync-{name}"
-            directory.mkdir()
-            directory.chmod(mode)
-        self._listen(folder / "weightsync-open" / directories.SOCKET_NAME)
-        self._listen(folder / "weightsync-group" / directories.SOCKET_NAME)
-        if os.geteuid() == 0:
-            self._listen(folder / "weightsync-others" / directories.SOCKET_NAME)
-            os.chown(folder / "weightsync-others", 65534, 65534)
-        self._listen(folder / "weightsync-private" / "other")
-        (folder / "elsewhere").mkdir(mode=0o700)
-        self._listen(folder / "elsewhere" / directories.SOCKET_NAME)
-        (folder / "weightsync-link").symlink_to(folder / "elsewhere")
-        (folder / "weightsync-private" / directories.SOCKET_NAME).symlink_to(
-            folder / "elsewhere" / directories.SOCKET_NAME
-        )
-        inside = ("link", "private", "absent", "dead/../elsewhere", f"dead/../../{folder.name}/elsewhere")
-        #: Their addresses, also in other words. "dead" alone may be dialled: a sender's, where nobody listens now.
-        self.texts = [
-            *self._traps,
-            *(f"ipc://{folder}/weightsync-{name}/{directories.SOCKET_NAME}" for name in (*inside, "dead")),
-            f"ipc://{folder}/./weightsync-open/{directories.SOCKET_NAME}",
-            f"ipc:{folder}/elsewhere/{directories.SOCKET_NAME}",
-            f"{folder}/elsewhere/{directories.SOCKET_NAME}",
-            f"ipc://{os.path.relpath(folder)}/weightsync-open/{directories.SOCKET_NAME}",
-        ]
-
-    def _listen(self, address):
-        trap = self._open.enter_context(socket.socket(socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX))
-        trap.bind(str(address) if isinstance(address, Path) else address)
-        trap.listen(64)
-        trap.setblocking(False)
-        named = f"ipc://{address}".replace("\0", "@")
-        self._traps[named if trap.family == socket.AF_UNIX else f"tcp://127.0.0.1:{trap.getsockname()[1]}"] = trap
-
-    def sprung(self):
-        """The addresses that were dialled."""
-        return [address for address, trap in self._traps.items() if _was_dialled(trap)]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._open.close()
-
-
-def _was_dialled(trap):
-    try:
-        trap.accept()[0].close()
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Line:

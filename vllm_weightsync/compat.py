@@ -32,16 +32,21 @@ _LOOK_UP_S: Final = 0.5
 #: Where the routes run: module -> attributes that this package leans on.
 SERVER: Final[Names] = {
     "vllm.v1.engine.async_llm": (
-        "AsyncLLM.collective_rpc", "AsyncLLM.pause_generation", "AsyncLLM.reset_prefix_cache",
-        "AsyncLLM.reset_encoder_cache", "AsyncLLM.update_weight_version", "AsyncLLM.get_weight_version",
-        "AsyncLLM.errored"),
+        "AsyncLLM.collective_rpc",
+        "AsyncLLM.pause_generation",
+        "AsyncLLM.reset_prefix_cache",
+        "AsyncLLM.reset_encoder_cache",
+        "AsyncLLM.update_weight_version",
+        "AsyncLLM.get_weight_version",
+        "AsyncLLM.errored",
+    ),
     "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async",),
     "vllm.v1.engine.core": ("EngineCore.pause_scheduler", "EngineCore.resume_scheduler"),
     "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_ALL"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.pause_state", "Scheduler.set_pause_state"),
     "vllm.v1.executor.abstract": ("Executor.is_sleeping",),
     "vllm.utils.import_utils": ("resolve_obj_by_qualname",),
-}  # fmt: skip
+}
 
 #: Where the weights are.
 WORKER: Final[Names] = {

@@ -10,9 +10,13 @@ from weightsync.engine.private_names import missing_below
 #: Connectors whose `reset_cache` says whether all the KV that they hold is gone.
 _RESETTABLE: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _ASKED: Final = (
-    "parallel_config.data_parallel_size", "parallel_config.enable_eplb", "parallel_config.enable_elastic_ep",
-    "ec_transfer_config", "kv_transfer_config", "speculative_config",
-)  # fmt: skip
+    "parallel_config.data_parallel_size",
+    "parallel_config.enable_eplb",
+    "parallel_config.enable_elastic_ep",
+    "ec_transfer_config",
+    "kv_transfer_config",
+    "speculative_config",
+)
 #: Ways to draft tokens without a model.
 _WITHOUT_MODEL: Final = ("ngram", "ngram_gpu", "suffix")
 

@@ -114,9 +114,16 @@ def hello(url, instance, ranks):
     """Of an engine on the CPU."""
     infos = tuple(http.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
     return http.OpenReply(
-        protocol=http.PROTOCOL, engine="test", engine_version="", package_version="", host="", model="", version="",
-        ranks=infos, instance=instance,
-    )  # fmt: skip
+        protocol=http.PROTOCOL,
+        engine="test",
+        engine_version="",
+        package_version="",
+        host="",
+        model="",
+        version="",
+        ranks=infos,
+        instance=instance,
+    )
 
 
 def bits(tensor):

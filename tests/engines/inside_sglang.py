@@ -136,9 +136,16 @@ def scheduler_of(models):
 
     def runner(model):
         updater = WeightUpdater(
-            tp_rank=0, device="cpu", gpu_id=0, model_config=None, custom_weight_loaders={}, get_model=lambda: model,
-            update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
-        )  # fmt: skip
+            tp_rank=0,
+            device="cpu",
+            gpu_id=0,
+            model_config=None,
+            custom_weight_loaders={},
+            get_model=lambda: model,
+            update_model_fields=None,
+            recapture_cuda_graph=None,
+            get_model_runner=None,
+        )
         return SimpleNamespace(model=model, weight_updater=updater)
 
     runners = {role: runner(model) for role, model in models.items()}
@@ -206,7 +213,13 @@ def deep():
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         found = {
-            "settings": settings(), "drafts": drafts(), "embeddings": embeddings(), "pauses": pauses(),
-            "worker": worker(), "loads": loads(), "guards": guards(), "deep": deep(),
-        }  # fmt: skip
+            "settings": settings(),
+            "drafts": drafts(),
+            "embeddings": embeddings(),
+            "pauses": pauses(),
+            "worker": worker(),
+            "loads": loads(),
+            "guards": guards(),
+            "deep": deep(),
+        }
     print(json.dumps(found))

@@ -6,6 +6,7 @@ import requests
 from hypothesis import given, settings
 
 from tests import fuzz
+from tests.traps import Traps
 from tools import servers
 from weightsync.protocol.auth import engine_token
 
@@ -29,7 +30,7 @@ def test_rubbish_is_answered_with_4xx_and_changes_nothing(served):
     served.push(served.a)
     digests, version = served.digests(), served.state().version
     line, start = fuzz.Line(served.server.url, engine_token()), time.monotonic()
-    with fuzz.Traps() as traps:
+    with Traps() as traps:
         for route, kind in fuzz.ROUTES.items():
             send_all(line, route, fuzz.Schema(traps.texts).bodies(kind))
         assert traps.sprung() == []

@@ -93,25 +93,41 @@ def _shown(outcome: Outcome) -> Outcome:
     phase = fault.phase + ("" if "kept" in fault.what else options)
     print(
         ROW.format(
-            fault.what, outcome.engine, fault.transport, phase, outcome.left,
-            f"{outcome.detect_s:.1f} s", outcome.mixed, outcome.restarted, "yes" if outcome.mended else "NO",
+            fault.what,
+            outcome.engine,
+            fault.transport,
+            phase,
+            outcome.left,
+            f"{outcome.detect_s:.1f} s",
+            outcome.mixed,
+            outcome.restarted,
+            "yes" if outcome.mended else "NO",
             f"WRONG: {outcome.wrong}" if outcome.wrong else outcome.error,
         ),
         flush=True,
-    )  # fmt: skip
+    )
     return outcome
 
 
 def _keep(path: Path, outcomes: list[Outcome], asked: argparse.Namespace) -> None:
     rows = [
         {
-            "fault": o.fault.what, "transport": o.fault.transport, "phase": o.fault.phase,
-            "options": o.fault.options, "outcome": o.left,
-            "trainer_was_told": o.claimed, "error": o.error, "detected_s": round(o.detect_s, 2), "answers": o.answers,
-            "mixed": o.mixed, "survivors_restarted": o.restarted, "mended": o.mended, "wrong": o.wrong,
+            "fault": o.fault.what,
+            "transport": o.fault.transport,
+            "phase": o.fault.phase,
+            "options": o.fault.options,
+            "outcome": o.left,
+            "trainer_was_told": o.claimed,
+            "error": o.error,
+            "detected_s": round(o.detect_s, 2),
+            "answers": o.answers,
+            "mixed": o.mixed,
+            "survivors_restarted": o.restarted,
+            "mended": o.mended,
+            "wrong": o.wrong,
         }
         for o in outcomes
-    ]  # fmt: skip
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"tp": asked.tp, "seed": asked.seed, "rounds": asked.rounds, "torch": torch.__version__}
     path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

@@ -51,9 +51,12 @@ def catalogue(tp: int, last: int, transport: str) -> list[Fault]:
     rank = tp - 1
     route = f"update_weights_via_{transport}"
     faults = [
-        *_signals(rank, last, route), *_exceptions(tp, rank, last), *_buckets(rank), *_connections(rank, route),
+        *_signals(rank, last, route),
+        *_exceptions(tp, rank, last),
+        *_buckets(rank),
+        *_connections(rank, route),
         *_world(rank),
-    ]  # fmt: skip
+    ]
     if transport == "ipc_zmq":
         return faults
     return [

@@ -62,8 +62,12 @@ class Trainer:
         env = {**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(fault_file)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.trainer"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -234,9 +238,12 @@ class Rig:
         urls = only or [self.url, self.bystander.url]
         options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **(fault.options if fault else {})}
         self.trainer.order(
-            urls=urls, model=str(self.folders[name]), version=f"{name}-{self._pushes}",
-            options=options, spoil=fault.spoil if fault else "",
-        )  # fmt: skip
+            urls=urls,
+            model=str(self.folders[name]),
+            version=f"{name}-{self._pushes}",
+            options=options,
+            spoil=fault.spoil if fault else "",
+        )
         return f"{name}-{self._pushes}"
 
     def push_clean(self, name: str, options: dict | None = None):

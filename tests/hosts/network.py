@@ -52,8 +52,11 @@ class Host:
         self._env = {**os.environ, "WEIGHTSYNC_TOKEN": token, "PYTHONPATH": path, "UCX_TLS": "tcp,self"}
         self._holder = subprocess.Popen(
             ["ip", "netns", "exec", namespace, "unshare", *NAMESPACES, "sh", "-c", HOLD, name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def ready(self):
         """Wait until it can be entered."""

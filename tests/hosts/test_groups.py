@@ -19,9 +19,14 @@ def pair():
     server = dist.TCPStore(HERE, 0, None, True, wait_for_workers=False)
     stores = (server, dist.TCPStore(HERE, server.port, None, False, wait_for_workers=False))
     asked = InitNcclGroup(
-        group_name="left", master_address=HERE, master_port=server.port, rank_offset=1, world_size=2, backend="gloo",
+        group_name="left",
+        master_address=HERE,
+        master_port=server.port,
+        rank_offset=1,
+        world_size=2,
+        backend="gloo",
         timeout_s=20.0,
-    )  # fmt: skip
+    )
     with ThreadPoolExecutor(2) as threads:
         trainer, engine = threads.map(lambda rank: Group(stores[rank], asked, rank, HERE, 20.0), (0, 1))
     yield trainer

@@ -90,9 +90,15 @@ def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
     client = EngineClient(running[0].url, auth.sender_token())
     begin = time.monotonic()
     asked = http.InitNcclGroup(
-        group_name="g", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="gloo",
-        timeout_s=60.0, owner="test",
-    )  # fmt: skip
+        group_name="g",
+        master_address="127.0.0.1",
+        master_port=1,
+        rank_offset=1,
+        world_size=2,
+        backend="gloo",
+        timeout_s=60.0,
+        owner="test",
+    )
     with pytest.raises(UnsupportedOption, match="world_size 2 is too small: this engine's 2 ranks are 1 to 2"):
         client.join(asked, Deadline(30.0))
     assert time.monotonic() - begin < 5

@@ -17,8 +17,10 @@ def loaded_by(code):
     """The modules that are loaded once this has run in an interpreter of its own."""
     said = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
-        check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     return set(json.loads(said.splitlines()[-1]))
 
 

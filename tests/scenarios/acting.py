@@ -106,9 +106,15 @@ class Acting(RuleBasedStateMachine):
             self.members, self.holds = {}, ""
 
     def sent(
-        self, what: str, act: Callable[[], Any], label: str, numbers: Sequence[int] | None = None, *,
-        faults: Sequence[Fault | None] = (), meanwhile: Sequence[Meanwhile] = (),
-    ) -> Outcome:  # fmt: skip
+        self,
+        what: str,
+        act: Callable[[], Any],
+        label: str,
+        numbers: Sequence[int] | None = None,
+        *,
+        faults: Sequence[Fault | None] = (),
+        meanwhile: Sequence[Meanwhile] = (),
+    ) -> Outcome:
         """A call of the sender that makes engines, by default all of its, serve ``label``."""
         engines = self.engines(list(self.members) if numbers is None else numbers)
         before, instances = dict(self.truth.seen), self.instances()
@@ -153,9 +159,16 @@ class Acting(RuleBasedStateMachine):
             self.holds = ""
 
     def pushed_by(
-        self, pusher: Pusher, numbers: Sequence[int], holds: int, content: int | None, options: dict[str, Any],
-        faults: Sequence[Fault | None], meanwhile: list[Meanwhile], end: Fault | None,
-    ) -> None:  # fmt: skip
+        self,
+        pusher: Pusher,
+        numbers: Sequence[int],
+        holds: int,
+        content: int | None,
+        options: dict[str, Any],
+        faults: Sequence[Fault | None],
+        meanwhile: list[Meanwhile],
+        end: Fault | None,
+    ) -> None:
         """A push by other processes."""
         pusher.start(self.world.weights, self.world.shared)
         engines, label, before = self.engines(numbers), self.label(holds), dict(self.truth.seen)
@@ -174,9 +187,14 @@ class Acting(RuleBasedStateMachine):
 
         some = [faults[engine.number] for engine in engines]
         said = self.play.call(
-            f"push by {len(pusher.children)}", limit_s, act, engines=engines, faults=some, meanwhile=meanwhile,
+            f"push by {len(pusher.children)}",
+            limit_s,
+            act,
+            engines=engines,
+            faults=some,
+            meanwhile=meanwhile,
             others=others,
-        ).result  # fmt: skip
+        ).result
         pusher.call_off()
         if len(said) == len(pusher.children):
             self.truth.told(said[0]["engines"], label, before, f"{label} of another process: {said[0]['message']}")
@@ -185,9 +203,11 @@ class Acting(RuleBasedStateMachine):
 
     def truth_of_shared(self) -> int:
         """Which content the learner's parameters have."""
-        return next(c for c in range(CONTENTS) if all(
-            one.equal(self.world.shared[name]) for name, one in self.world.weights.mapping(c).items()
-        ))  # fmt: skip
+        return next(
+            c
+            for c in range(CONTENTS)
+            if all(one.equal(self.world.shared[name]) for name, one in self.world.weights.mapping(c).items())
+        )
 
     def ended(self) -> None:
         for engine in self.world.engines:

@@ -17,10 +17,16 @@ still = st.integers(1, 4)
 
 
 def _fault(last: int = 7) -> st.SearchStrategy[Fault]:
-    places = st.sampled_from([
-        ("rank loads", (("tensor", last // 2),)), ("rank loads", (("tensor", 0),)), ("rank loads", (("tensor", last),)),
-        ("rank stops", ()), ("rank takes", (("bucket", 0),)), ("rank prepares", ()),
-    ])  # fmt: skip
+    places = st.sampled_from(
+        [
+            ("rank loads", (("tensor", last // 2),)),
+            ("rank loads", (("tensor", 0),)),
+            ("rank loads", (("tensor", last),)),
+            ("rank stops", ()),
+            ("rank takes", (("bucket", 0),)),
+            ("rank prepares", ()),
+        ]
+    )
     actions = st.sampled_from(["hold", "raise", "stop", "kill"])
     return st.builds(lambda place, action, steps: Fault(place[0], action, place[1], steps), places, actions, still)
 
@@ -57,13 +63,15 @@ beside_others = st.lists(
 #: What a trainer in another process dies of, or its last rank.
 ends = st.one_of(
     st.none(),
-    st.sampled_from([
-        Fault("trainer packs", "kill", (("number", 0),)),
-        Fault("trainer asks", "kill", (("route", "commit"),)),
-        Fault("trainer was answered", "kill", (("route", "commit"),)),
-        Fault("trainer was answered", "kill", (("route", "open"),)),
-    ]),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            Fault("trainer packs", "kill", (("number", 0),)),
+            Fault("trainer asks", "kill", (("route", "commit"),)),
+            Fault("trainer was answered", "kill", (("route", "commit"),)),
+            Fault("trainer was answered", "kill", (("route", "open"),)),
+        ]
+    ),
+)
 
 
 def _options(
@@ -72,9 +80,14 @@ def _options(
     if staging == "none":
         keep, verify = False, "off" if verify == "off" else "digest"
     return {
-        "transport": transport, "staging": staging, "verify": verify, "keep_previous": keep, "bucket_bytes": bucket,
-        "timeout_s": timeout_s, "pause": pause,
-    }  # fmt: skip
+        "transport": transport,
+        "staging": staging,
+        "verify": verify,
+        "keep_previous": keep,
+        "bucket_bytes": bucket,
+        "timeout_s": timeout_s,
+        "pause": pause,
+    }
 
 
 options = st.builds(

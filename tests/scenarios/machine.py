@@ -254,9 +254,13 @@ class Scenario(Acting):
     @rule(numbers=drawn.members, faults=drawn.faults, meanwhile=drawn.beside_others, end=drawn.ends, then=drawn.then)
     @step
     def other_process_pushes_shared(
-        self, numbers: Sequence[int], faults: Sequence[Fault | None], meanwhile: list[Meanwhile], end: Fault | None,
+        self,
+        numbers: Sequence[int],
+        faults: Sequence[Fault | None],
+        meanwhile: list[Meanwhile],
+        end: Fault | None,
         then: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The learner's parameters, which it may change as soon as the push is over, or whoever made it is dead."""
         now = self.truth_of_shared()
         self.pushed_by(self.world.pusher, numbers, now, None, PLAIN, faults, meanwhile, end)
@@ -273,9 +277,14 @@ class Scenario(Acting):
     )
     @step
     def sharded_trainer_pushes(
-        self, numbers: Sequence[int], content: int, options: dict[str, Any], faults: Sequence[Fault | None],
-        meanwhile: list[Meanwhile], end: Fault | None,
-    ) -> None:  # fmt: skip
+        self,
+        numbers: Sequence[int],
+        content: int,
+        options: dict[str, Any],
+        faults: Sequence[Fault | None],
+        meanwhile: list[Meanwhile],
+        end: Fault | None,
+    ) -> None:
         options = {**options, "staging": "full"}
         self.pushed_by(self.world.ranks, numbers, content, content, options, faults, meanwhile, end)
 

@@ -36,9 +36,12 @@ class Nursery:
         with theirs, (scratch / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.scenarios.nursery", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(scratch / "none"), "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+            )
         assert self.channel.recv(16) == b"ready", (scratch / "log").read_text()
 
     def start(self, role: str, fault_file: Path, files: list[int] = (), **more: object) -> Child:

@@ -96,10 +96,17 @@ class Play:
         self._lag, self._interrupts = lag, interrupts
 
     def call(
-        self, what: str, limit_s: float, act: Callable[[], Any], *, engines: Sequence[Engine] = (),
-        faults: Sequence[Fault | None] = (), meanwhile: Sequence[Meanwhile] = (), pusher: Suspect | None = None,
+        self,
+        what: str,
+        limit_s: float,
+        act: Callable[[], Any],
+        *,
+        engines: Sequence[Engine] = (),
+        faults: Sequence[Fault | None] = (),
+        meanwhile: Sequence[Meanwhile] = (),
+        pusher: Suspect | None = None,
         others: Callable[[Meanwhile], None] | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """``act``, which is to end within ``limit_s``. ``faults`` are ordered for ``engines``, in their order.
 
         ``meanwhile`` happens as soon as an engine stands still, or at once where none is to; what of it is not about an
@@ -166,9 +173,12 @@ class Play:
             raise TooLate(f"{what} took {took_s:.2f} s of {limit_s:g}, of which this machine was late for {late_s:.2f}")
 
     def _beside(
-        self, meanwhile: Sequence[Meanwhile], waits: Sequence[Engine], over: threading.Event,
+        self,
+        meanwhile: Sequence[Meanwhile],
+        waits: Sequence[Engine],
+        over: threading.Event,
         others: Callable[[Meanwhile], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         seen = 0
         while waits and not over.is_set():
             now = sum(engine.happened() for engine in waits)

@@ -42,12 +42,18 @@ class Run:
     def as_json(self) -> dict[str, Any]:
         """To be kept."""
         return {
-            "engine": self.engine, "seed": self.seed, "asked": self.asked, "steps": self.tally.steps,
-            "seconds": round(self.seconds, 1), "violations": self.violations,
+            "engine": self.engine,
+            "seed": self.seed,
+            "asked": self.asked,
+            "steps": self.tally.steps,
+            "seconds": round(self.seconds, 1),
+            "violations": self.violations,
             "first_seen_after_steps": {kind: steps for kind, (steps, _) in self.tally.found.items()},
             "rules": dict(sorted(self.tally.rules.items())),
-            "outcomes": dict(sorted(self.tally.outcomes.items())), "commit": _commit(), "torch": torch.__version__,
-        }  # fmt: skip
+            "outcomes": dict(sorted(self.tally.outcomes.items())),
+            "commit": _commit(),
+            "torch": torch.__version__,
+        }
 
 
 @contextlib.contextmanager
@@ -72,9 +78,15 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
 
 
 def run(
-    kind: str, number: int, *, steps: int, limit_s: float = float("inf"), grace_s: float | None = None,
-    known: tuple[str, ...] = (), shrink: bool = True,
-) -> Run:  # fmt: skip
+    kind: str,
+    number: int,
+    *,
+    steps: int,
+    limit_s: float = float("inf"),
+    grace_s: float | None = None,
+    known: tuple[str, ...] = (),
+    shrink: bool = True,
+) -> Run:
     """Scenarios from the seed ``number`` until there were ``steps`` steps, ``limit_s`` seconds, or a violation.
 
     ``grace_s``: by how many seconds calls may outlast their deadlines; ``known`` are kinds of violations to be counted
@@ -95,10 +107,13 @@ def run(
         machine.tally, machine.over = tally, over
         machine.world.grace_s = machine.world.grace_s if grace_s is None else grace_s
         chosen = settings(
-            max_examples=max(2, -(-2 * steps // _STEPS)), stateful_step_count=_STEPS, deadline=None, database=None,
+            max_examples=max(2, -(-2 * steps // _STEPS)),
+            stateful_step_count=_STEPS,
+            deadline=None,
+            database=None,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
-        )  # fmt: skip
+        )
         try:
             run_state_machine_as_test(seed(number)(machine), settings=chosen)
         except Exception as error:

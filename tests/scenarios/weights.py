@@ -14,9 +14,15 @@ from weightsync.tensors.layout import digest_of
 
 #: Several runs of bytes, so that a load can be held in the middle; small, so that thousands of pushes take minutes.
 SHAPES = {
-    "embed": (256, 64), "query": (64, 64), "key": (32, 64), "up": (160, 64), "down": (64, 160), "scale": (64,),
-    "norm": (64,), "head": (200, 64),
-}  # fmt: skip
+    "embed": (256, 64),
+    "query": (64, 64),
+    "key": (32, 64),
+    "up": (160, 64),
+    "down": (64, 160),
+    "scale": (64,),
+    "norm": (64,),
+    "head": (200, 64),
+}
 #: Those of a real engine are all loaded once, to learn the digests.
 CONTENTS = 4
 

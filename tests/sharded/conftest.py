@@ -25,10 +25,14 @@ class Trainer:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.sharded.trainer", str(rank), str(size), port, str(folder)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                cwd=ROOT,
             )
             for rank in range(size)
-        ]  # fmt: skip
+        ]
 
     def tell(self, word, *ranks):
         for rank in ranks or range(len(self.processes)):

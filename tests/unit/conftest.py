@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fuzz
+from tests.traps import Traps
 from tools import models
 from weightsync.protocol import auth, directories
 from weightsync.testing import ReferenceEngine
@@ -30,7 +30,7 @@ def trained(model_folder):
 @pytest.fixture
 def traps():
     """Addresses that must not be dialled, and were not in the end."""
-    with fuzz.Traps() as traps:
+    with Traps() as traps:
         yield traps
         assert traps.sprung() == []
 

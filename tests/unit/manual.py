@@ -27,9 +27,16 @@ RANK = Peer(HERE, 0)
 def hello_of(*ranks, host="", instance="once"):
     """What an engine says when it is opened, as far as a trainer's transports care; by default it has one rank."""
     return http.OpenReply(
-        protocol=http.PROTOCOL, engine="test", engine_version="", package_version="", host=host, model="", version="",
-        ranks=ranks or (http.RankInfo(rank=0, pid=0, device="cpu"),), instance=instance,
-    )  # fmt: skip
+        protocol=http.PROTOCOL,
+        engine="test",
+        engine_version="",
+        package_version="",
+        host=host,
+        model="",
+        version="",
+        ranks=ranks or (http.RankInfo(rank=0, pid=0, device="cpu"),),
+        instance=instance,
+    )
 
 
 class Trainer(Transfer):

@@ -25,13 +25,15 @@ def told(message):
 def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
     whole = {name: torch.randn(shape) for name, shape in (("a", (8, 64)), ("b", (6, 2048)), ("c", (5,)), ("d", (0, 3)))}
     ranks = [
-        open_source({
-            "a": LocalShard(whole["a"][rank * 4 : rank * 4 + 4], (8, 64), (rank * 4, 0)),
-            "b": LocalShard(whole["b"][:, rank * 1024 : rank * 1024 + 1024], (6, 2048), (0, rank * 1024)),
-            **({"c": whole["c"], "d": whole["d"]} if rank == 0 else {}),
-        })
+        open_source(
+            {
+                "a": LocalShard(whole["a"][rank * 4 : rank * 4 + 4], (8, 64), (rank * 4, 0)),
+                "b": LocalShard(whole["b"][:, rank * 1024 : rank * 1024 + 1024], (6, 2048), (0, rank * 1024)),
+                **({"c": whole["c"], "d": whole["d"]} if rank == 0 else {}),
+            }
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     made = plan([source.held for source in ranks])
     layout = Layout(made.manifest)
     halves = [

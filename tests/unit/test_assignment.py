@@ -35,10 +35,12 @@ def trainers(draw):
     ranks = []
     for _ in range(draw(st.integers(1, 4))):
         names = draw(st.lists(st.sampled_from(sorted(shapes)), unique=True))
-        ranks.append([
-            HeldShards(spec(shapes[n], n), tuple(draw(st.lists(boxes(shapes[n]), max_size=3))), draw(st.booleans()))
-            for n in names
-        ])  # fmt: skip
+        ranks.append(
+            [
+                HeldShards(spec(shapes[n], n), tuple(draw(st.lists(boxes(shapes[n]), max_size=3))), draw(st.booleans()))
+                for n in names
+            ]
+        )
     return ranks
 
 
@@ -73,8 +75,10 @@ def test_every_element_comes_once_from_a_rank_that_holds_it_or_what_nobody_holds
                 assert a + n <= b + m
             given_.append((source.spec.name, piece.part))
     assert all((count == 1).all() for count in counted(made.manifest, given_).values())
-    tensors = [{rank for rank, pieces in enumerate(made.pieces) for p in pieces if p.tensor == n}
-               for n in range(len(made.manifest))]  # fmt: skip
+    tensors = [
+        {rank for rank, pieces in enumerate(made.pieces) for p in pieces if p.tensor == n}
+        for n in range(len(made.manifest))
+    ]
     assert made.providers() == tensors
 
 
@@ -110,8 +114,10 @@ def test_a_regular_mesh_is_cut_into_its_shards_and_no_further(rows, columns):
     height, width = 8 // rows, 6 // columns
     ranks = [
         [HeldShards(spec((8, 6)), (Box((r * height, c * width), (height, width)),), alike=True)]
-        for r in range(rows) for c in range(columns) for _ in range(2)
-    ]  # fmt: skip
+        for r in range(rows)
+        for c in range(columns)
+        for _ in range(2)
+    ]
     assert sum(len(pieces) for pieces in plan(ranks).pieces) == rows * columns
 
 

@@ -77,9 +77,15 @@ class Experts(torch.nn.Module):
 
 
 KINDS = (
-    "a list", "the same list", "a number", "a dictionary", "lists in a list", "a buffer", "the environment",
+    "a list",
+    "the same list",
+    "a number",
+    "a dictionary",
+    "lists in a list",
+    "a buffer",
+    "the environment",
     "elsewhere",
-)  # fmt: skip
+)
 
 
 def load_experts(model, weights):

@@ -67,8 +67,10 @@ def test_status_tells_what_is_filled_and_what_was_compared(engine, trained, caps
         assert (rank.model.parameters, rank.model.written) == (len(names), len(names))
         assert (rank.model.unwritten, rank.model.unread_tensors, rank.model.pushes) == ((), 0, 2)
         assert [(one.what, one.fault) for one in rank.model.compared] == [
-            ("what the engine loaded", ""), ("what the loader does", ""), ("what is in the model", ""),
-        ]  # fmt: skip
+            ("what the engine loaded", ""),
+            ("what the loader does", ""),
+            ("what is in the model", ""),
+        ]
         assert all(one.push for one in rank.model.compared)
     assert main(["status", engine.url]) == 0
     shown = capsys.readouterr().out
@@ -142,12 +144,14 @@ NORMS = {"layers.0.norm": (8,), "norm": (8,)}
             {**NORMS, "layers.0.rotary.inv_freq": (64,)}, [{**NORMS, "layers.0.attn.k_scale": ()}], id="a scale of KV"
         ),
         pytest.param(
-            {**NORMS, "layers.1.norm": (8,), "layers.1.eh_proj": (8, 16)}, [{**NORMS, "layers.0.bias": (8,)}],
+            {**NORMS, "layers.1.norm": (8,), "layers.1.eh_proj": (8, 16)},
+            [{**NORMS, "layers.0.bias": (8,)}],
             id="a layer for prediction that the engine skips",
         ),
         pytest.param(
             {"layers.0.norm": (8,), "layers.1.norm": (8,)},
-            [{"layers.0.norm": (8,), "layers.0.bias": (8,)}, {"layers.1.norm": (8,)}], id="pipeline stages",
+            [{"layers.0.norm": (8,), "layers.0.bias": (8,)}, {"layers.1.norm": (8,)}],
+            id="pipeline stages",
         ),
         pytest.param(
             EXPERTS,
@@ -158,7 +162,7 @@ NORMS = {"layers.0.norm": (8,), "norm": (8,)}
             id="experts on two ranks, one padded",
         ),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_nobody_needs_and_parameters_with_defaults_are_no_fault(checkpoint, ranks):
     found, specs = accepted(checkpoint, *ranks)
     check_read(found, specs)
@@ -168,18 +172,22 @@ def test_tensors_that_nobody_needs_and_parameters_with_defaults_are_no_fault(che
     ("checkpoint", "ranks", "unwritten", "unread"),
     [
         pytest.param(
-            EXPERTS, [{**NORMS, "layers.0.experts.base_layer.w13": (4, 8, 8)}] * 2, r"layers\.0\.experts\.base_layer",
+            EXPERTS,
+            [{**NORMS, "layers.0.experts.base_layer.w13": (4, 8, 8)}] * 2,
+            r"layers\.0\.experts\.base_layer",
             r"layers\.0\.experts\.0\.w, layers\.0\.experts\.1\.w, layers\.0\.experts\.2\.w, layers\.0\.experts\.3\.w:",
             id="experts under another name on every rank",
         ),
         pytest.param(
             {"layers.0.norm": (8,), "layers.1.norm": (8,)},
-            [{"layers.0.norm": (8,)}, {"layers.1.base_layer.norm": (8,)}], r"layers\.1\.base_layer\.norm",
-            r"layers\.1\.norm:", id="on one stage of a pipeline",
+            [{"layers.0.norm": (8,)}, {"layers.1.base_layer.norm": (8,)}],
+            r"layers\.1\.base_layer\.norm",
+            r"layers\.1\.norm:",
+            id="on one stage of a pipeline",
         ),
         pytest.param({"norm": (8,)}, [{"base_layer.norm": (8,)}], r"base_layer\.norm", "norm:", id="in no layer"),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_that_all_skip_while_its_place_stays_as_it_was_is_refused(checkpoint, ranks, unwritten, unread):
     found, specs = accepted(checkpoint, *ranks)
     with pytest.raises(ManifestMismatch, match=f"loaded into {unwritten}.*no rank loads {unread}"):

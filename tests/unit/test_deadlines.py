@@ -80,9 +80,7 @@ def test_a_server_that_is_slow_in_any_way_is_left_at_the_deadline(how):
 
 
 def test_a_server_that_does_not_read_is_left_at_the_deadline():
-    request = http.UpdateRequest(
-        push="p", address="", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=MANY
-    )  # fmt: skip
+    request = http.UpdateRequest(push="p", address="", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=MANY)
     with closing(Slow(b"", b"", reads=False)) as slow, ThreadPoolExecutor(1) as thread:
         client = EngineClient(slow.url, "k")
         with pytest.raises(PushTimeout, match="did not answer update_weights_via_ipc_zmq"):

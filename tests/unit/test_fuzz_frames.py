@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests import fuzz
 from tests.helpers import plan_of
+from tests.traps import stranger_at
 from tests.unit.manual import BUCKET, CPU, HERE, RANK, SOON_S, Rank, Trainer
 from weightsync import errors
 from weightsync.engine.stage import Stages
@@ -276,7 +277,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
     with ThreadPoolExecutor(1) as threads:
         for _ in range(pushes):
             request = trainer.ask(plan_of(PUSH, layout, BUCKET, SOON_S), HERE)
-            with fuzz.stranger(context, request.address, request.server_key) as socket:
+            with stranger_at(context, request.address, request.server_key) as socket:
 
                 def disturb(socket=socket):
                     nonlocal sent

@@ -17,9 +17,15 @@ from weightsync.transports.registry import ENGINE_ENDS
 
 #: The trainer, an engine of two ranks, and one of one.
 ASKED = http.InitNcclGroup(
-    group_name="g", master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=4, backend="gloo",
-    timeout_s=5.0, members=(("http://a", 2), ("http://b", 1)),
-)  # fmt: skip
+    group_name="g",
+    master_address="127.0.0.1",
+    master_port=1,
+    rank_offset=1,
+    world_size=4,
+    backend="gloo",
+    timeout_s=5.0,
+    members=(("http://a", 2), ("http://b", 1)),
+)
 
 
 def asked(**changes):

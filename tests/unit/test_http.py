@@ -22,15 +22,35 @@ GOLDEN_JSON = [
     ),
     (http.StatusRequest(digest=True, timeout_s=1.5), b'{"digest":true,"timeout_s":1.5}'),
     (
-        http.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
-                      settings={"NCCL": "2.27.5"}, process_space="s", host="h", started=4),
+        http.RankInfo(
+            rank=1,
+            pid=2,
+            device="cuda",
+            device_uuid="u",
+            free_bytes=3,
+            transports=("nccl",),
+            settings={"NCCL": "2.27.5"},
+            process_space="s",
+            host="h",
+            started=4,
+        ),
         b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
         b'"settings":{"NCCL":"2.27.5"},"process_space":"s","host":"h","started":4}',
     ),
     (
         http.OpenReply(
-            protocol=(1, 0), engine="vllm", engine_version="0.32", package_version="0.1.0", host="b:1", model="m",
-            version="7", ranks=(), pause_refused={"keep": "why"}, instance="i", user="0 5", network="b:net:[1]",
+            protocol=(1, 0),
+            engine="vllm",
+            engine_version="0.32",
+            package_version="0.1.0",
+            host="b:1",
+            model="m",
+            version="7",
+            ranks=(),
+            pause_refused={"keep": "why"},
+            instance="i",
+            user="0 5",
+            network="b:net:[1]",
             stopped=True,
         ),
         b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
@@ -39,7 +59,11 @@ GOLDEN_JSON = [
     ),
     (
         http.UpdateRequest(
-            push="p", address="ipc:///d/control", secret="s", bucket_bytes=512, timeout_s=1.5,
+            push="p",
+            address="ipc:///d/control",
+            secret="s",
+            bucket_bytes=512,
+            timeout_s=1.5,
             manifest=(TensorSpec("w", "bfloat16", (2, 3)),),
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
@@ -49,8 +73,14 @@ GOLDEN_JSON = [
     (http.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
         http.InitNcclGroup(
-            group_name="g", master_address="10.0.0.1", master_port=29500, rank_offset=1, world_size=3, backend="gloo",
-            timeout_s=1.5, members=(("http://a", 2),),
+            group_name="g",
+            master_address="10.0.0.1",
+            master_port=29500,
+            rank_offset=1,
+            world_size=3,
+            backend="gloo",
+            timeout_s=1.5,
+            members=(("http://a", 2),),
         ),
         b'{"group_name":"g","master_address":"10.0.0.1","master_port":29500,"rank_offset":1,"world_size":3,'
         b'"backend":"gloo","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
@@ -85,7 +115,8 @@ GOLDEN_JSON = [
     ),
     (
         http.RankStatus(
-            rank=1, state="serving",
+            rank=1,
+            state="serving",
             model=ModelStatus(3, 2, ("p",), 1, ("w",), 4, (Comparison("what the loader does", "v", "f"),)),
         ),
         b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"","loading":"",'
@@ -106,20 +137,27 @@ GOLDEN_JSON = [
         http.ErrorReply(error="ManifestMismatch", message="m"),
         b'{"error":"ManifestMismatch","message":"m","weights":"unchanged"}',
     ),
-]  # fmt: skip
+]
 
 #: As they were before fields were added: what the others sent then, and all that the others understand now.
 EARLIER_JSON = [
     (http.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
     (
-        http.RankInfo(rank=1, pid=2, device="cuda", device_uuid="u", free_bytes=3, transports=("nccl",),
-                      settings={"NCCL": "2.27.5"}),
+        http.RankInfo(
+            rank=1,
+            pid=2,
+            device="cuda",
+            device_uuid="u",
+            free_bytes=3,
+            transports=("nccl",),
+            settings={"NCCL": "2.27.5"},
+        ),
         b'{"rank":1,"pid":2,"device":"cuda","device_uuid":"u","free_bytes":3,"transports":["nccl"],'
         b'"settings":{"NCCL":"2.27.5"},"process_space":""}',
     ),
     (http.AbortRequest(push="p", release="r", owner="o"), b'{"push":"p","release":"r","owner":"o"}'),
     (http.StatusRequest(digest=True), b'{"digest":true}'),
-]  # fmt: skip
+]
 
 FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
 GOLDEN_MSGPACK = [

@@ -27,9 +27,23 @@ from weightsync.engine.adapter import LoaderHooks
 
 
 KINDS = (
-    "narrow", "select", "transpose", "t", "chunk", "unsqueeze", "squeeze", "contiguous", "clone", "flatten", "detach",
-    "data", "slice", "device", "expand", "movedim",
-)  # fmt: skip
+    "narrow",
+    "select",
+    "transpose",
+    "t",
+    "chunk",
+    "unsqueeze",
+    "squeeze",
+    "contiguous",
+    "clone",
+    "flatten",
+    "detach",
+    "data",
+    "slice",
+    "device",
+    "expand",
+    "movedim",
+)
 
 
 @st.composite

@@ -45,9 +45,11 @@ def tensors_and_parts(draw):
 
 @settings(max_examples=40)
 @given(
-    tensors_and_parts(), st.sampled_from([1 << 16, 1 << 20, 1 << 23]), st.sampled_from([2, 1 << 11]),
+    tensors_and_parts(),
+    st.sampled_from([1 << 16, 1 << 20, 1 << 23]),
+    st.sampled_from([2, 1 << 11]),
     st.sampled_from(["", "xxh3_64"]),
-)  # fmt: skip
+)
 def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm):
     tensors, layout, demand = found
     size = min(slots * bucket_bytes, -(-max(layout.nbytes, 1) // bucket_bytes) * bucket_bytes)

@@ -27,15 +27,39 @@ def authority(tmp_path_factory):
     folder = tmp_path_factory.mktemp("authority")
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     openssl(
-        folder, "req", "-x509", *new, "-keyout", "ca-key.pem", "-out", "ca.pem", "-subj", "/CN=ours",
-        "-addext", "keyUsage=critical,keyCertSign,cRLSign",
-    )  # fmt: skip
+        folder,
+        "req",
+        "-x509",
+        *new,
+        "-keyout",
+        "ca-key.pem",
+        "-out",
+        "ca.pem",
+        "-subj",
+        "/CN=ours",
+        "-addext",
+        "keyUsage=critical,keyCertSign,cRLSign",
+    )
     openssl(folder, "req", *new[:-2], "-keyout", "key.pem", "-out", "asked.pem", "-subj", "/CN=engine")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     openssl(
-        folder, "x509", "-req", "-in", "asked.pem", "-CA", "ca.pem", "-CAkey", "ca-key.pem", "-CAcreateserial",
-        "-days", "2", "-extfile", "names", "-out", "chain.pem",
-    )  # fmt: skip
+        folder,
+        "x509",
+        "-req",
+        "-in",
+        "asked.pem",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca-key.pem",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+        "-out",
+        "chain.pem",
+    )
     return folder
 
 

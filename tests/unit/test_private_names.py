@@ -30,8 +30,13 @@ def test_nothing_is_said_where_nothing_is_gone():
 
 def test_how_a_push_is_verified_is_read_without_its_manifest():
     asked = http.UpdateRequest(
-        push="p", address="a", secret="s", bucket_bytes=512, timeout_s=1.0, verify="deep",
+        push="p",
+        address="a",
+        secret="s",
+        bucket_bytes=512,
+        timeout_s=1.0,
+        verify="deep",
         manifest=(http.TensorSpec("w", "bfloat16", (2,)),),
-    )  # fmt: skip
+    )
     assert http.verify_of(http.to_json(asked)) == "deep"
     assert http.verify_of(b'{"push":"p"}') == "off"

@@ -103,10 +103,14 @@ def test_without_the_key_nothing_is_said_or_done(listening):
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("add_engine", b"", 400), ("add_engine", b"{", 400), ("add_engine", b'{"url":7}', 400),
-        ("add_engine", b" " * 70000, 413), ("commit", b"{}", 404), ("../etc", b"{}", 404),
+        ("add_engine", b"", 400),
+        ("add_engine", b"{", 400),
+        ("add_engine", b'{"url":7}', 400),
+        ("add_engine", b" " * 70000, 413),
+        ("commit", b"{}", 404),
+        ("../etc", b"{}", 404),
     ],
-)  # fmt: skip
+)
 def test_rubbish_is_refused(listening, path, body, status):
     _, address = listening
     headers = {"Authorization": f"Bearer {auth.sender_token()}"}

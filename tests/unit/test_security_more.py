@@ -20,6 +20,7 @@ import zmq
 
 from tests import fuzz
 from tests.helpers import plan_of
+from tests.traps import Traps, stranger_at
 from tests.unit.manual import Trainer
 from tools import models
 from weightsync import Sender, cli
@@ -221,7 +222,7 @@ def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
 
 @pytest.mark.parametrize("transport", TRAINER_ENDS)
 def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport):
-    with fuzz.Traps() as traps:
+    with Traps() as traps:
         for address in (*traps.texts, *fuzz.TEXTS):
             asked = prepare(address, server_key=CURVE_KEY)
             reply = post(engine, f"update_weights_via_{transport}", http.to_json(asked))
@@ -233,7 +234,7 @@ def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport)
 
 @pytest.mark.parametrize("transport", TRAINER_ENDS)
 def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_keeps_others_out(engine, transport):
-    with fuzz.Traps() as traps:
+    with Traps() as traps:
         (trap,) = [text for text in traps.texts if text.startswith("tcp://")]
         asked = prepare(trap, owner="o", holder="nobody")  # without its key no transport may dial it
         assert post(engine, f"update_weights_via_{transport}", http.to_json(asked)).status_code == 409
@@ -343,7 +344,7 @@ def flood(send):
 def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(trainer, context):
     trainer.ask(plan_of("p", Layout(MANIFEST), 512, 1.0), "here")
     with (
-        fuzz.stranger(context, trainer.here) as stranger,
+        stranger_at(context, trainer.here) as stranger,
         flood(lambda frame: stranger.send(frame, zmq.DONTWAIT)),
     ):
         start = time.monotonic()
@@ -387,7 +388,7 @@ def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context
 
 
 def test_a_frame_beyond_the_limit_does_not_reach_a_trainer(trainer, context):
-    with fuzz.stranger(context, trainer.here) as stranger:
+    with stranger_at(context, trainer.here) as stranger:
         stranger.send(bytes(1))
         assert trainer.control.socket.poll(10_000)
         trainer.control.socket.recv_multipart()

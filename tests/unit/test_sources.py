@@ -252,8 +252,11 @@ def test_parameters_that_share_a_storage_apart_are_both_sent():
     module = nn.ParameterDict({"a": flat[:4], "b": flat[4:], "empty": flat[:0], "nothing": flat[:0]})
     tensors = read(open_source(module))
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
-        "a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "empty": [], "nothing": []
-    }  # fmt: skip
+        "a": [0, 1, 2, 3],
+        "b": [4, 5, 6, 7],
+        "empty": [],
+        "nothing": [],
+    }
 
 
 def test_a_transposed_parameter_goes_out_with_its_values():
@@ -273,13 +276,17 @@ def compiled(model):
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("wrap", [
-    compiled,
-    nn.parallel.DistributedDataParallel,
-    nn.DataParallel,
-    lambda model: compiled(nn.parallel.DistributedDataParallel(model)),
-    lambda model: nn.parallel.DistributedDataParallel(compiled(model)),
-], ids=["compile", "ddp", "dp", "compile(ddp)", "ddp(compile)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        compiled,
+        nn.parallel.DistributedDataParallel,
+        nn.DataParallel,
+        lambda model: compiled(nn.parallel.DistributedDataParallel(model)),
+        lambda model: nn.parallel.DistributedDataParallel(compiled(model)),
+    ],
+    ids=["compile", "ddp", "dp", "compile(ddp)", "ddp(compile)"],
+)
 @pytest.mark.usefixtures("process_group")
 def test_wrappers_leave_no_trace(wrap):
     model = qwen3_moe()

@@ -31,8 +31,10 @@ def test_a_mapping_goes_out_as_it_stands():
     weights = {"b": nn.Parameter(shared), "a": shared, "n": torch.tensor(3)}
     source = open_source(weights)
     assert source.specs == (
-        TensorSpec("b", "float32", (4,)), TensorSpec("a", "float32", (4,)), TensorSpec("n", "int64", ())
-    )  # fmt: skip
+        TensorSpec("b", "float32", (4,)),
+        TensorSpec("a", "float32", (4,)),
+        TensorSpec("n", "int64", ()),
+    )
     tensors = read(source)
     assert tensors["a"].data_ptr() == tensors["b"].data_ptr() == shared.data_ptr()
     assert not tensors["b"].requires_grad
@@ -65,15 +67,21 @@ def test_a_mapping_may_make_its_tensors_one_at_a_time():
     assert [tensor.tolist() for tensor in open_source(OnDemand()).tensors()] == [[1, 1], [2, 2], [3, 3]]
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ({}, "the mapping holds no tensors"),
-    ({1: torch.zeros(1)}, r"tensor names must be str, not int \(1\)"),
-    ({"w": [1.0]}, "w: expected a torch.Tensor, not builtins.list"),
-    ({"w": torch.zeros(1, device="meta")}, "w: the tensor is on the meta device"),
-    ({"w": torch.eye(2).to_sparse()}, "w: layout torch.sparse_coo cannot be sent"),
-    ({"w": torch.zeros(1, dtype=torch.complex64)}, "w: dtype torch.complex64 cannot be sent"),
-    ({"w": torch.Tensor._make_subclass(type("Odd", (torch.Tensor,), {}), torch.zeros(1))}, "w: tensors of type Odd"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "the mapping holds no tensors"),
+        ({1: torch.zeros(1)}, r"tensor names must be str, not int \(1\)"),
+        ({"w": [1.0]}, "w: expected a torch.Tensor, not builtins.list"),
+        ({"w": torch.zeros(1, device="meta")}, "w: the tensor is on the meta device"),
+        ({"w": torch.eye(2).to_sparse()}, "w: layout torch.sparse_coo cannot be sent"),
+        ({"w": torch.zeros(1, dtype=torch.complex64)}, "w: dtype torch.complex64 cannot be sent"),
+        (
+            {"w": torch.Tensor._make_subclass(type("Odd", (torch.Tensor,), {}), torch.zeros(1))},
+            "w: tensors of type Odd",
+        ),
+    ],
+)
 def test_mappings_that_cannot_be_sent_are_refused_by_name(weights, message):
     with pytest.raises(SourceError, match=message):
         open_source(weights)
@@ -129,24 +137,30 @@ def test_a_weight_source_is_read_afresh_at_every_pass():
     assert stream.passes == 2
 
 
-@pytest.mark.parametrize(("yielded", "message"), [
-    ([A], "ended before b, which metadata"),
-    ([A, B, B], "yielded 'b' after the last"),
-    ([B, A], r"yielded 'b' where metadata\(\) announces a float32\[2, 3\]"),
-    ([A, ("b", torch.zeros(4))], "b: was announced as b bfloat16"),
-    ([A, ("b", None)], "b: expected a torch.Tensor, not builtins.NoneType"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("yielded", "message"),
+    [
+        ([A], "ended before b, which metadata"),
+        ([A, B, B], "yielded 'b' after the last"),
+        ([B, A], r"yielded 'b' where metadata\(\) announces a float32\[2, 3\]"),
+        ([A, ("b", torch.zeros(4))], "b: was announced as b bfloat16"),
+        ([A, ("b", None)], "b: expected a torch.Tensor, not builtins.NoneType"),
+    ],
+)
 def test_a_weight_source_must_yield_what_it_announces(yielded, message):
     with pytest.raises(SourceError, match=message):
         list(open_source(Stream([A, B], yielded)).tensors())
 
 
-@pytest.mark.parametrize(("announced", "message"), [
-    ([], r"Stream.metadata\(\) holds no tensors"),
-    ([A, A], "holds a twice"),
-    ([(3, torch.zeros(1))], "tensor names must be str"),
-    ([("w", torch.zeros(1, dtype=torch.complex64))], "w: dtype torch.complex64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("announced", "message"),
+    [
+        ([], r"Stream.metadata\(\) holds no tensors"),
+        ([A, A], "holds a twice"),
+        ([(3, torch.zeros(1))], "tensor names must be str"),
+        ([("w", torch.zeros(1, dtype=torch.complex64))], "w: dtype torch.complex64"),
+    ],
+)
 def test_metadata_that_cannot_be_sent_is_refused(announced, message):
     with pytest.raises(SourceError, match=message):
         open_source(Stream(announced))
@@ -219,8 +233,9 @@ def test_shards_are_read_as_their_index_says(tmp_path):
     }
     write_shards(tmp_path, shards, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
     assert {name: tensor.tolist() for name, tensor in read(open_source(tmp_path)).items()} == {
-        "a": [1, 1], "b": [2, 2, 2]
-    }  # fmt: skip
+        "a": [1, 1],
+        "b": [2, 2, 2],
+    }
 
 
 def test_a_checkpoint_is_read_as_it_is_now(tmp_path):
@@ -247,18 +262,24 @@ def test_shards_without_an_index_are_read_where_no_name_comes_twice(tmp_path):
         read_specs(tmp_path)
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({}, r"holds no \*.safetensors"),
-    ({"pytorch_model.bin": b""}, r"pickle files \(pytorch_model.bin\).*save_pretrained"),
-    ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "LoRA adapter; merge it"),
-    ({"model.safetensors": b"short"}, "model.safetensors cannot be read as safetensors"),
-    ({INDEX: b"{"}, "cannot be read as JSON"),
-    ({INDEX: b"[]"}, "no weight_map"),
-    ({INDEX: b'{"weight_map": {"a": 3}}'}, "no weight_map"),
-    ({INDEX: b'{"weight_map": {"a": "gone.safetensors"}}'}, "a is said to lie in gone.safetensors, which is missing"),
-    ({INDEX: b'{"weight_map": {"a": "../up.safetensors"}}'}, "outside of the folder"),
-    ({INDEX: b'{"weight_map": {}}'}, "holds no tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"holds no \*.safetensors"),
+        ({"pytorch_model.bin": b""}, r"pickle files \(pytorch_model.bin\).*save_pretrained"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "LoRA adapter; merge it"),
+        ({"model.safetensors": b"short"}, "model.safetensors cannot be read as safetensors"),
+        ({INDEX: b"{"}, "cannot be read as JSON"),
+        ({INDEX: b"[]"}, "no weight_map"),
+        ({INDEX: b'{"weight_map": {"a": 3}}'}, "no weight_map"),
+        (
+            {INDEX: b'{"weight_map": {"a": "gone.safetensors"}}'},
+            "a is said to lie in gone.safetensors, which is missing",
+        ),
+        ({INDEX: b'{"weight_map": {"a": "../up.safetensors"}}'}, "outside of the folder"),
+        ({INDEX: b'{"weight_map": {}}'}, "holds no tensors"),
+    ],
+)
 def test_damaged_and_foreign_folders_are_refused(files, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -277,18 +298,21 @@ def test_a_name_that_is_no_folder_is_refused():
         open_source("some-org/some-model")
 
 
-@pytest.mark.parametrize(("config", "tied"), [
-    ({"tie_word_embeddings": True}, True),
-    ({"tie_word_embeddings": False}, False),
-    ({"text_config": {"tie_word_embeddings": True}}, True),
-    ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, True),
-    ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}, True),
-    ({"model_type": "no-such-model"}, False),
-    ({"model_type": "llama"}, False),
-    ({"model_type": "gemma2"}, True),
-    ({}, False),
-    (None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": False}, False),
+        ({"text_config": {"tie_word_embeddings": True}}, True),
+        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, True),
+        ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}}, True),
+        ({"model_type": "no-such-model"}, False),
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma2"}, True),
+        ({}, False),
+        (None, False),
+    ],
+)
 def test_the_second_half_of_a_tied_pair_is_optional(config, tied, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))

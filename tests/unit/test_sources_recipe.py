@@ -29,9 +29,20 @@ TINY = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-DEEPSEEK = {**TINY, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8, "v_head_dim": 8}  # fmt: skip
+DEEPSEEK = {
+    **TINY,
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 def test_a_conversion_that_writes_into_the_weights_is_refused():
@@ -86,12 +97,15 @@ def test_computed_tensors_that_share_an_input_form_one_group():
     assert all(map(torch.equal, compute(recipe.steps[0], convert, state), [state["a"] + state["b"], state["b"].exp()]))
 
 
-@pytest.mark.parametrize(("kind", "config"), [
-    (Qwen3ForCausalLM, Qwen3Config(**TINY, tie_word_embeddings=True)),
-    (LlamaForCausalLM, LlamaConfig(**TINY)),
-    (Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **EXPERTS, num_experts=4)),
-    (DeepseekV3ForCausalLM, DeepseekV3Config(**DEEPSEEK)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Qwen3ForCausalLM, Qwen3Config(**TINY, tie_word_embeddings=True)),
+        (LlamaForCausalLM, LlamaConfig(**TINY)),
+        (Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **EXPERTS, num_experts=4)),
+        (DeepseekV3ForCausalLM, DeepseekV3Config(**DEEPSEEK)),
+    ],
+)
 def test_a_configuration_promises_what_a_loaded_model_sends(kind, config, tmp_path):
     kind(config).save_pretrained(tmp_path)
     source = open_source(kind.from_pretrained(tmp_path, dtype=torch.bfloat16))
@@ -102,11 +116,14 @@ def test_a_configuration_promises_what_a_loaded_model_sends(kind, config, tmp_pa
     assert ("float32" in {spec.dtype for spec in specs}) is (kind is DeepseekV3ForCausalLM)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-    ({"architectures": ["NoSuchModel"]}, "names NoSuchModel, which transformers"),
-    ({"architectures": None}, "names no architecture"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"architectures": ["NoSuchModel"]}, "names NoSuchModel, which transformers"),
+        ({"architectures": None}, "names no architecture"),
+    ],
+)
 def test_configurations_that_say_too_little_are_refused(change, message, tmp_path):
     config = LlamaConfig(**TINY)
     config.architectures = ["LlamaForCausalLM"]

@@ -206,9 +206,18 @@ def message(rig, name):
 
 
 MESSAGES = (
-    "prepare", "ready", "commit", "commit of another", "rollback", "restore", "abort", "abort of another", "release",
-    "status", "open",
-)  # fmt: skip
+    "prepare",
+    "ready",
+    "commit",
+    "commit of another",
+    "rollback",
+    "restore",
+    "abort",
+    "abort of another",
+    "release",
+    "status",
+    "open",
+)
 #: Loading begins and ends within one call: what comes then comes from inside it.
 RANK_STATES = tuple(state for state in ENGINE if state != "unsynced")
 

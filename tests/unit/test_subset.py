@@ -165,8 +165,10 @@ def checkpoint(seed):
 def test_a_load_plan_knows_what_it_reads(rank):
     plan, _ = plan_for(half_model(), halves(rank), checkpoint(0))
     assert dict(plan.parts.table()) == {
-        0: Box((rank * 8, 0), (8, 64)), 1: Box((0, rank * 16384), (6, 16384)), 4 - rank: Box((0, 0), (0, 0)),
-    }  # fmt: skip
+        0: Box((rank * 8, 0), (8, 64)),
+        1: Box((0, rank * 16384), (6, 16384)),
+        4 - rank: Box((0, 0), (0, 0)),
+    }
 
 
 def test_short_pieces_are_not_worth_reading_one_by_one():

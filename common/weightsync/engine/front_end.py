@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import arenas
-from weightsync.protocol import addresses, directories, http
+from weightsync.protocol import addresses, directories, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.states import ENGINE, Machine
 from weightsync.transports.nccl.groups import check_world
@@ -48,9 +48,16 @@ _ANSWER_S: Final = 0.25
 
 #: From harmless to worst: an engine is in the worst state of its ranks.
 _STATES: Final[tuple[http.State, ...]] = (
-    "serving", "receiving", "prepared", "applying", "unsynced", "dirty_receiving", "dirty_prepared", "dirty_applying",
+    "serving",
+    "receiving",
+    "prepared",
+    "applying",
+    "unsynced",
+    "dirty_receiving",
+    "dirty_prepared",
+    "dirty_applying",
     "dirty",
-)  # fmt: skip
+)
 
 
 class EngineFrontEnd(Protocol):
@@ -98,7 +105,7 @@ class FrontEnd:
     @property
     def stopped(self) -> str:
         """Why the engine does not generate; empty if it does."""
-        return (self._detail or self._machine.state) if http.is_stopped(self._machine.state) else ""
+        return (self._detail or self._machine.state) if states.is_stopped(self._machine.state) else ""
 
     async def open(self, asked: http.OpenRequest) -> http.OpenReply:
         """Who the engine and its ranks are. Raises `ProtocolMismatch`."""

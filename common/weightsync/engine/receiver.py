@@ -98,10 +98,17 @@ class Receiver:
         """Who this rank is and what memory it has."""
         device = self._adapter.device
         return RankInfo(
-            rank=self._adapter.rank, pid=os.getpid(), device=device.type, device_uuid=device_uuid(device),
-            free_bytes=arenas.free_bytes(device), transports=available(), settings=groups.settings(),
-            process_space=arenas.process_space(), host=arenas.host_id(), started=started(os.getpid()),
-        )  # fmt: skip
+            rank=self._adapter.rank,
+            pid=os.getpid(),
+            device=device.type,
+            device_uuid=device_uuid(device),
+            free_bytes=arenas.free_bytes(device),
+            transports=available(),
+            settings=groups.settings(),
+            process_space=arenas.process_space(),
+            host=arenas.host_id(),
+            started=started(os.getpid()),
+        )
 
     def status(self, digest: bool = False) -> RankStatus:
         """What this rank is doing."""

@@ -1,11 +1,17 @@
-"""Messages to bytes and back; reading raises one kind of error, whatever the bytes are."""
+"""Fields of messages; messages to bytes and back. Reading raises one kind of error, whatever the bytes are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
+
+MAX_TEXT_CHARS: Final = 1024
+#: Names, labels and addresses that are kept, logged, or told to others.
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+#: torch has no tensor of more dimensions.
+Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 
 M = TypeVar("M")
 

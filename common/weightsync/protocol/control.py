@@ -7,8 +7,9 @@ from typing import Annotated
 import msgspec
 
 from weightsync.protocol import codec
+from weightsync.protocol.codec import Shape
 from weightsync.protocol.handles import CudaHandle, InPlaceHandle, NixlHandle, ShmHandle
-from weightsync.protocol.http import Message, Shape
+from weightsync.protocol.http import Message
 
 
 class Register(Message, frozen=True, tag="hello"):

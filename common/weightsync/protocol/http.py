@@ -1,4 +1,4 @@
-"""Every message that crosses a process, once: JSON over HTTP, here; msgpack over ZMQ, in `frames`.
+"""Every message that crosses a process, once: JSON over HTTP here, msgpack over ZMQ in `control`.
 
 Rules of evolution: a field added later has a default, a tag is never reused, bulk bytes never ride in a message.
 """
@@ -12,6 +12,7 @@ import msgspec
 
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.protocol import codec
+from weightsync.protocol.codec import Shape, Text
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; the lower minor is spoken.
@@ -31,15 +32,16 @@ Verify = Literal["digest", "deep", "off"]
 #: What one rank, or the whole of an engine, is doing; `states.ENGINE` says what leads where. ``unsynced`` is an
 #: engine that was started so that it must not serve before its first push.
 State = Literal[
-    "serving", "receiving", "prepared", "applying", "dirty", "dirty_receiving", "dirty_prepared", "dirty_applying",
+    "serving",
+    "receiving",
+    "prepared",
+    "applying",
+    "dirty",
+    "dirty_receiving",
+    "dirty_prepared",
+    "dirty_applying",
     "unsynced",
-]  # fmt: skip
-
-
-def is_stopped(state: State) -> bool:
-    """Whether an engine in this state generates nothing."""
-    return state.startswith("dirty") or state == "unsynced"
-
+]
 
 #: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
 MAX_BODY_BYTES: Final = 64 << 20
@@ -47,11 +49,6 @@ MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 1
 MAX_TIMEOUT_S: Final = 86400.0  #: Longest that anything may be asked to take, in seconds.
 LOOK_S: Final = 5.0  #: For what only looks or forgets, where nobody says how long it may take, in seconds.
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
-MAX_TEXT_CHARS: Final = 1024
-#: Names, labels and addresses that are kept, logged, or told to others.
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
-#: torch has no tensor of more dimensions.
-Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from weightsync.errors import UnsupportedOption
-from weightsync.protocol.http import MAX_TEXT_CHARS
+from weightsync.protocol.codec import MAX_TEXT_CHARS
 
 _PORTS: Final = {"http": 80, "https": 443}
 #: How much errors show of what is too long.

@@ -76,6 +76,11 @@ class Machine(Generic[S]):
         return self.state
 
 
+def is_stopped(state: State) -> bool:
+    """Whether an engine in this state generates nothing."""
+    return state.startswith("dirty") or state == "unsynced"
+
+
 def diagram(table: Table) -> str:
     """The table as the text of a Mermaid state diagram."""
     lines = ["stateDiagram-v2"]

@@ -75,8 +75,12 @@ def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
 _called: Final[Any] = weakref.ref.__call__
 #: What is seen of a tensor: not its values, and its device by the address.
 _LOOKS: Final[tuple[Any, ...]] = (
-    torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, operator.attrgetter("dtype"), torch.Tensor.is_neg,
-)  # fmt: skip
+    torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    operator.attrgetter("dtype"),
+    torch.Tensor.is_neg,
+)
 
 
 def looks(tensors: list[torch.Tensor]) -> Iterator[tuple[object, ...]]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from weightsync.protocol.http import Shape, TensorSpec
+from weightsync.protocol.codec import Shape
+from weightsync.protocol.http import TensorSpec
 
 
 class Box(NamedTuple):

@@ -24,12 +24,27 @@ ALIGN_BYTES: Final = 512
 DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name)
     for name in (
-        "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-        "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
         "bool",
     )
     if hasattr(torch, name)
-}  # fmt: skip
+}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 #: How many names an error lists before it says "and N more", and how much of each.

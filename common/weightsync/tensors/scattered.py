@@ -23,9 +23,13 @@ class Scattered:
     """
 
     def __init__(
-        self, starts: Sequence[int], parts: Sequence[torch.Tensor], nbytes: int, revoked: torch.Tensor,
+        self,
+        starts: Sequence[int],
+        parts: Sequence[torch.Tensor],
+        nbytes: int,
+        revoked: torch.Tensor,
         owner_lives: Callable[[], bool] = lambda: True,
-    ):  # fmt: skip
+    ):
         self._starts, self._parts, self._nbytes, self._revoked = starts, parts, nbytes, revoked
         self._owner_lives = owner_lives
         self.serial, self.device = next(_serial), parts[0].device

@@ -69,9 +69,14 @@ def _part(stream_bytes: int) -> int:
 
 
 def choose(
-    stream_bytes: int, free_bytes: int, rank_bytes: int, asked: int | None, staged: Staging, keep: bool,
+    stream_bytes: int,
+    free_bytes: int,
+    rank_bytes: int,
+    asked: int | None,
+    staged: Staging,
+    keep: bool,
     shared: bool = False,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """Buckets and stage for a stream.
 
     ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for

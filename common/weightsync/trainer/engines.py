@@ -28,7 +28,7 @@ from weightsync.errors import (
     joined,
 )
 from weightsync.memory import processes
-from weightsync.protocol import auth, http
+from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
 from weightsync.trainer.client import EngineClient, check_other, said
@@ -220,7 +220,7 @@ class Engines:
         replies = self.try_all(lambda client: client.status(deadline, digest=digest))
         for engine, reply in zip(self.by_url.values(), replies, strict=True):
             if not isinstance(reply, WeightSyncError):
-                engine.stopped = http.is_stopped(reply.state)
+                engine.stopped = states.is_stopped(reply.state)
         return dict(zip(self.by_url, replies, strict=True))
 
     def behind(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:

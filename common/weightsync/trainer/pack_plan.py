@@ -69,9 +69,15 @@ class PackPlan:
     """
 
     def __init__(
-        self, layout: Layout, addresses: Sequence[int], arena: Stream, bucket_bytes: int, slots: int,
-        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Piece]]], demand: Wanted,
-    ):  # fmt: skip
+        self,
+        layout: Layout,
+        addresses: Sequence[int],
+        arena: Stream,
+        bucket_bytes: int,
+        slots: int,
+        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Piece]]],
+        demand: Wanted,
+    ):
         self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
         self.gather_s = self.digest_s = 0.0
         self._addresses, self._boxes = addresses, boxes
@@ -173,9 +179,14 @@ def _grouped(group: _Group) -> _Done:
 
 
 def pack_plan(
-    layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted,
+    layout: Layout,
+    arena: Stream,
+    bucket_bytes: int,
+    slots: int,
+    algorithm: str,
+    demand: Wanted,
     addresses: Sequence[int],
-) -> PackPlan | None:  # fmt: skip
+) -> PackPlan | None:
     """A plan, where all that is to be hashed lies in one piece each."""
     if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
         return None

@@ -38,9 +38,7 @@ class Packer:
     Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
     """
 
-    def __init__(
-        self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted
-    ):  # fmt: skip
+    def __init__(self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted):
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
         self._copies = not isinstance(arena, Scattered)
         self._algorithm, self._demand = algorithm, demand

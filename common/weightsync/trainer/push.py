@@ -84,9 +84,12 @@ class Change:
 
     def _request(self, push: str, label: str) -> http.CommitRequest:
         return http.CommitRequest(
-            push=push, version=label, pause=self._pause, timeout_s=max(self._deadline.left(), 0.1),
+            push=push,
+            version=label,
+            pause=self._pause,
+            timeout_s=max(self._deadline.left(), 0.1),
             owner=self._engines.owner,
-        )  # fmt: skip
+        )
 
     def _commit(self, request: http.CommitRequest) -> Commits:
         self._deadline.check("the engines to be asked to commit")

@@ -155,9 +155,14 @@ class Planner:
             ranks, here, options = self._engines.ranks, transfer.device.type, self._options
             free = min([transfer.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
             self._chosen = choose(
-                layout.nbytes, free, buckets.stage_bytes(ranks), options.bucket_bytes, options.staging, options.keep,
+                layout.nbytes,
+                free,
+                buckets.stage_bytes(ranks),
+                options.bucket_bytes,
+                options.staging,
+                options.keep,
                 self._shared,
-            )  # fmt: skip
+            )
         return self._chosen
 
     def _request(self, transfer: Transfer, source: Source, layout: Layout, choice: Choice) -> http.UpdateRequest:
@@ -165,12 +170,20 @@ class Planner:
         devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._engines.ranks)]
         options = self._options
         return http.UpdateRequest(
-            push=secrets.token_hex(8), address="", secret="", bucket_bytes=choice.bucket_bytes,
-            timeout_s=options.timeout_s, manifest=layout.specs,
-            owner=self._engines.owner, holder=self._engines.holder, verify=options.verify,
+            push=secrets.token_hex(8),
+            address="",
+            secret="",
+            bucket_bytes=choice.bucket_bytes,
+            timeout_s=options.timeout_s,
+            manifest=layout.specs,
+            owner=self._engines.owner,
+            holder=self._engines.holder,
+            verify=options.verify,
             digest="" if options.verify == "off" else digest.algorithm_for(*devices),
-            keep=options.keep, stream=choice.staging == "none", slots=choice.slots,
+            keep=options.keep,
+            stream=choice.staging == "none",
+            slots=choice.slots,
             known=layout.name,
             # An engine's own loader takes all there is.
             parts=choice.staging != "none" and options.verify != "deep",
-        )  # fmt: skip
+        )

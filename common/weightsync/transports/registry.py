@@ -12,10 +12,12 @@ from weightsync.memory import arenas
 from weightsync.protocol import directories, http
 from weightsync.transports import ipc_zmq
 from weightsync.transports.base import EngineEnd, PeerRanks, RankHelper, TrainerEnd
-from weightsync.transports.nccl import ends as nccl
+from weightsync.transports.nccl import engine as nccl_engine
 from weightsync.transports.nccl import parallel_broadcast
+from weightsync.transports.nccl import trainer as nccl
 from weightsync.transports.nixl import agents
-from weightsync.transports.nixl import ends as nixl
+from weightsync.transports.nixl import engine as nixl_engine
+from weightsync.transports.nixl import trainer as nixl
 
 #: The device is where the trainer's arena is, the text this host's own address that ranks are to dial, if one is given.
 TRAINER_ENDS: Final[dict[str, Callable[[torch.device, PeerRanks | None, str], TrainerEnd]]] = {
@@ -28,8 +30,8 @@ RANK_HELPERS: Final[dict[str, Callable[[int], RankHelper]]] = {nccl.NAME: parall
 #: The device is where the rank's weights are.
 ENGINE_ENDS: Final[dict[str, Callable[[torch.device], EngineEnd]]] = {
     "ipc_zmq": ipc_zmq.Engine,
-    "nccl": nccl.Engine,
-    "nixl": nixl.Engine,
+    "nccl": nccl_engine.Engine,
+    "nixl": nixl_engine.Engine,
 }
 
 

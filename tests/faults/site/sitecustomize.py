@@ -263,7 +263,7 @@ PATCHES = {
     "weightsync.transports.control.engine": engine_control,
     "weightsync.transports.control.trainer": trainer_control,
     "weightsync.transports.ipc_zmq": incoming("Incoming"),
-    "weightsync.transports.nccl.ends": incoming("Incoming"),
+    "weightsync.transports.nccl.engine": incoming("Incoming"),
     "weightsync.transports.nixl.incoming": incoming("Reading", "Written"),
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,

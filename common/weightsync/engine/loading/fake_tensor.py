@@ -60,13 +60,22 @@ class FakeTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, recorder: Record, names: frozenset[str], seen: torch.Tensor, slice_: torch.Tensor | None,
-        dtypes: tuple[torch.dtype, ...], device: torch.device,
-    ) -> FakeTensor:  # fmt: skip
+        cls,
+        recorder: Record,
+        names: frozenset[str],
+        seen: torch.Tensor,
+        slice_: torch.Tensor | None,
+        dtypes: tuple[torch.dtype, ...],
+        device: torch.device,
+    ) -> FakeTensor:
         self: FakeTensor = torch.Tensor._make_wrapper_subclass(
-            cls, seen.shape, strides=seen.stride(), storage_offset=seen.storage_offset(), dtype=seen.dtype,
+            cls,
+            seen.shape,
+            strides=seen.stride(),
+            storage_offset=seen.storage_offset(),
+            dtype=seen.dtype,
             device=device,
-        )  # fmt: skip
+        )
         self.recorder, self.names, self.seen, self.slice, self.dtypes = recorder, names, seen, slice_, dtypes
         recorder.made.append((min(names), weakref.ref(self)))
         return self

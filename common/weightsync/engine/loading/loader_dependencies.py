@@ -23,8 +23,17 @@ _LARGEST: Final = 4096
 _HARMLESS: Final = 3
 
 _SIMPLE: Final = (
-    int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device, torch.Size,
-)  # fmt: skip
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    types.NoneType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 

@@ -214,9 +214,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- what is read
 
     def _follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor],
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
         standins: list[FakeTensor],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         first = standins[0]
         alone = len(tensors) == 1 and args and args[0] is first
         if alone and (is_view(func) or func in COPIES or func in RESHAPES):

@@ -158,9 +158,15 @@ class Coordinator(Ranks):
         return self._plan
 
     def fill(
-        self, source: Source, deadline: Deadline, layout: Layout, arena: ShmArena, alive: tuple[str, ...],
-        algorithm: str, demand: Wanted,
-    ) -> tuple[Found, Work]:  # fmt: skip
+        self,
+        source: Source,
+        deadline: Deadline,
+        layout: Layout,
+        arena: ShmArena,
+        alive: tuple[str, ...],
+        algorithm: str,
+        demand: Wanted,
+    ) -> tuple[Found, Work]:
         """Have every rank write what it provides into the arena; what was to be hashed, and what the slowest took.
 
         Raises `TransferFailed` or `PushTimeout` by rank, and what a rank has raised.

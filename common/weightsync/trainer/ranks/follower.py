@@ -67,9 +67,15 @@ class Follower(Ranks):
         patient, nonce, key = deadline.extended(GRACE_S), secrets.token_hex(8), self._key(self._rank)
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
-            nonce, what, os.getpid(), arenas.host_id(), arenas.process_space(), deadline.moment,
-            None if held == self._known else held, remote_error_of(failure) if failure is not None else None,
-        )  # fmt: skip
+            nonce,
+            what,
+            os.getpid(),
+            arenas.host_id(),
+            arenas.process_space(),
+            deadline.moment,
+            None if held == self._known else held,
+            remote_error_of(failure) if failure is not None else None,
+        )
         self._known, known = None, held if held is not None else self._known
         self._messages.put(key, http.to_json(greeting), patient, "trainer rank 0")
         number, last = 1, key

@@ -163,9 +163,13 @@ class Joining:
         asked, deadline, store = self._asked, Deadline(self._asked.timeout_s), None
         try:
             store = dist.TCPStore(
-                asked.master_address, asked.master_port, None, False, timedelta(seconds=deadline.left()),
+                asked.master_address,
+                asked.master_port,
+                None,
+                False,
+                timedelta(seconds=deadline.left()),
                 wait_for_workers=False,
-            )  # fmt: skip
+            )
             ours = dist.PrefixStore(asked.group_name, store)
             ours.set(f"{JOINED}/{self._rank}", "1")
 

@@ -13,9 +13,24 @@ _PORT: Final = "1"
 #: What UCX calls transports through which processes of one host share memory, and those of RDMA devices.
 _SHARED: Final = {"all", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem"}
 _RDMA: Final = {
-    "all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x",
-    "ud_verbs", "ud_mlx5", "srd", "gga",
-}  # fmt: skip
+    "all",
+    "ib",
+    "rc",
+    "rc_v",
+    "rc_x",
+    "rc_verbs",
+    "rc_mlx5",
+    "dc",
+    "dc_x",
+    "dc_mlx5",
+    "ud",
+    "ud_v",
+    "ud_x",
+    "ud_verbs",
+    "ud_mlx5",
+    "srd",
+    "gga",
+}
 
 
 def nic_for(device: torch.device, rank: int, root: Path = Path("/")) -> str:
@@ -58,9 +73,10 @@ def _devices(root: Path) -> list[str]:
     }
     found = sorted(path.name for path in _class(root).iterdir()) if _class(root).is_dir() else []
     return [
-        name for name in found
+        name
+        for name in found
         if name in usable and _read(_class(root) / name / "ports" / _PORT / "state").endswith("ACTIVE")
-    ]  # fmt: skip
+    ]
 
 
 def _asked_for(name: str) -> bool:

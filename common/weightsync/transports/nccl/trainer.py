@@ -8,31 +8,28 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket as sockets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from threading import Event
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.protocol import http
-from weightsync.protocol.control import BucketReady, Offer
+from weightsync.protocol.control import Offer
 from weightsync.protocol.http import Handshake, InitNcclGroup, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
-from weightsync.transports.base import Bucket, Peer, PeerRanks
-from weightsync.transports.control.engine import EngineControl, RankSession
-from weightsync.transports.control.sockets import LOOK_UP_S, check_ways, host_of, interface_of, local_address
+from weightsync.transports.base import Peer, PeerRanks
+from weightsync.transports.control.sockets import check_ways, host_of, local_address
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nccl import groups, parallel_broadcast
-from weightsync.transports.nccl.groups import Group, Joining
+from weightsync.transports.nccl.groups import Group
 
 NAME: Final = "nccl"
 
@@ -72,9 +69,14 @@ class Trainer:
         listening = sockets.create_server((self._here, 0), family=family, backlog=1024)
         port = int(listening.getsockname()[1])
         self._store = dist.TCPStore(
-            self._here, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+            self._here,
+            port,
+            None,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
             master_listen_fd=listening.detach(),
-        )  # fmt: skip
+        )
         members = tuple((url, len(hello.ranks)) for url, hello in engines.items())
         self._names = [name for name, _ in named]
         self._asked = InitNcclGroup(
@@ -223,8 +225,9 @@ class _Push:
             if work is not None:
                 self.talk.wait(
                     lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
-                    f"bucket {number} to be broadcast", parallel_broadcast.LOOK_S,
-                )  # fmt: skip
+                    f"bucket {number} to be broadcast",
+                    parallel_broadcast.LOOK_S,
+                )
                 try:
                     work.wait()
                 except RuntimeError as error:
@@ -260,141 +263,3 @@ def _naming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
         if told is error:
             raise
         raise told from error
-
-
-class Engine:
-    """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._control = EngineControl(remote=True)
-        self.check, self.confirm = self._control.check, self._control.confirm
-        #: One a lane.
-        self._joinings: list[Joining] = []
-        #: Where buckets go that have no stage: made once.
-        self._buckets: list[torch.Tensor] = []
-        self._incoming: Incoming | None = None
-
-    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
-        """See `base.EngineEnd`; checks what can be, then joins in a thread."""
-        if not isinstance(asked, InitNcclGroup):
-            raise UnsupportedOption(f"nccl has no use for {type(asked).__name__}")
-        number = asked.rank_offset + rank
-        if asked.backend == "nccl" and self._device.type != "cuda":
-            raise UnsupportedOption(f"rank {rank} is on {self._device.type}, where there is no NCCL: use gloo")
-        here = groups.reach(asked, rank)
-        self._leave()
-        self._joinings = [
-            Joining(parallel_broadcast.lane_of(asked, lane), number, here) for lane in range(asked.senders)
-        ]
-        uuid = device_uuid(self._device)
-        return http.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
-
-    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
-        """See `base.EngineEnd`."""
-        if not self._joinings:
-            raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
-        deadline = Deadline(request.timeout_s)
-        joined = [joining.wait(deadline, over) for joining in self._joinings]
-        name = joined[0].name
-        call, offer = self._control.meet(request, parts, rank, (name,), over)
-        if offer.arena != name:
-            raise TransferFailed(f"rank {rank} is in the group {name}, the push comes by {offer.arena}")
-        self._incoming = Incoming(call, request, parts.layout, joined, self._provide)
-        return self._incoming
-
-    def _provide(self, nbytes: int) -> list[torch.Tensor]:
-        if not self._buckets or self._buckets[0].numel() < nbytes:
-            self._buckets.clear()
-            self._buckets += [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        return self._buckets
-
-    def fail(self, push: str, error: BaseException) -> None:
-        """See `base.EngineEnd`; a group with a broadcast half-way is of no use any more."""
-        self._control.fail(push, error)
-        if self._incoming is not None and self._incoming.pending:
-            self._leave()
-
-    def release(self, address: str) -> bool:
-        """See `base.EngineEnd`."""
-        if address != self._control.address:
-            return False
-        self._control.hang_up()
-        self._leave()
-        return True
-
-    def _leave(self) -> None:
-        works = [posted.work for posted in self._incoming.pending] if self._incoming is not None else []
-        while self._joinings:
-            self._joinings.pop().leave(works)
-            self._buckets.clear()  # a broadcast that was given up may still write there
-        self._incoming = None
-
-    def close(self) -> None:
-        """Leave the group, release the socket; idempotent."""
-        self._leave()
-        self._control.close()
-
-
-class _Posted(NamedTuple):
-    """A broadcast: what announced it, what torch calls a work, where it writes."""
-
-    filled: BucketReady
-    work: Any
-    place: torch.Tensor
-
-
-class Incoming:
-    """See `base.Incoming`."""
-
-    whole: torch.Tensor | None = None
-
-    def __init__(
-        self, call: RankSession, request: UpdateRequest, layout: Layout, joined: Sequence[Group],
-        provide: Callable[[int], list[torch.Tensor]],
-    ):  # fmt: skip
-        self._call, self._request, self._layout, self._joined, self._provide = call, request, layout, joined, provide
-        self.arena = joined[0].name
-        #: Broadcasts that are under way.
-        self.pending: deque[_Posted] = deque()
-
-    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
-        """See `base.Incoming`; the broadcast after the one that is waited for is posted as soon as it is announced."""
-        size, count = self._request.bucket_bytes, self._layout.buckets(self._request.bucket_bytes)
-        own = self._provide(size) if stage is None else []
-        # Without a stage the other buffer is still being read.
-        ahead = parallel_broadcast.IN_FLIGHT * len(self._joined) if stage is not None else 1
-        announced: deque[BucketReady] = deque()
-        heard = posted = 0
-        for number in range(count):
-            while not self.pending or ((work := self.pending[0].work) is not None and not work.is_completed()):
-                self._call.check(f"the broadcast of bucket {number}")
-                while announced and len(self.pending) < ahead:
-                    nbytes = min(size, self._layout.nbytes - posted * size)
-                    place = own[posted % 2] if stage is None else stage[posted * size :]
-                    self.pending.append(self._post(announced.popleft(), place[:nbytes]))
-                    posted += 1
-                message = self._call.heard(parallel_broadcast.LOOK_S if self.pending else LOOK_UP_S)
-                if message is not None:
-                    announced.append(self._call.expect(message, heard))
-                    heard += 1
-            filled, work, place = self.pending[0]
-            with self._call.explained():
-                self._ended(number, work)
-            self.pending.popleft()
-            self._call.taken(number)
-            yield Bucket(number, place, filled.digests)
-
-    def _ended(self, number: int, work: Any) -> None:
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
-
-    def _post(self, filled: BucketReady, place: torch.Tensor) -> _Posted:
-        if filled.lane >= len(self._joined):
-            raise TransferFailed(f"bucket {filled.index} comes from trainer rank {filled.lane}, of {len(self._joined)}")
-        group = self._joined[filled.lane]
-        work = group.broadcast(place, self._call.deadline.left()) if place.numel() else None
-        return _Posted(filled, work, place)
