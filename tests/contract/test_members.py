@@ -127,12 +127,12 @@ def test_every_rank_says_which_way_it_goes(make, transport):
 
 ENDS_EARLY = """
 import torch
-from weightsync import wire
-from weightsync.transports.agents import Agent
+from weightsync.protocol import http
+from weightsync.transports.nixl.agents import Agent
 from weightsync.transports.registry import ENGINE_ENDS
 end, silent = ENGINE_ENDS["nixl"](torch.device("cpu")), Agent(torch.device("cpu"), 0)
 for _ in range(2):
-    end.join(wire.RegisterNixl(agent=silent.name, metadata=silent.metadata(), timeout_s=30.0), 0)
+    end.join(http.RegisterNixl(agent=silent.name, metadata=silent.metadata(), timeout_s=30.0), 0)
 """
 
 

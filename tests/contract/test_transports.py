@@ -120,25 +120,25 @@ def test_an_arena_may_hold_more_than_two_buckets(rig, slots):
 
 RANK = """
 import sys, threading, torch
-from weightsync import wire
-from weightsync.layout import Layout
-from weightsync.parts import Parts
-from weightsync.stage import Stages
+from weightsync.engine.stage import Stages
+from weightsync.protocol import http
+from weightsync.tensors.layout import Layout
+from weightsync.tensors.subset import Subset
 from weightsync.transports.registry import ENGINE_ENDS
 cpu = torch.device("cpu")
 end, stages = ENGINE_ENDS[sys.argv[1]](cpu), Stages(0, cpu)
 while line := sys.stdin.buffer.readline():
     kind, line = line.split(b" ", 1)
     if kind == b"join":
-        kinds = {"nccl": wire.InitNcclGroup, "nixl": wire.RegisterNixl}
-        reply = wire.JoinReply((end.join(wire.from_json(line, kinds[sys.argv[1]]), 0),), "a")
-        sys.stdout.buffer.write(wire.to_json(reply) + b"\\n")
+        kinds = {"nccl": http.InitNcclGroup, "nixl": http.RegisterNixl}
+        reply = http.JoinReply((end.join(http.from_json(line, kinds[sys.argv[1]]), 0),), "a")
+        sys.stdout.buffer.write(http.to_json(reply) + b"\\n")
         sys.stdout.buffer.flush()
         continue
-    request = wire.from_json(line, wire.UpdateRequest)
+    request = http.from_json(line, http.UpdateRequest)
     layout = Layout(request.manifest)
     try:
-        parts = Parts(layout, {})
+        parts = Subset(layout, {})
         staged, verify_s = stages.fill(end.meet(request, parts, 0, threading.Event()), request, parts, None)
         end.confirm(request.push, verify_s)
         print(sum(int(entry.view(staged.data)[0]) for entry in layout.entries), flush=True)

@@ -12,7 +12,7 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The only modules that may import an engine when they are imported.
-ENGINE_FACING = {f"sglang_weightsync.{module}" for module in ("messages", "handler", "front_end", "refusing")}
+ENGINE_FACING = {f"sglang_weightsync.{module}" for module in ("messages", "rank", "front_end", "refusing")}
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ from weightsync import testing
 def adopt(self, weights):
     for name, tensor in weights:
         self.model.get_parameter(name).data = tensor
-testing.ModelSink.load = adopt
+testing.ModelAdapter.load = adopt
 testing.main()
 """
 

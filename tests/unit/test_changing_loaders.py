@@ -348,8 +348,8 @@ def test_parts_in_memory_that_moves_inside_of_a_load_are_an_error_of_this_rank()
 BALANCED = """
 import torch
 from weightsync import testing
-from weightsync.layout import digest_of
-sink, load, generate = testing.ModelSink, testing.ModelSink.load, testing.ModelSink.generate
+from weightsync.tensors.layout import digest_of
+adapter, load, generate = testing.ModelAdapter, testing.ModelAdapter.load, testing.ModelAdapter.generate
 slot = [0, 1]
 def placed(name):
     before, found, rest = name.partition("model.layers.")
@@ -362,9 +362,9 @@ def rebalancing(self, *args):
         other.copy_(kept)
     slot.reverse()
     return generate(self, *args)
-sink.load = lambda self, weights: load(self, ((placed(name), tensor) for name, tensor in weights))
-sink.generate = rebalancing
-sink.digest = lambda self: digest_of((name, self.model.state_dict()[placed(name)]) for name in self.model.state_dict())
+adapter.load = lambda self, weights: load(self, ((placed(name), tensor) for name, tensor in weights))
+adapter.generate = rebalancing
+adapter.digest = lambda self: digest_of((name, self.model.state_dict()[placed(name)]) for name in self.model.state_dict())
 testing.main()
 """
 

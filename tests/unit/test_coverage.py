@@ -21,7 +21,7 @@ LAYER = "model.layers.1.mlp"
 WRAPPED = f"""
 import torch
 from weightsync import testing
-made, load = testing.ModelSink.__init__, testing.ModelSink.load
+made, load = testing.ModelAdapter.__init__, testing.ModelAdapter.load
 class Wrapped(torch.nn.Module):
     def __init__(self, base_layer):
         super().__init__()
@@ -34,7 +34,7 @@ def wrapped(self, *args):
     mlp.up_proj = Wrapped(mlp.up_proj)
 def known_alone(self, weights):
     load(self, (pair for pair in weights if pair[0] in self.model.state_dict()))
-testing.ModelSink.__init__, testing.ModelSink.load = wrapped, known_alone
+testing.ModelAdapter.__init__, testing.ModelAdapter.load = wrapped, known_alone
 testing.main()
 """
 

@@ -112,7 +112,7 @@ def rig(made):
 
 @pytest.fixture(scope="module")
 def reference(model_folder):
-    code = "from weightsync import testing; sink, load = testing.ModelSink, testing.ModelSink.load\n"
+    code = "from weightsync import testing; sink, load = testing.ModelAdapter, testing.ModelAdapter.load\n"
     # It cannot load a tensor that begins with a two.
     code += "sink.load = lambda self, ws: load(self, (p for p in ws if p[1].view(-1)[0] != 2 or 1 / 0)); testing.main()"
     with testing.ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:

@@ -103,10 +103,10 @@ def test_verify_off_is_said_and_deep_reads_back_what_the_engine_holds(engine, a,
 FORGETFUL = """
 import torch
 from weightsync import testing
-load = testing.ModelSink.load
+load = testing.ModelAdapter.load
 def forget_one(self, weights):
     load(self, (pair for pair in weights if pair[0] != "model.norm.weight" or not torch.all(pair[1] == 2)))
-testing.ModelSink.load = forget_one
+testing.ModelAdapter.load = forget_one
 testing.main()
 """
 
@@ -143,21 +143,21 @@ def test_the_version_before_can_be_gone_back_to(engine, a, b):
 #: The third load fails half-way: the engine's own loader, or what it needs to be done after a load plan was replayed.
 FAIL_THIRD = {
     "loader": """
-load, calls = testing.ModelSink.load, []
+load, calls = testing.ModelAdapter.load, []
 def fail_third(self, weights):
     calls.append(1)
     load(self, (pair for n, pair in enumerate(weights) if len(calls) != 3 or n < 7 or 1 / 0))
-testing.ModelSink.load = fail_third
-testing.ModelSink.opened = lambda self: "it counts"
+testing.ModelAdapter.load = fail_third
+testing.ModelAdapter.opened = lambda self: "it counts"
 """,
     "plan": """
-opened, calls = testing.ModelSink.opened, [1]
+opened, calls = testing.ModelAdapter.opened, [1]
 @contextlib.contextmanager
 def fail_third():
     yield
     calls.append(1)
     len(calls) != 3 or 1 / 0
-testing.ModelSink.opened = lambda self: opened(self)._replace(around=fail_third)
+testing.ModelAdapter.opened = lambda self: opened(self)._replace(around=fail_third)
 """,
 }
 

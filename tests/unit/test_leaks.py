@@ -15,7 +15,7 @@ from tools import servers
 from weightsync import Sender
 from weightsync.errors import EngineUnreachable, LeaseHeld, ManifestMismatch, TransferFailed
 from weightsync.memory import arenas
-from weightsync.protocol import auth, directories
+from weightsync.protocol import directories
 
 PUSHES = 60
 #: Pushes in the life of a sender, and rounds of everything that happen before counting starts.
@@ -151,7 +151,7 @@ def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained,
     (left,) = arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
     (private,) = directories.directory().glob(f"weightsync-{process.pid}-*")
     # As if the age were reached at which the next one no longer takes them for somebody's who has only begun.
-    for module in (arenas, auth):
+    for module in (arenas, directories):
         sweep = module.sweep
         monkeypatch.setattr(module, "sweep", lambda *root, sweep=sweep: sweep(*root, older_than_s=0.0))
     with Sender([engine.url]) as sender:

@@ -303,12 +303,12 @@ def test_a_tied_tensor_can_be_left_out_only_where_its_place_is_filled_all_the_sa
 UNKNOWN = """
 from weightsync import testing
 from weightsync.errors import ManifestMismatch
-load = testing.ModelSink.load
+load = testing.ModelAdapter.load
 def expected(self):
     raise ManifestMismatch("nobody knows this model")
 def known_alone(self, weights):
     load(self, (pair for pair in weights if pair[0] in self.model.state_dict()))
-testing.ModelSink.expected, testing.ModelSink.load = expected, known_alone
+testing.ModelAdapter.expected, testing.ModelAdapter.load = expected, known_alone
 testing.main()
 """
 

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 #: Makes an agent as a rank does, on a device that is said to be there.
 MAKE = """
 import sys, torch
-from weightsync.transports import agents
+from weightsync.transports.nixl import agents
 agents.nic_for = lambda *_: sys.argv[1]
 try:
     print("made on", agents.Agent(torch.device("cpu"), 0).nic)

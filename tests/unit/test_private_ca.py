@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import uvicorn
 
-from tests.unit.test_front_end import SERVING, WEIGHTS, Engine
+from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, until
 from weightsync import Sender
 from weightsync.errors import EngineUnreachable, UnsupportedOption
 
@@ -128,6 +128,7 @@ def test_a_variable_that_names_no_certificates_is_named(engine, tmp_path, monkey
 
 
 def test_the_wrong_scheme_is_said(engine):
+    until(lambda: engine._plain[0].started, "the one without TLS does not start")
     with pytest.raises(EngineUnreachable, match="does not speak TLS as https:// asks for"):
         Sender([f"https://127.0.0.1:{engine._plain[0].servers[0].sockets[0].getsockname()[1]}"])
     with pytest.raises(EngineUnreachable, match=r"no engine answers at http://"):

@@ -353,13 +353,13 @@ def test_nothing_is_left_when_senders_close(engine, trained):
 def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_folder, trained):
     code = (
         "from weightsync import testing\n"
-        "load = testing.ModelSink.load\n"
+        "load = testing.ModelAdapter.load\n"
         "def fail_once(self, weights):\n"
-        "    testing.ModelSink.load = load\n"
+        "    testing.ModelAdapter.load = load\n"
         "    next(iter(weights))\n"
         "    raise RuntimeError('out of luck')\n"
-        "testing.ModelSink.load = fail_once\n"
-        "testing.ModelSink.opened = lambda self: 'it fails once'\n"
+        "testing.ModelAdapter.load = fail_once\n"
+        "testing.ModelAdapter.opened = lambda self: 'it fails once'\n"
         "testing.main()\n"
     )
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
