@@ -364,7 +364,8 @@ def rebalancing(self, *args):
     return generate(self, *args)
 adapter.load = lambda self, weights: load(self, ((placed(name), tensor) for name, tensor in weights))
 adapter.generate = rebalancing
-adapter.digest = lambda self: digest_of((name, self.model.state_dict()[placed(name)]) for name in self.model.state_dict())
+held = lambda self: self.model.state_dict()
+adapter.digest = lambda self: digest_of((name, held(self)[placed(name)]) for name in held(self))
 testing.main()
 """
 
