@@ -16,7 +16,7 @@ ASLEEP: Final = "weightsync_asleep"
 _ATTRIBUTE: Final = "_weightsync_held"
 
 
-class HeldShards:
+class HeldScheduler:
     """A scheduler that a push has stopped, or that must not go on after one that failed.
 
     Every way to pause and to resume in vLLM ends in the scheduler's ``set_pause_state``: while this is there, it is
@@ -64,7 +64,7 @@ def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
     """Stop for a push, in vLLM's pause ``mode``; or, where that is empty, stay stopped because of ``refused``."""
     held = self.__dict__.get(_ATTRIBUTE)
     if held is None:
-        held = self.__dict__[_ATTRIBUTE] = HeldShards(self.scheduler)
+        held = self.__dict__[_ATTRIBUTE] = HeldScheduler(self.scheduler)
     held.refused = refused
     if mode:
         return held.pause(self, mode)  # type: ignore[no-any-return]

@@ -141,7 +141,8 @@ class Streams:
     def __init__(self, server, tokens=STREAM_TOKENS):
         asked = [server.engine, server.model, server.url, STREAMS, tokens, *PROMPT]
         command = [sys.executable, "-m", "tests.engines.clients", *map(str, asked)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=servers.ROOT)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=servers.ROOT)
         self.results = []
         #: One for each line that tells of a stream's beginning.
         self.began = threading.Semaphore(0)
@@ -157,8 +158,10 @@ class Streams:
             else:
                 self.results.append(tokens)
 
-    def read(self):
-        """Every stream's tokens, when all have ended."""
+    def read(self, more=None):
+        """Every stream's tokens, when all have ended; with ``more``, once each has so many more than now."""
+        with self.process.stdin as told:
+            told.write("" if more is None else f"{more}\n")
         self.process.wait(180)
         self.thread.join(10)
         self.process.stdout.close()

@@ -71,7 +71,8 @@ def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(serve
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
             sender.push(models.load_reference(served.b), version="never")
         assert raised.value.engines == {served.server.url: "unchanged"}
-    assert [len(found) for found in streams.read()] == [tokens] * STREAMS
+    assert streams.running() == STREAMS
+    assert [len(found) >= 55 for found in streams.read(more=50)] == [True] * STREAMS
     assert (served.state().version, served.state().state) == ("before", "serving")
     assert served.digests() == digests
 
