@@ -8,17 +8,21 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test check-all lint demo bench bench-transports bench-sharded bench-sizes faults scenarios soak streams clean
+.PHONY: env test test-slow check-all lint demo bench bench-transports bench-sharded bench-sizes faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
 
-test: env  ## all tests, with both engines running
-	.venv/bin/python -m pytest $(ARGS)
+test: env  ## the tests, with both engines running
+	.venv/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: env  ## the tests that take long or much memory
+	.venv/bin/python -m pytest -m slow $(ARGS)
 
 check-all:  ## all there is to check, which takes hours
 	$(MAKE) lint
 	$(MAKE) test
+	$(MAKE) test-slow
 	$(MAKE) scenarios
 	$(MAKE) scenarios STEPS=500 ENGINE=vllm
 	$(MAKE) scenarios STEPS=500 ENGINE=sglang

@@ -31,17 +31,19 @@ from weightsync.tensors.subset import Subset
 from weightsync.trainer.buckets import choose
 from weightsync.trainer.outgoing import Outgoing
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports import registry
 from weightsync.transports.base import EngineEnd, Peer
-from weightsync.transports.registry import ENGINE_ENDS
+from weightsync.transports.nccl.messages import InitNcclGroup
+from weightsync.transports.nixl.messages import RegisterNixl
 
 CPU = torch.device("cpu")
 DIGEST = digest.algorithm_for(CPU)
 #: Nothing here takes so long, in seconds.
 LIMIT_S = 300.0
 _END_S = 5.0
-_JOINS: dict[str, type[http.InitNcclGroup] | type[http.RegisterNixl]] = {
-    "nccl": http.InitNcclGroup,
-    "nixl": http.RegisterNixl,
+_JOINS: dict[str, type[InitNcclGroup] | type[RegisterNixl]] = {
+    "nccl": InitNcclGroup,
+    "nixl": RegisterNixl,
 }
 
 
@@ -324,7 +326,7 @@ class _Child:
 
     def _end(self, lane: str) -> EngineEnd:
         if lane not in self._ends:
-            self._ends[lane] = ENGINE_ENDS[lane.partition("/")[0]](CPU)
+            self._ends[lane] = registry.spec(lane.partition("/")[0]).engine_end(CPU)
         return self._ends[lane]
 
     def _join(self, lane: str, body: bytes) -> bytes:

@@ -16,7 +16,7 @@ import torch
 from benchmarks import report
 from benchmarks.rank import DIGEST, Lane, Rank
 from benchmarks.transports_bandwidth import TENSORS, random_bytes
-from weightsync.transports.registry import available
+from weightsync.transports import registry
 
 BYTES, CONTROL = "bytes", "control"
 CONTROL_BYTES = 1024
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             (transport, kind, count): stack.enter_context(
                 Lane(transport, ranks[:count], kind, tensors[kind], bucket_bytes=asked if kind == BYTES else None)
             )
-            for transport in available()
+            for transport in registry.available()
             for kind in (BYTES, CONTROL)
             for count in counts
         }
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for key in keys[turn:] + keys[:turn]:
                 seconds[key].append(lanes[key].push().total)
             print(f"  round {index + 1} of {args.rounds} ({time.perf_counter() - start:.1f} s)", flush=True)
-        choice = lanes[available()[0], BYTES, counts[0]].choice
+        choice = lanes[registry.available()[0], BYTES, counts[0]].choice
     samples: dict[str, dict[str, dict[str, list[float]]]] = {}
     for (transport, kind, count), found in seconds.items():
         samples.setdefault(transport, {}).setdefault(kind, {})[str(count)] = found

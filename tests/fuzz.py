@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from weightsync.engine import routes
-from weightsync.protocol import control, http
+from weightsync.protocol import control, handles, http
+from weightsync.transports.nccl.messages import InitNcclGroup
+from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
 
 #: Route -> the message that it takes.
-ROUTES = {name: kind for name, (kind, _) in routes._ROUTES.items()}
+ROUTES = {name: route.kind() for name, route in routes.routes().items()}
 #: The same of a rank's methods, as `rank_methods.handle` knows them.
 METHODS = {
     "weightsync_open": http.Done,
@@ -30,13 +32,14 @@ METHODS = {
     "update_weights_via_ipc_zmq": http.UpdateRequest,
     "update_weights_via_nccl": http.UpdateRequest,
     "update_weights_via_nixl": http.UpdateRequest,
-    "init_nccl_group": http.InitNcclGroup,
-    "register_nixl": http.RegisterNixl,
+    "init_nccl_group": InitNcclGroup,
+    "register_nixl": RegisterNixl,
     "weightsync_ready": http.CommitRequest,
     "weightsync_commit": http.CommitRequest,
     "weightsync_restore": http.CommitRequest,
     "weightsync_abort": http.AbortRequest,
 }
+HANDLES = [handles.ShmHandle, handles.InPlaceHandle, handles.CudaHandle, NixlHandle]
 FROM_RANK, FROM_SENDER = get_args(control.FromRank), get_args(control.FromSender)
 
 #: What takes an engine's lease, if only to be refused.
@@ -237,6 +240,10 @@ class Schema:
             self._struct(info).map(encode),
         )
 
+    def handles(self):
+        """What says where memory is, which each transport reads for itself; and what says nothing."""
+        return st.one_of(st.none(), *(self._struct(inspect.type_info(kind)) for kind in HANDLES), self.anything)
+
     def _fine_value(self, info):
         """A value that the schema allows, sensible or not."""
         return _FINE[type(info)](self, info)
@@ -320,6 +327,7 @@ _FINE = {
     inspect.IntType: Schema._integer,
     inspect.FloatType: Schema._number,
     inspect.BoolType: lambda schema, info: st.booleans(),
+    inspect.RawType: lambda schema, info: schema.handles(),
     inspect.NoneType: lambda schema, info: st.none(),
     inspect.BytesType: lambda schema, info: st.sampled_from([b"", b"\0" * 64, b"x" * 4096]),
     inspect.LiteralType: lambda schema, info: st.sampled_from(info.values),

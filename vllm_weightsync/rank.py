@@ -5,9 +5,12 @@ Imports nothing of vLLM, so that a user's own extension class can derive from it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.protocol.http import UPDATE
+from weightsync.transports import registry
 
 _ATTRIBUTE = "_weightsync_receiver"
 
@@ -35,6 +38,9 @@ class WorkerExtension:
     vLLM appends it to the worker's bases and never runs its ``__init__``. Every method takes the JSON of a message of
     `weightsync.protocol.http` and returns that of a `http.RankReply`. None raises: when one rank raises, vLLM's
     multi-process executor leaves the other ranks' replies in their queues, and hands them to the next call.
+
+    Beside those below it has, for every transport that is registered, ``update_weights_via_NAME``, which checks a
+    `http.UpdateRequest` and starts fetching the bytes in a thread while generation goes on, and its set-up method.
     """
 
     def weightsync_open(self, payload: str = "{}") -> str:
@@ -44,26 +50,6 @@ class WorkerExtension:
     def weightsync_status(self, payload: str = "{}") -> str:
         """`http.RankStatus` of this worker, for a `http.StatusRequest`."""
         return _run(self, "weightsync_status", payload)
-
-    def update_weights_via_ipc_zmq(self, payload: str) -> str:
-        """Check a `http.UpdateRequest` and start fetching the bytes, in a thread; generation goes on."""
-        return _run(self, "update_weights_via_ipc_zmq", payload)
-
-    def init_nccl_group(self, payload: str) -> str:
-        """Join the group of a `http.InitNcclGroup`, in a thread."""
-        return _run(self, "init_nccl_group", payload)
-
-    def update_weights_via_nccl(self, payload: str) -> str:
-        """As `update_weights_via_ipc_zmq`, by broadcast in the group."""
-        return _run(self, "update_weights_via_nccl", payload)
-
-    def register_nixl(self, payload: str) -> str:
-        """Make this worker's NIXL agent and connect it to the one of a `http.RegisterNixl`."""
-        return _run(self, "register_nixl", payload)
-
-    def update_weights_via_nixl(self, payload: str) -> str:
-        """As `update_weights_via_ipc_zmq`, by one-sided reads."""
-        return _run(self, "update_weights_via_nixl", payload)
 
     def weightsync_ready(self, payload: str) -> str:
         """Whether the push of a `http.CommitRequest` is staged here."""
@@ -80,3 +66,15 @@ class WorkerExtension:
     def weightsync_abort(self, payload: str = "{}") -> str:
         """Forget the push of a `http.AbortRequest`."""
         return _run(self, "weightsync_abort", payload)
+
+
+def _method(name: str) -> Callable[[WorkerExtension, str], str]:
+    def method(self: WorkerExtension, payload: str) -> str:
+        return _run(self, name, payload)
+
+    method.__name__, method.__qualname__ = name, f"{WorkerExtension.__name__}.{name}"
+    return method
+
+
+for _name in (*registry.update_methods(), *registry.setup_methods()):
+    setattr(WorkerExtension, _name, _method(_name))

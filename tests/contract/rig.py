@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from tests.contract.sources import Sources
 from tests.helpers import plan_of
 from weightsync.deadline import Deadline
 from weightsync.engine.stage import Stages
@@ -13,8 +14,8 @@ from weightsync.protocol import http
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Subset
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports import registry
 from weightsync.transports.base import Peer
-from weightsync.transports.registry import ENGINE_ENDS
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
@@ -24,10 +25,11 @@ A, B = "http://127.0.0.1:8001", "http://localhost:8002"
 class Rig:
     """A trainer's transfer, the engine ends of two engines with two ranks and one, and a push from end to end."""
 
-    def __init__(self, transport):
+    def __init__(self, transport, sources=1):
         self.transport = transport
-        self.transfer = Transfer(CPU)
-        self.peers = {peer: ENGINE_ENDS[transport](CPU) for peer in (Peer(A, 0), Peer(A, 1), Peer(B, 0))}
+        self.sources = Sources(transport, sources) if sources > 1 else None
+        self.transfer = Transfer(CPU, self.sources)
+        self.peers = {peer: registry.spec(transport).engine_end(CPU) for peer in (Peer(A, 0), Peer(A, 1), Peer(B, 0))}
         self.cancelled = threading.Event()
         self.threads = ThreadPoolExecutor(len(self.peers))
         self.stages = {}
@@ -58,10 +60,13 @@ class Rig:
     ):
         """Send; what each rank received, as tensors, before anything else can be sent.
 
-        ``keeps`` are the boxes that a rank keeps by tensor, of ranks that do not keep all.
+        ``keeps`` are the boxes that a rank keeps by tensor, of ranks that do not keep all. Several sources share an
+        arena that holds everything, whatever ``slots`` says.
         """
         self.pushes += 1
         layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
+        if self.sources is not None:
+            slots = max(slots, layout.buckets(bucket_bytes))
         plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, slots=slots, stream=stream)
         deadline, jobs = Deadline(timeout_s), {}
         outgoing = self.transfer.begin(plan, layout)
@@ -76,7 +81,7 @@ class Rig:
                 if peer not in absent
             }
             outgoing.meet({self.transport: set(self.peers)}, deadline)
-            outgoing.send(iter(tensors), None)
+            send(outgoing, self.sources, iter(tensors), deadline)
         except BaseException as error:
             self.transfer.call_off(error)
             self.transfer.close()  # as a sender does
@@ -105,9 +110,19 @@ class Rig:
     def close(self):
         self.cancelled.set()
         self.threads.shutdown()
+        if self.sources is not None:
+            self.sources.close()
         for end in (self.transfer, *self.peers.values()):
             end.close()
             end.close()
+
+
+def send(outgoing, sources, tensors, deadline):
+    """From rank 0 alone, or from an arena that is full before the first bucket leaves."""
+    if sources is None:
+        outgoing.send(tensors, None)
+    else:
+        outgoing.send_filled(sources, tensors, deadline, None)
 
 
 def hello(url, instance, ranks):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.contract.rig import CPU, A, B, Rig, assert_equal, random_tensors
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.protocol import http
+from weightsync.transports import registry
 from weightsync.transports.base import Peer
-from weightsync.transports.registry import ENGINE_ENDS
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 
 class Counting(Rig):
@@ -43,20 +43,20 @@ def make():
         rig.close()
 
 
-@pytest.mark.parametrize(("transport", "told"), [("ipc_zmq", []), ("nccl", [A, B]), ("nixl", [B])])
+@pytest.mark.parametrize(("transport", "told"), [("ipc_zmq", []), ("nccl", [A, B]), ("nixl", [B]), ("files", [B])])
 def test_only_whom_it_concerns_hears_of_a_restarted_engine(make, transport, told):
     rig = make(transport)
     assert rig.pushed() == ([] if transport == "ipc_zmq" else [A, B])
     assert rig.pushed(1) == []
     rig.peers[Peer(B, 0)].close()
-    rig.peers[Peer(B, 0)] = ENGINE_ENDS[transport](CPU)
+    rig.peers[Peer(B, 0)] = registry.spec(transport).engine_end(CPU)
     rig.instances[B] = "b again"
     rig.transfer.disconnect(B, transport)
     assert rig.pushed(2) == told
     assert rig.pushed(3) == []
 
 
-@pytest.mark.parametrize("transport", ENGINE_ENDS)
+@pytest.mark.parametrize("transport", [*registry.names(), "files"])
 def test_engines_leave_and_come_back_between_pushes(make, transport):
     rig = make(transport)
     rig.pushed()
@@ -70,7 +70,7 @@ def test_eight_engines_join_one_group_at_once(make):
     rig = make("nccl")
     for number in range(3, 8):
         url = f"http://127.0.0.1:{9000 + number}"
-        rig.peers[Peer(url, 0)], rig.instances[url] = ENGINE_ENDS["nccl"](CPU), str(number)
+        rig.peers[Peer(url, 0)], rig.instances[url] = registry.spec("nccl").engine_end(CPU), str(number)
     rig.threads._max_workers = len(rig.peers)
     assert len(rig.pushed()) == 7
 
@@ -93,7 +93,7 @@ def test_the_trainers_own_default_group_is_neither_needed_nor_touched(make):
 
 def asked(backend="gloo", **more):
     fields = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "timeout_s": 60.0}
-    return http.InitNcclGroup(group_name="g", backend=backend, **{**fields, **more})
+    return InitNcclGroup(group_name="g", backend=backend, **{**fields, **more})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def asked(backend="gloo", **more):
     ],
 )
 def test_what_cannot_work_is_said_at_once_and_by_name(more, error, said):
-    end, begin = ENGINE_ENDS["nccl"](CPU), time.monotonic()
+    end, begin = registry.spec("nccl").engine_end(CPU), time.monotonic()
     with pytest.raises(error, match=said):
         end.join(asked(**more), 0)
     assert time.monotonic() - begin < 5
@@ -129,10 +129,11 @@ ENDS_EARLY = """
 import torch
 from weightsync.protocol import http
 from weightsync.transports.nixl.agents import Agent
-from weightsync.transports.registry import ENGINE_ENDS
-end, silent = ENGINE_ENDS["nixl"](torch.device("cpu")), Agent(torch.device("cpu"), 0)
+from weightsync.transports import registry
+from weightsync.transports.nixl.messages import RegisterNixl
+end, silent = registry.spec("nixl").engine_end(torch.device("cpu")), Agent(torch.device("cpu"), 0)
 for _ in range(2):
-    end.join(http.RegisterNixl(agent=silent.name, metadata=silent.metadata(), timeout_s=30.0), 0)
+    end.join(RegisterNixl(agent=silent.name, metadata=silent.metadata(), timeout_s=30.0), 0)
 """
 
 

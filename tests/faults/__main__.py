@@ -22,7 +22,7 @@ from tests.faults.run import suffer
 from tools import servers
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout
-from weightsync.transports.registry import TRAINER_ENDS
+from weightsync.transports import registry
 
 ROW = "{:<36} {:<9} {:<8} {:<26} {:<11} {:>8} {:>6} {:>9} {:>7}  {}"
 #: Large enough for both engines' own needs, small enough to be filled.
@@ -33,7 +33,7 @@ def main() -> int:
     """Run the faults; returns 1 if one of them had an outcome that must not be."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference"])
-    parser.add_argument("--transport", action="append", choices=list(TRAINER_ENDS), help="default: every one")
+    parser.add_argument("--transport", action="append", choices=list(registry.names()), help="default: every one")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
     parser.add_argument("--seed", type=int, default=0)
@@ -68,7 +68,7 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
         rig.prove()
         specs = open_source(rig.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
-        transports = asked.transport or list(TRAINER_ENDS)
+        transports = asked.transport or list(registry.names())
         every = [fault for transport in transports for fault in catalogue(tp, tensors - 1, transport)]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
         if engine == "reference":  # which has none

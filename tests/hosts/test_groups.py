@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from weightsync.protocol.http import InitNcclGroup
 from weightsync.transports.nccl.groups import Group
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 HERE = "127.0.0.1"
 

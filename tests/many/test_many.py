@@ -11,8 +11,9 @@ from tools import models, servers
 from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption
-from weightsync.protocol import auth, http
+from weightsync.protocol import auth
 from weightsync.trainer.client import EngineClient
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -89,7 +90,7 @@ def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
     running, _, _ = both
     client = EngineClient(running[0].url, auth.sender_token())
     begin = time.monotonic()
-    asked = http.InitNcclGroup(
+    asked = InitNcclGroup(
         group_name="g",
         master_address="127.0.0.1",
         master_port=1,
@@ -100,7 +101,7 @@ def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
         owner="test",
     )
     with pytest.raises(UnsupportedOption, match="world_size 2 is too small: this engine's 2 ranks are 1 to 2"):
-        client.join(asked, Deadline(30.0))
+        client.join("init_nccl_group", asked, Deadline(30.0))
     assert time.monotonic() - begin < 5
 
 

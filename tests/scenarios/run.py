@@ -20,7 +20,7 @@ from tests.scenarios.truth import Lag
 from tests.scenarios.world import World
 from tools import servers
 from weightsync import Sender
-from weightsync.transports.registry import TRAINER_ENDS
+from weightsync.transports import registry
 
 #: In the lines of a sequence that are always there.
 _SAYS_NOTHING = Scenario.engines_serve_what_they_say.__name__
@@ -61,7 +61,7 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
     """A state machine with a world of its own."""
     world = World(kind)
     try:
-        for transport in TRAINER_ENDS:  # what is made once in a process's life is made before anything is counted
+        for transport in registry.names():  # what is made once in a process's life is made before anything is counted
             with Sender([engine.url for engine in world.engines], transport=transport) as sender:
                 sender.push(world.mapping, version="first")
         lag, interrupts, raised, hook = Lag(), Interrupts(), list[str](), threading.excepthook

@@ -13,8 +13,8 @@ from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ModelAdapter
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports import registry
 from weightsync.transports.base import Peer
-from weightsync.transports.registry import TRAINER_ENDS
 
 CPU = torch.device("cpu")
 SOON_S = 10.0
@@ -87,6 +87,11 @@ class Trainer(Transfer):
         self.served(self.outgoing)
 
 
+def setup_method(asked):
+    """The one that is sent this handshake."""
+    return next(name for name in registry.setup_methods() if isinstance(asked, registry.handshake_of(name)))
+
+
 class Rank:
     """A real receiver around a real model, and what it must hold whatever it is sent."""
 
@@ -107,8 +112,7 @@ class Rank:
 
     def join(self, asked):
         """Get ready for a trainer."""
-        method = "init_nccl_group" if isinstance(asked, http.InitNcclGroup) else "register_nixl"
-        return http.from_json(self.done(method, asked), http.RankJoined)
+        return http.from_json(self.done(setup_method(asked), asked), http.RankJoined)
 
     def prepare(self, request, transport="ipc_zmq"):
         """Come for a push."""
@@ -125,7 +129,7 @@ class Rank:
         """It has what it had, and takes a clean push by every transport."""
         assert self.receiver.status().state == "serving"
         assert self.adapter.digest() == self.digest
-        for number, transport in enumerate(TRAINER_ENDS):
+        for number, transport in enumerate(registry.names()):
             weights = {name: tensor + number for name, tensor in model.state_dict().items()}
             source, trainer = open_source(weights), Trainer(transport, self.join)
             self.prepare(trainer.ask(plan_of(transport, Layout(source.specs), BUCKET)), transport)

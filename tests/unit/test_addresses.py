@@ -12,7 +12,7 @@ import zmq
 
 from tests import fuzz
 from tests.helpers import plan_of
-from tests.unit.manual import HERE
+from tests.unit.manual import HERE, setup_method
 from tests.unit.test_front_end import Front
 from tests.unit.test_states import DictAdapter
 from weightsync.engine.receiver import Receiver
@@ -20,9 +20,11 @@ from weightsync.errors import ManifestMismatch, TransferFailed
 from weightsync.protocol import addresses, http
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset
+from weightsync.transports import registry
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.trainer import TrainerControl
-from weightsync.transports.registry import ENGINE_ENDS
+from weightsync.transports.nccl.messages import InitNcclGroup
+from weightsync.transports.nixl.messages import RegisterNixl
 
 KEY = zmq.curve_keypair()[0].decode()
 
@@ -130,10 +132,10 @@ def made():
 LAYOUT = Layout(DictAdapter().expected().specs)
 
 
-@pytest.mark.parametrize("transport", ENGINE_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transport):
     remote = transport != "ipc_zmq"
-    sender, end = made(TrainerControl(remote=not remote)), made(ENGINE_ENDS[transport](DictAdapter.device))
+    sender, end = made(TrainerControl(remote=not remote)), made(registry.spec(transport).engine_end(DictAdapter.device))
     request, receiver = sender.request(plan_of("p", LAYOUT, 1024), HERE), Receiver(DictAdapter())
     for act in (end.check, lambda asked: receiver.prepare(asked, transport)):
         with pytest.raises(TransferFailed, match=f"refused to dial '{request.address}'"):
@@ -161,8 +163,8 @@ def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
 
 
 INTRODUCTIONS = [
-    http.InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
-    http.RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
+    InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
+    RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
 ]
 
 
@@ -170,13 +172,14 @@ INTRODUCTIONS = [
 def test_an_introduction_at_what_is_no_senders_address_is_refused_and_takes_no_lease(made, traps, asked):
     front = made(Front())
     for address in filter(None, (*REFUSED_ALL, *(text for text in traps.texts if not text.startswith("tcp://")))):
+        there = msgspec.structs.replace(asked, address=address)
         with pytest.raises(TransferFailed, match="refused to dial"):
-            asyncio.run(front.front_end.join(msgspec.structs.replace(asked, address=address)))
+            asyncio.run(front.front_end.join(there, setup_method(asked)))
     assert front.front_end._lease.owner == ""
     assert front.ranks[0]._ends == {}
 
 
-@pytest.mark.parametrize("transport", ENGINE_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_no_transport_dials_what_is_no_senders(made, traps, transport):
     receiver, refused = Receiver(DictAdapter()), 0
     request = msgspec.structs.replace(plan_of("p", LAYOUT, 1024), server_key=KEY, manifest=())

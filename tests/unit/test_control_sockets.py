@@ -36,7 +36,7 @@ def met(remote):
     with ThreadPoolExecutor(1) as threads:
         asked = trainer.request(PLAN, ENGINE)
         call = threads.submit(engine.meet, asked, Subset(LAYOUT, {}), 0, (), Event())
-        talk.meet(lambda _: Offer(push=PLAN.push, arena="a", handle=None, alive=("a",)))
+        talk.meet(lambda _: Offer(push=PLAN.push, arena="a", alive=("a",)))
     yield trainer, talk, call.result()[0]
     engine.close()
     trainer.close()

@@ -8,7 +8,7 @@ import pytest
 from tests.faults.rig import SITE, Trainer
 from tools import servers
 from weightsync.testing import ReferenceEngine
-from weightsync.transports.registry import TRAINER_ENDS
+from weightsync.transports import registry
 
 #: Where a fault lies and what it does there.
 POINTS = [
@@ -50,7 +50,7 @@ def pushed(trainer, url, folder, version, transport):
     return said
 
 
-@pytest.mark.parametrize("transport", TRAINER_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_every_point_is_passed(rig, transport):
     push, order = rig
     for number in range(3):

@@ -14,26 +14,31 @@ from weightsync import Sender, errors
 from weightsync.protocol import http
 from weightsync.protocol.auth import engine_token
 from weightsync.tensors.layout import digest_of
-from weightsync.transports.registry import TRAINER_ENDS
+from weightsync.transports import registry
+from weightsync.transports.nccl.messages import InitNcclGroup
+from weightsync.transports.nixl.messages import RegisterNixl
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 #: How many messages each test sends, for each route and for each method of a rank.
 EACH_ROUTE, EACH_METHOD = 1000, 1200
-INTRODUCE_OR_UPDATE = (http.UpdateRequest, http.InitNcclGroup, http.RegisterNixl)
+INTRODUCE_OR_UPDATE = (http.UpdateRequest, InitNcclGroup, RegisterNixl)
 
 
 def test_the_shares_add_up():
     shares = len(fuzz.ROUTES) * EACH_ROUTE, len(fuzz.METHODS) * EACH_METHOD, TO_RANK, TO_TRAINER
     assert sum(shares) >= 20_000
-    passed_on = {f"update_weights_via_{transport}" for transport in TRAINER_ENDS} | {"init_nccl_group", "register_nixl"}
+    passed_on = {f"update_weights_via_{transport}" for transport in registry.names()} | {
+        "init_nccl_group",
+        "register_nixl",
+    }
     assert set(fuzz.METHODS) > passed_on == {name for name, kind in fuzz.ROUTES.items() if kind in INTRODUCE_OR_UPDATE}
 
 
 def assert_serves(engine, trained, before, route=""):
     """Nothing has changed, and a clean push works, by the transport that the route belongs to."""
     assert engine.process.poll() is None
-    transport = next((name for name in TRAINER_ENDS if name in route), "auto")
+    transport = next((name for name in registry.names() if name in route), "auto")
     with Sender([engine.url], transport=transport) as sender:
         status = sender.status(digest=True)[engine.url]
         assert (status.state, status.version, status.ranks[0].digest) == ("serving", before.version, before.digest)

@@ -23,8 +23,9 @@ from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.packing import Packer
+from weightsync.transports import registry
 from weightsync.transports.nixl.agents import Agent
-from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
+from weightsync.transports.nixl.messages import RegisterNixl
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -71,7 +72,9 @@ class FakeSender:
 
     def steps(self):
         """What an honest sender says, one after the other."""
-        yield control.Offer(push=PUSH, arena=self.arena.name, handle=self.arena.handle(), alive=(self.arena.name,))
+        yield control.Offer(
+            push=PUSH, arena=self.arena.name, handle=control.raw_handle(self.arena.handle()), alive=(self.arena.name,)
+        )
         for packed in self.filled:
             yield control.BucketReady(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
 
@@ -231,7 +234,7 @@ def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, tra
 def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_ones_taken(rank, trained):
     agent, memory = Agent(CPU, 0), torch.zeros(BUCKET, dtype=torch.uint8)
     agent.register(memory)
-    whole = http.RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
+    whole = RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
 
     def refused(**changes):
         reply = rank.ask("register_nixl", http.to_json(msgspec.structs.replace(whole, **changes)))
@@ -251,7 +254,7 @@ def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_on
     rank.assert_unharmed(trained)
 
 
-@pytest.mark.parametrize("transport", TRAINER_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(trained, traps, transport):
     frames = []
 
@@ -261,7 +264,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
         frames.extend(([frame], [b"", frame]))  # as a DEALER says it, and as a REQ does
 
     run()
-    source, context, end = open_source(trained), zmq.Context(), ENGINE_ENDS[transport](CPU)
+    source, context, end = open_source(trained), zmq.Context(), registry.spec(transport).engine_end(CPU)
     layout, trainer = Layout(source.specs), Trainer(transport, lambda asked: end.join(asked, 0))
     parts = Subset(layout, {})
     left, sent, pushes = iter(frames), 0, 10

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from tests.unit.manual import CPU
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.protocol import http
+from weightsync.transports import registry
 from weightsync.transports.nccl import groups, parallel_broadcast
-from weightsync.transports.registry import ENGINE_ENDS
+from weightsync.transports.nccl.messages import InitNcclGroup
+from weightsync.transports.nixl.messages import RegisterNixl
 
 #: The trainer, an engine of two ranks, and one of one.
-ASKED = http.InitNcclGroup(
+ASKED = InitNcclGroup(
     group_name="g",
     master_address="127.0.0.1",
     master_port=1,
@@ -103,7 +105,9 @@ def test_two_ranks_on_one_gpu_are_named():
 
 
 def test_a_rank_on_the_trainers_gpu_is_named():
-    with pytest.raises(UnsupportedOption, match=r"rank 0 of http://a and the trainer share the GPU GPU-0.*use ipc_zmq"):
+    with pytest.raises(
+        UnsupportedOption, match=r"rank 0 of http://a and the trainer share the GPU GPU-0.*takes shared memory"
+    ):
         preflight(rank("GPU-0"))
 
 
@@ -168,7 +172,7 @@ def test_what_a_process_tells_of_itself_is_its_nccl_settings_and_no_others(monke
 
 @pytest.fixture
 def end():
-    end = ENGINE_ENDS["nccl"](CPU)
+    end = registry.spec("nccl").engine_end(CPU)
     yield end
     end.close()
 
@@ -220,9 +224,9 @@ def test_a_rank_without_a_gpu_joins_no_group_of_nccl(end):
 
 
 def test_an_end_has_no_use_for_what_is_said_to_another(end):
-    register = http.RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
+    register = RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
     for name, other in (("nccl", register), ("nixl", ASKED), ("ipc_zmq", ASKED), ("ipc_zmq", register)):
-        made = end if name == "nccl" else ENGINE_ENDS[name](CPU)
+        made = end if name == "nccl" else registry.spec(name).engine_end(CPU)
         with pytest.raises(UnsupportedOption, match=f"{name} has no use for {type(other).__name__}"):
             made.join(other, 0)
         made.close()

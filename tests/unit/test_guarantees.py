@@ -26,7 +26,7 @@ from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.trainer.packing import Packer
-from weightsync.transports.registry import TRAINER_ENDS
+from weightsync.transports import registry
 
 PROMPT = list(b"guarantees")
 
@@ -318,19 +318,19 @@ def test_a_closed_sender_says_so(engine, a):
 
 SPAWN = """
 import gc, sys, torch, zmq
-from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
-end = TRAINER_ENDS[sys.argv[1]](torch.device("cpu"))
+from weightsync.transports import registry
+end = registry.spec(sys.argv[1]).trainer_end(torch.device("cpu"), None, "")
 end.address("http://127.0.0.1:1")
 end.itself = end
 del end
 gc.collect()
-end = ENGINE_ENDS[sys.argv[1]](torch.device("cpu"))
+end = registry.spec(sys.argv[1]).engine_end(torch.device("cpu"))
 end._control._sockets.append(end._control._context.socket(zmq.DEALER))
 end.itself = end
 """
 
 
-@pytest.mark.parametrize("transport", TRAINER_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_ends_that_are_forgotten_in_a_cycle_do_not_hang_the_interpreter(transport):
     subprocess.run([sys.executable, "-c", SPAWN, transport], timeout=60, check=True)
 

@@ -9,6 +9,8 @@ import pytest
 from weightsync.protocol import control, handles, http
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
+from weightsync.transports.nccl.messages import InitNcclGroup
+from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
 
 FILE = handles.FileHandle(7, 3, 9)
 GOLDEN_JSON = [
@@ -72,7 +74,7 @@ GOLDEN_JSON = [
     ),
     (http.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (
-        http.InitNcclGroup(
+        InitNcclGroup(
             group_name="g",
             master_address="10.0.0.1",
             master_port=29500,
@@ -87,7 +89,7 @@ GOLDEN_JSON = [
         b'"members":[["http://a",2]],"senders":1}',
     ),
     (
-        http.RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
+        RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
         b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
         b'"host":"","rdma":false}',
     ),
@@ -159,7 +161,7 @@ EARLIER_JSON = [
     (http.StatusRequest(digest=True), b'{"digest":true}'),
 ]
 
-FAR = handles.NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
+FAR = NixlHandle(agent="n", metadata=b"\0\xff", address=1 << 40, nbytes=3, device_id=0, memory="DRAM")
 GOLDEN_MSGPACK = [
     (
         control.Register(push="p", secret="s", rank=1, keeps="k", parts=((0, ((1, 2), (3, 4))),)),
@@ -168,12 +170,12 @@ GOLDEN_MSGPACK = [
     ),
     (control.DescribeSubset(push="p"), "82a474797065a76578706c61696ea470757368a170"),
     (
-        control.Offer(push="p", arena="a", handle=handles.ShmHandle(path="/d", nbytes=3)),
+        control.Offer(push="p", arena="a", handle=control.raw_handle(handles.ShmHandle(path="/d", nbytes=3))),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "83a474797065a373686da470617468a22f64a66e627974657303a5616c69766590",
     ),
     (
-        control.Offer(push="p", arena="a", handle=FAR, alive=("a",)),
+        control.Offer(push="p", arena="a", handle=control.raw_handle(FAR), alive=("a",)),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
         "87a474797065a46e69786ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000"
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
@@ -185,7 +187,7 @@ GOLDEN_MSGPACK = [
     (control.Heartbeat(push="p"), "82a474797065a57374696c6ca470757368a170"),
     (control.BucketDone(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
     (
-        control.WriteWindow("p", 4, 2, FAR),
+        control.WriteWindow("p", 4, 2, control.raw_handle(FAR)),
         "85a474797065a4726f6f6da470757368a170a5736c6f747304a47570746f02a668616e646c6587a474797065a46e6978"
         "6ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a9"
         "6465766963655f696400a66d656d6f7279a44452414d",
@@ -195,7 +197,7 @@ GOLDEN_MSGPACK = [
         "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
     ),
     (
-        control.Offer("p", "a", handles.InPlaceHandle((FILE,), ((0, 0, 4096),), FILE)),
+        control.Offer("p", "a", control.raw_handle(handles.InPlaceHandle((FILE,), ((0, 0, 4096),), FILE))),
         "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c6163"
         "65a873746f72616765739184a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509a570"
         "6172747391930000cd1000a77265766f6b656484a474797065a466696c65a370696407aa64657363726970746f7203a5"

@@ -9,10 +9,10 @@ from tests.unit.manual import HERE, hello_of
 from weightsync.errors import UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol import directories, http
+from weightsync.transports import registry
 from weightsync.transports.nixl import agents
-from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS, available, pick
 
-ALL = tuple(TRAINER_ENDS)
+ALL = registry.names()
 FAR = "another host"
 
 
@@ -32,34 +32,34 @@ def without_nixl(monkeypatch):
     monkeypatch.setattr(agents, "available", lambda: False)
 
 
-def test_both_sides_have_the_same_transports():
-    assert TRAINER_ENDS.keys() == ENGINE_ENDS.keys() == set(available())
+def test_all_that_are_registered_can_be_used_here():
+    assert registry.names() == registry.available() == ("ipc_zmq", "nccl", "nixl")
 
 
 def test_without_nixl_the_others_are_left(without_nixl):
-    assert available() == ("ipc_zmq", "nccl")
+    assert registry.available() == ("ipc_zmq", "nccl")
 
 
 def test_an_engine_on_the_same_host_is_reached_through_memory():
-    transport, reason = pick("auto", HERE, engine(ALL, ALL, host=arenas.host_id()))
+    transport, reason = registry.pick("auto", HERE, engine(ALL, ALL, host=arenas.host_id()))
     assert transport == "ipc_zmq"
     assert "the same host" in reason
 
 
 def test_an_engine_on_another_host_is_reached_by_nixl_where_both_sides_have_it():
-    transport, reason = pick("auto", HERE, engine(ALL, ALL))
+    transport, reason = registry.pick("auto", HERE, engine(ALL, ALL))
     assert transport == "nixl"
     assert "both sides have NIXL" in reason
 
 
 def test_an_engine_of_which_one_rank_lacks_nixl_is_reached_by_nccl():
-    transport, reason = pick("auto", HERE, engine(ALL, ("ipc_zmq", "nccl")))
+    transport, reason = registry.pick("auto", HERE, engine(ALL, ("ipc_zmq", "nccl")))
     assert transport == "nccl"
     assert "the engine has no NIXL" in reason
 
 
 def test_a_trainer_without_nixl_takes_nccl(without_nixl):
-    transport, reason = pick("auto", HERE, engine(ALL))
+    transport, reason = registry.pick("auto", HERE, engine(ALL))
     assert transport == "nccl"
     assert "the trainer has no NIXL" in reason
 
@@ -70,24 +70,24 @@ def test_what_was_asked_for_is_taken_where_it_can_be(asked, host):
     hello = engine(ALL, host=host or arenas.host_id())
     if asked == "ipc_zmq" and host:
         with pytest.raises(UnsupportedOption):
-            pick(asked, HERE, hello)
+            registry.pick(asked, HERE, hello)
     else:
-        assert pick(asked, HERE, hello) == (asked, "asked for")
+        assert registry.pick(asked, HERE, hello) == (asked, "asked for")
 
 
 def test_memory_that_is_not_shared_is_refused_with_advice():
     with pytest.raises(UnsupportedOption, match=f"{HERE} runs on another host.*--ipc=host.*nixl.*nccl.*auto"):
-        pick("ipc_zmq", HERE, engine(ALL))
+        registry.pick("ipc_zmq", HERE, engine(ALL))
 
 
 def test_a_transport_that_the_engine_lacks_is_refused_with_those_that_it_has():
     with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nixl, only ipc_zmq, nccl$"):
-        pick("nixl", HERE, engine(ALL, ("ipc_zmq", "nccl")))
+        registry.pick("nixl", HERE, engine(ALL, ("ipc_zmq", "nccl")))
 
 
 def test_a_transport_that_the_trainer_lacks_is_refused_with_what_installs_it(without_nixl):
     with pytest.raises(UnsupportedOption, match=r"the trainer has no transport nixl: pip install 'weightsync\[nixl\]'"):
-        pick("nixl", HERE, engine(ALL))
+        registry.pick("nixl", HERE, engine(ALL))
 
 
 @pytest.mark.parametrize(
@@ -102,24 +102,24 @@ def test_a_transport_that_the_trainer_lacks_is_refused_with_what_installs_it(wit
 def test_an_engine_that_does_not_share_the_trainers_directory_is_reached_over_the_network(user, why, advice):
     own = os.geteuid()
     hello = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=user.format(own))
-    assert pick("auto", HERE, hello) == ("nixl", f"{why.format(own)}, and both sides have NIXL")
+    assert registry.pick("auto", HERE, hello) == ("nixl", f"{why.format(own)}, and both sides have NIXL")
     with pytest.raises(UnsupportedOption, match=rf"{HERE} runs on {why.format(own)}: transport ipc_zmq .*{advice}"):
-        pick("ipc_zmq", HERE, hello)
+        registry.pick("ipc_zmq", HERE, hello)
 
 
 def test_a_trainer_without_a_directory_of_its_own_reaches_engines_over_the_network(own_homes):
     whole = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=directories.meeting())
-    assert pick("auto", HERE, whole)[0] == "ipc_zmq"
+    assert registry.pick("auto", HERE, whole)[0] == "ipc_zmq"
     own_homes[0].chmod(0o777)  # as if somebody else had taken its name
     assert directories.meeting() == str(os.geteuid())
     for hello in (whole, msgspec.structs.replace(whole, user=directories.meeting())):
-        transport, reason = pick("auto", HERE, hello)
+        transport, reason = registry.pick("auto", HERE, hello)
         assert transport == "nixl"
         assert f"{own_homes[0]} cannot be trusted: its mode is 0777" in reason
 
 
 def test_an_engine_of_before_there_were_others_is_reached_through_memory_or_not_at_all():
     old = http.RankInfo(rank=0, pid=0, device="cpu")
-    assert pick("auto", HERE, hello_of(old, host=arenas.host_id()))[0] == "ipc_zmq"
+    assert registry.pick("auto", HERE, hello_of(old, host=arenas.host_id()))[0] == "ipc_zmq"
     with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nccl"):
-        pick("nccl", HERE, hello_of(old, host=FAR))
+        registry.pick("nccl", HERE, hello_of(old, host=FAR))

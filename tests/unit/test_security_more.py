@@ -34,8 +34,8 @@ from weightsync.protocol.handles import ShmHandle
 from weightsync.tensors.layout import Layout
 from weightsync.testing import ReferenceEngine
 from weightsync.trainer.client import EngineClient
+from weightsync.transports import registry
 from weightsync.transports.base import Peer
-from weightsync.transports.registry import TRAINER_ENDS
 
 KEY = "The-Key-Of-These-Tests-0123456789abcdef"
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
     assert post(engine, "status", b"{}").json()["holder"] == ""
 
 
-@pytest.mark.parametrize("transport", TRAINER_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport):
     with Traps() as traps:
         for address in (*traps.texts, *fuzz.TEXTS):
@@ -232,7 +232,7 @@ def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport)
     assert post(engine, "status", b"{}").json()["state"] == "serving"
 
 
-@pytest.mark.parametrize("transport", TRAINER_ENDS)
+@pytest.mark.parametrize("transport", registry.names())
 def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_keeps_others_out(engine, transport):
     with Traps() as traps:
         (trap,) = [text for text in traps.texts if text.startswith("tcp://")]

@@ -21,8 +21,8 @@ from weightsync.tensors.boxes import Box, hull, narrowed
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.tensors.subset import Subset, Wanted, widened
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports import registry
 from weightsync.transports.base import Peer
-from weightsync.transports.registry import TRAINER_ENDS
 
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:1"
@@ -277,7 +277,7 @@ class Pair:
         self.transfer.close()
 
 
-@pytest.fixture(params=TRAINER_ENDS)
+@pytest.fixture(params=registry.names())
 def pair(request):
     pair = Pair(request.param)
     yield pair

@@ -12,12 +12,13 @@ from tools import servers
 from weightsync import Sender, cli
 from weightsync.errors import EngineUnreachable, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
-from weightsync.protocol import http
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
+from weightsync.transports import registry
 from weightsync.transports.control.sockets import check_reachable, check_ways, own_address, way_to
+from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl import agents
-from weightsync.transports.registry import ENGINE_ENDS, TRAINER_ENDS
+from weightsync.transports.nixl.messages import RegisterNixl
 
 REMOTE = ["nccl", pytest.param("nixl", marks=pytest.mark.skipif(not agents.available(), reason="needs nixl"))]
 ELSEWHERE = "another boot:net:[1]"
@@ -61,7 +62,7 @@ def test_an_address_that_is_given_reaches_engines_behind_forwarded_ports():
 
 @pytest.mark.parametrize("transport", REMOTE)
 def test_both_transports_look_before_they_ask_anything(transport):
-    end = TRAINER_ENDS[transport](CPU, None, "")
+    end = registry.spec(transport).trainer_end(CPU, None, "")
     with contextlib.closing(end), pytest.raises(UnsupportedOption, match="forwarded"):
         end.connect({HERE: hello(ELSEWHERE)}, 5.0)
 
@@ -127,10 +128,10 @@ def test_a_rank_that_is_told_its_own_loopback_says_so(transport):
     """A trainer on another host, which found the engine at a forwarded port, and did not look."""
     port = servers.free_port()
     asked = {
-        "nccl": http.InitNcclGroup("g", "127.0.0.1", port, 1, 2, "gloo", 5.0, f"tcp://127.0.0.1:{port}"),
-        "nixl": http.RegisterNixl("a", b"", 5.0, f"tcp://127.0.0.1:{port}"),
+        "nccl": InitNcclGroup("g", "127.0.0.1", port, 1, 2, "gloo", 5.0, f"tcp://127.0.0.1:{port}"),
+        "nixl": RegisterNixl("a", b"", 5.0, f"tcp://127.0.0.1:{port}"),
     }[transport]
-    end = ENGINE_ENDS[transport](CPU)
+    end = registry.spec(transport).engine_end(CPU)
     with (
         contextlib.closing(end),
         pytest.raises(TransferFailed, match=r"rank 0 .*own loopback.*forwarded port.*address="),

@@ -33,7 +33,7 @@ from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.states import ENGINE, Machine
-from weightsync.transports.nccl.groups import check_world
+from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +164,11 @@ class FrontEnd:
             off=self.front.off,
         )
 
-    async def join(self, asked: Handshake) -> http.JoinReply:
-        """Take the lease, then have every rank get a transport ready. Raises `UnsupportedOption`, `TransferFailed`."""
+    async def join(self, asked: Handshake, method: str) -> http.JoinReply:
+        """Take the lease, then have every rank get a transport ready, by its set-up ``method``.
+
+        Raises `UnsupportedOption`, `TransferFailed`.
+        """
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
         addresses.check_host_address(asked.address)
@@ -173,10 +176,7 @@ class FrontEnd:
         async with self._alone("joining", deadline):
             if not self._call.ranks:
                 await self._introduce_ranks(deadline.left())
-            method = "register_nixl"
-            if isinstance(asked, http.InitNcclGroup):
-                method = "init_nccl_group"
-                check_world(asked, len(self._call.ranks))
+            registry.spec(registry.setup_methods()[method]).check_handshake(asked, len(self._call.ranks))
             await self._lease.take(asked.owner, asked.holder, asked.address)
             try:
                 if self._machine.allows("abort"):
@@ -194,7 +194,8 @@ class FrontEnd:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
         # Before the lease is given to who is there: whether one lives is asked at that address.
-        addresses.check_address(asked.address, asked.server_key, remote=method != "update_weights_via_ipc_zmq")
+        local = registry.spec(registry.update_methods()[method]).local
+        addresses.check_address(asked.address, asked.server_key, remote=not local)
         deadline = Deadline(asked.timeout_s)
         async with self._alone("prepare", deadline):
             try:

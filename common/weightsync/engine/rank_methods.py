@@ -14,21 +14,16 @@ from weightsync.protocol.http import (
     AbortRequest,
     CommitRequest,
     Done,
-    InitNcclGroup,
     RankReply,
-    RegisterNixl,
     StatusRequest,
     UpdateRequest,
     error_reply,
     from_json,
     to_json,
 )
-from weightsync.transports.registry import ENGINE_ENDS
+from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
-
-#: What announces a push -> by which transport its bytes come.
-UPDATE_METHODS: Final = {f"update_weights_via_{name}": name for name in ENGINE_ENDS}
 
 
 def _abort(receiver: Receiver, asked: AbortRequest) -> None:
@@ -42,8 +37,6 @@ def _abort(receiver: Receiver, asked: AbortRequest) -> None:
 _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
     "weightsync_open": (None, lambda receiver, _: receiver.info()),
     "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
-    "init_nccl_group": (InitNcclGroup, lambda receiver, asked: receiver.join(asked)),
-    "register_nixl": (RegisterNixl, lambda receiver, asked: receiver.join(asked)),
     "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),
     "weightsync_commit": (CommitRequest, lambda receiver, asked: receiver.apply(asked)),
     "weightsync_restore": (CommitRequest, lambda receiver, asked: receiver.restore(asked)),
@@ -52,13 +45,19 @@ _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver,
 
 
 def _run(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
-    if method in UPDATE_METHODS:
-        return receiver.prepare(from_json(payload, UpdateRequest), UPDATE_METHODS[method])
     if method not in _METHODS:
-        raise ValueError(f"no such method: {method}")
+        return _run_of_transport(receiver, method, payload)
     kind, run = _METHODS[method]
     reply = run(receiver, from_json(payload, kind) if kind is not None else None)
     return reply if isinstance(reply, msgspec.Struct) else Done()
+
+
+def _run_of_transport(receiver: Receiver, method: str, payload: bytes | str) -> msgspec.Struct:
+    if method in (updates := registry.update_methods()):
+        return receiver.prepare(from_json(payload, UpdateRequest), updates[method])
+    if method in (setups := registry.setup_methods()):
+        return receiver.join(from_json(payload, registry.handshake_of(method)), setups[method])
+    raise ValueError(f"no such method: {method}")
 
 
 def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:

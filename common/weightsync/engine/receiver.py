@@ -32,7 +32,6 @@ from weightsync.protocol.http import (
     Accepted,
     CommitRequest,
     Handshake,
-    InitNcclGroup,
     RankInfo,
     RankJoined,
     RankStatus,
@@ -42,9 +41,8 @@ from weightsync.protocol.http import (
 )
 from weightsync.protocol.states import ENGINE, Machine
 from weightsync.tensors.subset import Subset
+from weightsync.transports import registry
 from weightsync.transports.base import EngineEnd, Incoming
-from weightsync.transports.nccl import groups
-from weightsync.transports.registry import ENGINE_ENDS, available
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +101,8 @@ class Receiver:
             device=device.type,
             device_uuid=device_uuid(device),
             free_bytes=arenas.free_bytes(device),
-            transports=available(),
-            settings=groups.settings(),
+            transports=registry.available(),
+            settings=registry.settings(),
             process_space=arenas.process_space(),
             host=arenas.host_id(),
             started=started(os.getpid()),
@@ -127,14 +125,14 @@ class Receiver:
 
     def _end(self, transport: str) -> EngineEnd:
         if transport not in self._ends:
-            self._ends[transport] = ENGINE_ENDS[transport](self._adapter.device)
+            self._ends[transport] = registry.spec(transport).engine_end(self._adapter.device)
         return self._ends[transport]
 
-    def join(self, asked: Handshake) -> RankJoined:
+    def join(self, asked: Handshake, transport: str) -> RankJoined:
         """Get a transport ready for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
         self._supersede(asked.address)
         self._disown(asked.owner)
-        return self._end("nccl" if isinstance(asked, InitNcclGroup) else "nixl").join(asked, self._adapter.rank)
+        return self._end(transport).join(asked, self._adapter.rank)
 
     def _supersede(self, what: str) -> None:
         """Give up the push that is under way: the front end has given the lease to another sender, or another push."""

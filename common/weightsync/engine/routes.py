@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.datastructures import URLPath
@@ -19,9 +19,9 @@ from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
 from weightsync.engine.front_end import FrontEnd
-from weightsync.engine.rank_methods import UPDATE_METHODS
 from weightsync.errors import AuthenticationFailed
 from weightsync.protocol import auth, http
+from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +42,40 @@ _STATUS: Final = {
 }
 
 
-def _preparer(method: str, front_end: FrontEnd) -> Callable[[Any], Awaitable[msgspec.Struct]]:
-    return partial(front_end.prepare, method=method)
+_Answer = Callable[[FrontEnd, Any], Awaitable[msgspec.Struct]]
 
 
-#: Every message that a trainer may send: route -> what it carries, and who answers.
-_ROUTES: Final[
-    dict[str, tuple[type[msgspec.Struct], Callable[[FrontEnd], Callable[[Any], Awaitable[msgspec.Struct]]]]]
-] = {
-    "status": (http.StatusRequest, lambda front_end: front_end.status),
-    "open": (http.OpenRequest, lambda front_end: front_end.open),
-    **{method: (http.UpdateRequest, partial(_preparer, method)) for method in UPDATE_METHODS},
-    "init_nccl_group": (http.InitNcclGroup, lambda front_end: front_end.join),
-    "register_nixl": (http.RegisterNixl, lambda front_end: front_end.join),
-    "lease": (http.LeaseRequest, lambda front_end: front_end.lease),
-    "commit": (http.CommitRequest, lambda front_end: front_end.commit),
-    "abort": (http.AbortRequest, lambda front_end: front_end.abort),
-}
+class _Route(NamedTuple):
+    """A message that a trainer may send: its type, which a transport is imported for, and who answers."""
+
+    kind: Callable[[], type[msgspec.Struct]]
+    answer: _Answer
+
+
+def _fixed(kind: type[msgspec.Struct], answer: _Answer) -> _Route:
+    return _Route(lambda: kind, answer)
+
+
+def _update(method: str) -> _Route:
+    return _fixed(http.UpdateRequest, lambda front_end, asked: front_end.prepare(asked, method))
+
+
+def _setup(method: str) -> _Route:
+    return _Route(partial(registry.handshake_of, method), lambda front_end, asked: front_end.join(asked, method))
+
+
+def routes() -> dict[str, _Route]:
+    """Every route, by name: ours, and what transports register."""
+    return {
+        **{method: _update(method) for method in registry.update_methods()},
+        **{method: _setup(method) for method in registry.setup_methods()},
+        "status": _fixed(http.StatusRequest, FrontEnd.status),
+        "open": _fixed(http.OpenRequest, FrontEnd.open),
+        "lease": _fixed(http.LeaseRequest, FrontEnd.lease),
+        "commit": _fixed(http.CommitRequest, FrontEnd.commit),
+        "abort": _fixed(http.AbortRequest, FrontEnd.abort),
+    }
+
 
 #: Where engines say whether requests may be sent to them; ``/ping`` is what SageMaker asks.
 _HEALTH: Final = ("/health", "/health_generate", "/ping")
@@ -73,12 +90,12 @@ class _Refused(Exception):
 
 
 def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
-    """The routes for an engine, ``replica()`` once it serves; ``token`` is never logged."""
+    """The routes for an engine, ``front_end()`` once it serves; ``token`` is never logged."""
     return Mount(
         http.PREFIX,
         routes=[
-            Route(f"/{name}", _endpoint(name, front_end, token), methods=["POST", *["GET"] * (name == "status")])
-            for name in _ROUTES
+            Route(f"/{name}", _endpoint(route, front_end, token), methods=["POST", *["GET"] * (name == "status")])
+            for name, route in routes().items()
         ],
     )
 
@@ -110,14 +127,12 @@ class HealthGuard(BaseRoute):
         await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
 
 
-def _endpoint(name: str, front_end: Callable[[], FrontEnd], token: str) -> Callable[[Request], Awaitable[Response]]:
-    kind, answerer = _ROUTES[name]
-
+def _endpoint(route: _Route, front_end: Callable[[], FrontEnd], token: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             _authenticate(request, token)
-            asked = await _read(request, kind)
-            return _response(await answerer(front_end())(asked), 200)
+            asked = await _read(request, route.kind())
+            return _response(await route.answer(front_end(), asked), 200)
         except _Refused as error:
             status, reply = error.status, http.ErrorReply(error=error.error, message=str(error))
         except Exception as error:

@@ -1,15 +1,33 @@
-"""Messages between a sender and an engine's ranks, over ZMQ in msgpack; `wire` has all others, and the rules."""
+"""Messages between a sender and an engine's ranks, over ZMQ in msgpack; `http` has all others, and the rules."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
+from weightsync.errors import TransferFailed
 from weightsync.protocol import codec
 from weightsync.protocol.codec import Shape
-from weightsync.protocol.handles import CudaHandle, InPlaceHandle, NixlHandle, ShmHandle
 from weightsync.protocol.http import Message
+
+_T = TypeVar("_T")
+_encode_msgpack = msgspec.msgpack.Encoder()
+#: Of memory that the other side knows, or that it need not reach.
+NO_HANDLE: Final = msgspec.Raw(b"\xc0")
+
+
+def raw_handle(handle: msgspec.Struct | None) -> msgspec.Raw:
+    """What says how to reach memory, as a field of a message."""
+    return msgspec.Raw(_encode_msgpack.encode(handle)) if handle is not None else NO_HANDLE
+
+
+def handle_of(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T], whose: str) -> _T:
+    """What `raw_handle` made, as a transport's own ``decoder`` reads it. Raises `TransferFailed`."""
+    try:
+        return codec.readable(lambda: decoder.decode(raw))
+    except msgspec.MsgspecError as error:
+        raise TransferFailed(f"what {whose} says of its memory cannot be read: {error}") from error
 
 
 class Register(Message, frozen=True, tag="hello"):
@@ -36,13 +54,14 @@ class DescribeSubset(Message, frozen=True, tag="explain"):
 class Offer(Message, frozen=True, tag="offer"):
     """sender -> rank: bucket k lies in slot k modulo `http.UpdateRequest.slots` of this arena.
 
-    ``handle`` says how to reach it, and is absent where this rank knows, or where the bytes come by themselves.
+    ``handle``, see `raw_handle`, says how to reach it: none where this rank knows, or where the bytes come by
+    themselves.
     ``alive`` names all arenas that the sender still has, so that others can be unmapped.
     """
 
     push: str
     arena: str
-    handle: ShmHandle | InPlaceHandle | CudaHandle | NixlHandle | None = None
+    handle: msgspec.Raw = NO_HANDLE
     alive: tuple[str, ...] = ()
 
 
@@ -74,13 +93,13 @@ class BucketDone(Message, frozen=True, tag="taken"):
 class WriteWindow(Message, frozen=True, tag="room"):
     """rank -> sender: write bucket k, below ``upto``, to slot k modulo ``slots`` of my memory.
 
-    ``handle`` says how to reach it, and is absent where only ``upto`` has grown.
+    ``handle``, see `raw_handle`, says how to reach it: none where only ``upto`` has grown.
     """
 
     push: str
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
     upto: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
-    handle: NixlHandle | None = None
+    handle: msgspec.Raw = NO_HANDLE
 
 
 class Prepared(Message, frozen=True, tag="prepared"):
@@ -101,7 +120,6 @@ class Failed(Message, frozen=True, tag="failed"):
 FromRank = Register | BucketDone | WriteWindow | Prepared | Failed
 FromSender = Offer | DescribeSubset | BucketReady | Heartbeat | Failed
 
-_encode_msgpack = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
 

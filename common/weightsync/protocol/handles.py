@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 
@@ -42,14 +40,3 @@ class InPlaceHandle(msgspec.Struct, frozen=True, tag="in_place"):
     storages: tuple[FileHandle | CudaHandle, ...]
     parts: tuple[tuple[int, int, int], ...]
     revoked: FileHandle
-
-
-class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):
-    """What NIXL needs to reach another's memory: ``metadata`` of its agent, and where it is."""
-
-    agent: str
-    metadata: bytes
-    address: int
-    nbytes: int
-    device_id: int
-    memory: Literal["DRAM", "VRAM"]

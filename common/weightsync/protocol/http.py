@@ -6,7 +6,7 @@ Rules of evolution: a field added later has a default, a tag is never reused, bu
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
@@ -83,7 +83,7 @@ class RankInfo(Message, frozen=True):
     device: str
     device_uuid: str = ""
     free_bytes: int = 0
-    transports: tuple[Text, ...] = ("ipc_zmq",)
+    transports: tuple[Text, ...] = ("ipc_zmq",)  # all there was before ranks said so
     settings: dict[Text, Text] = {}
     process_space: str = ""
     host: Text = ""
@@ -156,53 +156,39 @@ class UpdateRequest(Message, frozen=True):
     parts: bool = False
 
 
-class InitNcclGroup(Message, frozen=True):
-    """Have every rank join the group ``group_name`` of ``world_size`` ranks, at the store of its rank 0, the trainer.
+class Handshake(Message, frozen=True):
+    """What a transport's set-up method tells an engine before the first push: a transport derives its own from this.
 
-    The engine's ranks become ``rank_offset`` and those that follow. ``members`` lists who is to join, by URL, with its
-    number of ranks, in the order of the group; the trainer's ranks come before. ``address`` names the sender. Where
-    several ranks of a trainer are ``senders``, each has a group of its own, of which it is rank 0; these are called
-    ``group_name``, ``group_name-1`` and so on.
+    Every one has ``timeout_s``, the ``address`` of the sender, the ``owner`` that takes the engine's lease, the
+    ``holder`` that others know it by, and the ``instance`` of the engine that the sender opened.
     """
 
-    group_name: Text
-    master_address: Text
-    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    world_size: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
-    backend: Literal["nccl", "gloo"]
-    timeout_s: Timeout
-    address: Text = ""
-    owner: Text = ""
-    holder: Text = ""
-    instance: Text = ""
-    members: tuple[tuple[Text, Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], ...] = ()
-    senders: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    if TYPE_CHECKING:
 
+        @property
+        def timeout_s(self) -> float:
+            """Seconds."""
 
-class RegisterNixl(Message, frozen=True):
-    """Have every rank make its NIXL agent, and connect it to the sender's agent, whose ``metadata`` this is.
+        @property
+        def address(self) -> str:
+            """Where the sender is found, and what names it to `AbortRequest`."""
 
-    ``host`` is that of the sender, as `arenas.host_id` names it; ``rdma``: it has network devices that need no CPU.
-    """
+        @property
+        def owner(self) -> str:
+            """Secret."""
 
-    agent: Text
-    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-    timeout_s: Timeout
-    address: Text = ""
-    owner: Text = ""
-    holder: Text = ""
-    instance: Text = ""
-    host: Text = ""
-    rdma: bool = False
+        @property
+        def holder(self) -> str:
+            """Public."""
 
-
-Handshake = InitNcclGroup | RegisterNixl
-"""What an engine is told before the first push, where a transport has something to prepare."""
+        @property
+        def instance(self) -> str:
+            """Empty where the sender does not say."""
 
 
 class RankJoined(Message, frozen=True):
-    """One rank's answer: ``device`` and ``interface`` will move the bytes, ``agent`` is its NIXL agent."""
+    """One rank's answer: ``device`` and ``interface`` will move the bytes; ``agent`` names its end of the transport,
+    and ``metadata`` is what the trainer's end has to know of it, where there is something."""
 
     rank: int
     device: str = ""

@@ -72,14 +72,13 @@ class EngineClient:
         request = http.StatusRequest(digest=digest, timeout_s=_patience(deadline))
         return self._post("status", request, http.StatusReply, deadline)
 
-    def join(self, asked: Handshake, deadline: Deadline) -> http.JoinReply:
-        """Take the lease, and make every rank get a transport ready."""
-        route = "init_nccl_group" if isinstance(asked, http.InitNcclGroup) else "register_nixl"
-        return self._post(route, asked, http.JoinReply, deadline)
+    def join(self, method: str, asked: Handshake, deadline: Deadline) -> http.JoinReply:
+        """Take the lease, and make every rank get a transport ready, by its set-up ``method``."""
+        return self._post(method, asked, http.JoinReply, deadline)
 
     def prepare(self, request: http.UpdateRequest, transport: str, deadline: Deadline) -> http.UpdateReply:
         """Take the lease, and make every rank check the manifest and come for the bytes."""
-        return self._post(f"update_weights_via_{transport}", request, http.UpdateReply, deadline)
+        return self._post(f"{http.UPDATE}{transport}", request, http.UpdateReply, deadline)
 
     def add_engine(self, url: str, deadline: Deadline) -> str:
         """Of a sender that listens at this client's URL: have the engine at ``url`` take part; what it then serves."""

@@ -45,7 +45,7 @@ class Driver:
 
     def connect(self, deadline: Deadline) -> None:
         """Make groups and warm up connections, where there are any, so that the first push need not."""
-        if self.engines.peers.keys() != {"ipc_zmq"}:
+        if not self.engines.local:
             connect(self._provide(None), self.engines, deadline)
 
     def look(self, deadline: Deadline) -> dict[str, Weights]:
@@ -170,9 +170,8 @@ class Driver:
     def _provide(self, source: Source | None) -> Transfer:
         """What moves the bytes; it stays while the sender does, or until a push fails."""
         if self._transfer is None or self._transfer.closed:
-            remote = bool(self.engines.peers.keys() - {"ipc_zmq"})
             device = None if source is None else source.device
-            arena = buckets.arena_device(self.engines.ranks, device, remote=remote)
+            arena = buckets.arena_device(self.engines.ranks, device, remote=not self.engines.local)
             # Several processes can fill one in the host's memory alone.
             where = arena if self._ranks is None else torch.device("cpu")
             self._transfer = Transfer(where, self._ranks, self._options.address)

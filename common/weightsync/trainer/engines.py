@@ -32,8 +32,8 @@ from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
 from weightsync.trainer.client import EngineClient, check_other, said
+from weightsync.transports import registry
 from weightsync.transports.base import Peer
-from weightsync.transports.registry import pick
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Engines:
     def _admit(self, client: EngineClient, hello: http.OpenReply) -> None:
         if reason := hello.pause_refused.get(self._pause):
             raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
-        transport, reason = pick(self._transport, client.url, hello)
+        transport, reason = registry.pick(self._transport, client.url, hello)
         self.by_url[client.url] = Engine(client, hello, hello.version, transport, reason, hello.stopped)
 
     @property
@@ -139,6 +139,11 @@ class Engines:
         for engine in self.by_url.values():
             found.setdefault(engine.transport, set()).update(engine.peers)
         return found
+
+    @property
+    def local(self) -> bool:
+        """Whether every rank of every engine maps the trainer's memory."""
+        return all(registry.spec(engine.transport).local for engine in self.by_url.values())
 
     def untouched(self) -> dict[str, Weights]:
         """What each engine serves, by URL, if a push has not changed it."""
@@ -243,8 +248,9 @@ class Engines:
         def run(client: EngineClient) -> http.JoinReply | None:
             if client.url not in asked:
                 return None
+            method = registry.setup_method(self.by_url[client.url].transport)
             named = msgspec.structs.replace(asked[client.url], owner=self.owner, holder=self.holder)
-            return client.join(named, deadline)
+            return client.join(method, named, deadline)
 
         replies = {c.url: reply for c, reply in zip(self._clients, self.all(run), strict=True) if reply is not None}
         for url, reply in replies.items():

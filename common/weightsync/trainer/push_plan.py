@@ -132,7 +132,7 @@ class Planner:
     def _lent(self, source: Source, transfer: Transfer, mark: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them where they are and nobody will want them after the push."""
         here, options = arenas.process_space(), self._options
-        alone = self._engines.peers.keys() == {"ipc_zmq"} and all(r.process_space == here for r in self._engines.ranks)
+        alone = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
         if not alone or options.keep or options.staging == "none" or options.bucket_bytes is not None:
             return None
         if not isinstance(source, (MappingSource, ModuleSource)):

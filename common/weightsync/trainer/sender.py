@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args
 
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
@@ -24,9 +24,9 @@ from weightsync.trainer.ranks import Coordinator, ranks
 from weightsync.trainer.ranks.conversation import Act
 from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.turns import Turns
+from weightsync.transports import registry
 from weightsync.transports.control.sockets import own_address
 
-Transport = Literal["auto", "ipc_zmq", "nccl", "nixl"]
 _T = TypeVar("_T")
 
 #: A call that fails by its deadline has ended by then.
@@ -44,22 +44,22 @@ _MOVES: Final = {
 class Sender:
     """Pushes a model's weights into engines: ``Sender(urls).push(model)``.
 
-    ``engines`` are base URLs of vLLM or SGLang servers with the plugin loaded. ``transport``: ``"ipc_zmq"`` through
-    memory that engines on this host share, ``"nccl"`` by broadcast in a process group (gloo where there are no GPUs),
-    ``"nixl"`` by one-sided reads, ``"auto"`` picks for each engine and says why in the result. ``token`` defaults to
-    ``$WEIGHTSYNC_TOKEN`` or this user's key file. ``timeout_s`` bounds a whole push. ``pause`` says what happens to
-    requests in flight at commit. ``staging``: ``"full"`` holds a whole version before any engine stops, ``"none"``
-    streams the bytes in while the engines are stopped (a failure then leaves them dirty), ``"auto"`` picks. ``verify``:
-    ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also what the engine
-    then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before, for `rollback` and
-    for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes`` is the size of each
-    of two buckets that hold bytes on their way; by default there are as many as the model fills where memory allows, so
-    that on one host nothing is copied twice. ``progress`` shows a bar. ``address``, a number or a name, is that of this
-    host at which engines elsewhere find the trainer; by default the one from which the trainer reaches each.
+    ``engines`` are base URLs of vLLM or SGLang servers with the plugin loaded. ``transport`` is what the bytes travel
+    by: the name of a transport, or ``"auto"``, which picks for each engine and says why in the result. ``token``
+    defaults to ``$WEIGHTSYNC_TOKEN`` or this user's key file. ``timeout_s`` bounds a whole push. ``pause`` says what
+    happens to requests in flight at commit. ``staging``: ``"full"`` holds a whole version before any engine stops,
+    ``"none"`` streams the bytes in while the engines are stopped (a failure then leaves them dirty), ``"auto"`` picks.
+    ``verify``: ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also
+    what the engine then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before,
+    for `rollback` and for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes``
+    is the size of each of two buckets that hold bytes on their way; by default there are as many as the model fills
+    where memory allows, so that on one host nothing is copied twice. ``progress`` shows a bar. ``address``, a number or
+    a name, is that of this host at which engines elsewhere find the trainer; by default the one from which the trainer
+    reaches each.
 
-    Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`,
-    `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the
-    engines' lease, with ``"nccl"`` and ``"nixl"`` building one does, and `close` gives it back. Not for use by several
+    Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`, `PluginNotLoaded`,
+    `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the engines' lease, or
+    building one does where a transport has something to set up, and `close` gives it back. Not for use by several
     threads.
 
     In a trainer of several processes (an initialised `torch.distributed` group of more than one) every rank builds one,
@@ -73,7 +73,7 @@ class Sender:
         self,
         engines: Sequence[str],
         *,
-        transport: Transport = "auto",
+        transport: str = "auto",
         token: str | None = None,
         timeout_s: float = 300.0,
         pause: http.PauseMode = "retract",
@@ -90,7 +90,7 @@ class Sender:
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise UnsupportedOption(f"engines: give different URLs; {', '.join(twice)} is there more than once")
         for name, value, known in (
-            ("transport", transport, get_args(Transport)),
+            ("transport", transport, ("auto", *registry.names())),
             ("pause", pause, get_args(http.PauseMode)),
             ("staging", staging, get_args(Staging)),
             ("verify", verify, get_args(http.Verify)),

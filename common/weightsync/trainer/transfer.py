@@ -17,8 +17,8 @@ from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import Layout
 from weightsync.trainer.outgoing import Outgoing, Packed
+from weightsync.transports import registry
 from weightsync.transports.base import PeerRanks, TrainerEnd
-from weightsync.transports.registry import TRAINER_ENDS
 
 Post = Callable[[Mapping[str, Handshake]], Mapping[str, http.JoinReply]]
 """Tells engines, by URL, what a transport has to say before a push; returns their replies."""
@@ -27,7 +27,7 @@ Post = Callable[[Mapping[str, Handshake]], Mapping[str, http.JoinReply]]
 class Transfer:
     """The arenas of one sender and a trainer end for every transport in use. ``device`` is where the arenas are.
 
-    ``helpers`` are the other ranks of the trainer, if it has any; ``address`` is what ranks dial, see `TRAINER_ENDS`.
+    ``helpers`` are the other ranks of the trainer, if it has any; ``address`` is what ranks dial, see `TransportSpec`.
     """
 
     def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
@@ -53,7 +53,7 @@ class Transfer:
         """
         for name in sorted({transport for transport, _ in engines.values()}):
             if name not in self._ends:
-                self._ends[name] = TRAINER_ENDS[name](self.device, self._helpers, self._address)
+                self._ends[name] = registry.spec(name).trainer_end(self.device, self._helpers, self._address)
             those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
             if asked := self._ends[name].connect(those, max(deadline.left(), 0.1)):
                 self._ends[name].connected(post(asked), deadline)

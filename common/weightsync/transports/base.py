@@ -8,8 +8,9 @@ else: it knows neither models nor engines. The trainer end is driven by `outgoin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -174,3 +175,41 @@ class EngineEnd(Protocol):
 
     def close(self) -> None:
         """Release everything; idempotent."""
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """A transport as `registry` finds it: all that others need to know of it.
+
+    The *sources* of a push are the processes of the trainer that send the stream. Rank 0 is one, and alone it sends
+    all. A transport with a ``rank_helper`` can use the others too, each for a share of the buckets that it chooses
+    itself: its trainer end, in rank 0, finds them as `PeerRanks`.
+    """
+
+    name: str
+    """As users and routes name it: ``update_weights_via_NAME``."""
+    label: str
+    """As errors and results call what it needs: "the engine has no LABEL"."""
+    trainer_end: Callable[[torch.device, PeerRanks | None, str], TrainerEnd]
+    """Makes a `TrainerEnd`: for arenas on this device, helped by these other sources if there are any, found by ranks
+    at this address of the host's own if one is given."""
+    engine_end: Callable[[torch.device], EngineEnd]
+    """Makes an `EngineEnd`, for weights on this device."""
+    rank_helper: Callable[[int], RankHelper] | None = None
+    """Makes what the trainer's rank of this number does as a source, where others than rank 0 can be sources."""
+    handshake: type[Handshake] | None = None
+    """What its set-up method is sent, if it has one; see `registry`."""
+    check_handshake: Callable[[Any, int], None] = lambda asked, ranks: None
+    """Raise `UnsupportedOption` for a ``handshake`` that does not fit an engine of so many ranks."""
+    local: bool = False
+    """Whether ranks map the trainer's memory, arenas and shared parameters alike, and are met at private sockets."""
+    preference: int | None = None
+    """``transport="auto"`` takes the lowest that reaches an engine; it takes none that has none."""
+    reason: str = ""
+    """Why ``"auto"`` takes it, behind why it did not take those before."""
+    lacks: Callable[[], str] = lambda: ""
+    """What to install for it in this process; empty where it can be used."""
+    apart: Callable[[http.OpenReply], tuple[str, str]] = lambda hello: ("", "")
+    """Where an engine is that it cannot reach, and what can be done about that; empty if it can."""
+    settings: Callable[[], dict[str, str]] = dict
+    """The environment of this process that has to agree with that of the others."""

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Event
+from typing import Final
 
+import msgspec
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.errors import AuthenticationFailed, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.memory.arenas import Arena
-from weightsync.protocol import http
+from weightsync.protocol import control, directories, http
 from weightsync.protocol.control import Offer
 from weightsync.protocol.handles import CudaHandle, InPlaceHandle, ShmHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Scattered, Stream
 from weightsync.tensors.subset import Digests, Subset
-from weightsync.transports.base import Bucket, Peer, PeerRanks
+from weightsync.transports.base import Bucket, Peer, PeerRanks, TransportSpec
 from weightsync.transports.control.engine import EngineControl, RankSession
 from weightsync.transports.control.trainer import PushSession, TrainerControl
+
+_Handle = ShmHandle | CudaHandle | InPlaceHandle | None
+_HANDLE: Final[msgspec.msgpack.Decoder[_Handle]] = msgspec.msgpack.Decoder(_Handle)
 
 
 class Trainer:
@@ -51,7 +56,7 @@ class Trainer:
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
 
         def offer(mapped: tuple[str, ...]) -> Offer:
-            handle = None if arena.name in mapped else arena.handle()
+            handle = control.raw_handle(None if arena.name in mapped else arena.handle())
             return Offer(push=plan.push, arena=arena.name, handle=handle, alive=alive)
 
         self._talk.meet(offer)
@@ -128,10 +133,11 @@ class Engine:
     def _map(self, offer: Offer, nbytes: int) -> Stream:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap what is old before mapping what is new
-        if isinstance(offer.handle, InPlaceHandle):
-            self._arenas[offer.arena] = shared_parameters.attach(offer.handle)
-        elif isinstance(offer.handle, (ShmHandle, CudaHandle)):
-            self._arenas[offer.arena] = arenas.attach(offer.handle)
+        handle = control.handle_of(offer.handle, _HANDLE, "the sender")
+        if isinstance(handle, InPlaceHandle):
+            self._arenas[offer.arena] = shared_parameters.attach(handle)
+        elif handle is not None:
+            self._arenas[offer.arena] = arenas.attach(handle)
         arena = self._arenas.get(offer.arena)
         if arena is None:
             raise TransferFailed(f"the arena {offer.arena} was never mapped here; push again")
@@ -179,3 +185,39 @@ class Incoming:
             else:
                 yield Bucket(index, data, filled.digests)
                 self._call.taken(index)
+
+
+def _apart(hello: http.OpenReply) -> tuple[str, str]:
+    """Why an engine cannot be reached through memory, and what can be done about it; empty if it can."""
+    if hello.host != arenas.host_id():
+        return "another host", (
+            " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
+            "containers with --ipc=host"
+        )
+    try:
+        directories.directory()
+    except AuthenticationFailed as error:
+        return f"the same host, but {error}", " (on the trainer's side)"
+    ours, theirs = directories.meeting(), hello.user
+    if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
+        return "", ""
+    uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]
+    if uid != own:
+        return f"the same host, but user {uid}'s and not user {own}'s", (
+            ": transport ipc_zmq needs engine and trainer to be of one user; run both as the same"
+        )
+    return "the same host, but in another user namespace", (
+        ": transport ipc_zmq needs a directory that both sides can trust; run containers with --userns=host"
+    )
+
+
+SPEC: Final = TransportSpec(
+    name="ipc_zmq",
+    label="shared memory",
+    trainer_end=Trainer,
+    engine_end=Engine,
+    local=True,
+    preference=10,
+    reason="the same host: the ranks read the trainer's memory where it is",
+    apart=_apart,
+)

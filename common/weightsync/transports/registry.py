@@ -1,83 +1,161 @@
-"""The transports by name. A new one is a file beside these and a line here."""
+"""The transports, by name, as installed packages register them; this one's are registered in the same way.
+
+A package registers a `base.TransportSpec` by entry points of two groups, both of which name it::
+
+    [project.entry-points."weightsync.transports"]
+    files = "my_package.files:SPEC"
+    [project.entry-points."weightsync.transports.setup"]
+    open_folder = "my_package.files:SPEC"
+
+The first makes the route and rank method ``update_weights_via_files``. The second, for a transport with something to
+set up before the first push, makes one more of that name, which is sent the spec's ``handshake``. Nothing of the
+package is imported for that: engines make their routes and methods before they know who will use them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+import functools
+import logging
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final, NamedTuple
 
-import torch
+from weightsync.errors import UnsupportedOption
+from weightsync.protocol import http
+from weightsync.protocol.http import Handshake
+from weightsync.transports.base import TransportSpec
 
-from weightsync.errors import AuthenticationFailed, UnsupportedOption
-from weightsync.memory import arenas
-from weightsync.protocol import directories, http
-from weightsync.transports import ipc_zmq
-from weightsync.transports.base import EngineEnd, PeerRanks, RankHelper, TrainerEnd
-from weightsync.transports.nccl import engine as nccl_engine
-from weightsync.transports.nccl import parallel_broadcast
-from weightsync.transports.nccl import trainer as nccl
-from weightsync.transports.nixl import agents
-from weightsync.transports.nixl import engine as nixl_engine
-from weightsync.transports.nixl import trainer as nixl
+logger = logging.getLogger(__name__)
 
-#: The device is where the trainer's arena is, the text this host's own address that ranks are to dial, if one is given.
-TRAINER_ENDS: Final[dict[str, Callable[[torch.device, PeerRanks | None, str], TrainerEnd]]] = {
-    "ipc_zmq": ipc_zmq.Trainer,
-    "nccl": nccl.Trainer,
-    "nixl": nixl.Trainer,
-}
-#: By transport, for those that are helped by the trainer's other ranks; the number is the rank's.
-RANK_HELPERS: Final[dict[str, Callable[[int], RankHelper]]] = {nccl.NAME: parallel_broadcast.RankHelper}
-#: The device is where the rank's weights are.
-ENGINE_ENDS: Final[dict[str, Callable[[torch.device], EngineEnd]]] = {
-    "ipc_zmq": ipc_zmq.Engine,
-    "nccl": nccl_engine.Engine,
-    "nixl": nixl_engine.Engine,
-}
+_GROUP: Final = "weightsync.transports"
+_SETUP_GROUP: Final = "weightsync.transports.setup"
+
+
+class _Registered(NamedTuple):
+    specs: dict[str, EntryPoint]
+    setups: dict[str, str]
+
+
+def _registered() -> _Registered:
+    return _read(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _read(_: tuple[str, ...]) -> _Registered:
+    """What packages on the path register; it is read once for every path."""
+    specs: dict[str, EntryPoint] = {}
+    for point in entry_points(group=_GROUP):
+        if point.name.isidentifier():
+            specs.setdefault(point.name, point)  # as with imports, the first on the path
+        else:
+            logger.warning("the transport %r of %s is left out: its name is no identifier", point.name, point.value)
+    by_value = {point.value: name for name, point in specs.items()}
+    setups = {
+        point.name: by_value[point.value] for point in entry_points(group=_SETUP_GROUP) if point.value in by_value
+    }
+    return _Registered(dict(sorted(specs.items())), setups)
+
+
+def names() -> tuple[str, ...]:
+    """All transports that are registered, whether they can be used here or not."""
+    return tuple(_registered().specs)
+
+
+def update_methods() -> dict[str, str]:
+    """The method, and route, that announces a push -> by which transport its bytes come."""
+    return {f"{http.UPDATE}{name}": name for name in names()}
+
+
+def setup_methods() -> dict[str, str]:
+    """The method, and route, that a transport's handshake goes to -> the transport."""
+    return dict(_registered().setups)
+
+
+def spec(name: str) -> TransportSpec:
+    """A transport. Raises `UnsupportedOption` where there is none of this name, or it cannot be imported."""
+    point = _registered().specs.get(name)
+    if point is None:
+        raise UnsupportedOption(f"there is no transport {name}, only {', '.join(names())}")
+    return _load(point)
+
+
+@functools.lru_cache(maxsize=64)
+def _load(point: EntryPoint) -> TransportSpec:
+    try:
+        found = point.load()
+    except Exception as error:
+        raise UnsupportedOption(
+            f"the transport {point.name} cannot be imported from {point.value}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, TransportSpec) or found.name != point.name:
+        raise UnsupportedOption(f"{point.value} is not the TransportSpec of {point.name}")
+    return found
+
+
+def _specs() -> list[TransportSpec]:
+    found = []
+    for name in names():
+        try:
+            found.append(spec(name))
+        except UnsupportedOption as error:
+            logger.warning("%s", error)
+    return found
 
 
 def available() -> tuple[str, ...]:
     """The transports that this process has what it needs for."""
-    return tuple(name for name in TRAINER_ENDS if name != "nixl" or agents.available())
+    return tuple(found.name for found in _specs() if not found.lacks())
 
 
-def _apart(hello: http.OpenReply) -> tuple[str, str]:
-    """Why an engine cannot be reached through memory, and what can be done about it; empty if it can."""
-    if hello.host != arenas.host_id():
-        return "another host", (
-            " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
-            "containers with --ipc=host"
-        )
-    try:
-        directories.directory()
-    except AuthenticationFailed as error:
-        return f"the same host, but {error}", " (on the trainer's side)"
-    ours, theirs = directories.meeting(), hello.user
-    if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
-        return "", ""
-    uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]
-    if uid != own:
-        return f"the same host, but user {uid}'s and not user {own}'s", (
-            ": transport ipc_zmq needs engine and trainer to be of one user; run both as the same"
-        )
-    return "the same host, but in another user namespace", (
-        ": transport ipc_zmq needs a directory that both sides can trust; run containers with --userns=host"
-    )
+def settings() -> dict[str, str]:
+    """What of this process's environment the transports depend on."""
+    return {name: value for found in _specs() for name, value in found.settings().items()}
+
+
+def handshake_of(method: str) -> type[Handshake]:
+    """What a set-up method is sent. Raises `UnsupportedOption`."""
+    found = spec(setup_methods()[method])
+    if found.handshake is None:
+        raise UnsupportedOption(f"the transport {found.name} registers {method}, but has no handshake")
+    return found.handshake
+
+
+def setup_method(name: str) -> str:
+    """Where the handshake of a transport goes to. Raises `UnsupportedOption` where it has not registered that."""
+    for method, transport in setup_methods().items():
+        if transport == name:
+            return method
+    raise UnsupportedOption(f"the transport {name} has a handshake, but registers no method for it in {_SETUP_GROUP}")
 
 
 def pick(asked: str, url: str, hello: http.OpenReply) -> tuple[str, str]:
     """The transport to an engine, and why that one. Raises `UnsupportedOption` where the one asked for cannot be."""
-    apart, advice = _apart(hello)
-    there = set(TRAINER_ENDS).intersection(*(rank.transports for rank in hello.ranks))
-    if asked == "ipc_zmq" and apart:
-        raise UnsupportedOption(f'{url} runs on {apart}{advice}, or pass transport="nixl", "nccl" or "auto"')
-    if asked not in ("auto", *there):
+    there = set(names()).intersection(*(rank.transports for rank in hello.ranks))
+    if asked == "auto":
+        return _best(url, hello, there)
+    if asked in names():
+        place, advice = spec(asked).apart(hello)
+        if place:
+            others = ", ".join(f'"{found.name}"' for found in _by_preference() if found.name != asked)
+            raise UnsupportedOption(f'{url} runs on {place}{advice}, or pass transport={others} or "auto"')
+    if asked not in there:
         raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(there))}")
-    if asked not in ("auto", *available()):
-        raise UnsupportedOption(f"the trainer has no transport {asked}: pip install 'weightsync[{asked}]'")
-    if asked != "auto":
-        return asked, "asked for"
-    if not apart:
-        return "ipc_zmq", "the same host: the ranks read the trainer's memory where it is"
-    if "nixl" in available() and "nixl" in there:
-        return "nixl", f"{apart}, and both sides have NIXL"
-    return "nccl", f"{apart}, and {'the engine' if 'nixl' in available() else 'the trainer'} has no NIXL"
+    if lacks := spec(asked).lacks():
+        raise UnsupportedOption(f"the trainer has no transport {asked}: {lacks}")
+    return asked, "asked for"
+
+
+def _by_preference() -> list[TransportSpec]:
+    ranked = [(found.preference, found) for found in _specs() if found.preference is not None]
+    return [found for _, found in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _best(url: str, hello: http.OpenReply, there: set[str]) -> tuple[str, str]:
+    passed: list[str] = []
+    for found in _by_preference():
+        place, _ = found.apart(hello)
+        side = "the trainer" if found.lacks() else "" if found.name in there else "the engine"
+        if not place and not side:
+            return found.name, ", and ".join(filter(None, (*passed, found.reason)))
+        passed.append(place or f"{side} has no {found.label}")
+    raise UnsupportedOption(f"no transport leads to {url}: {'; '.join(passed)}")

@@ -36,8 +36,8 @@ from weightsync.trainer.ranks.messages import (
     raised,
     remote_error_of,
 )
+from weightsync.transports import registry
 from weightsync.transports.base import RankHelper
-from weightsync.transports.registry import RANK_HELPERS
 
 _T = TypeVar("_T")
 
@@ -126,7 +126,10 @@ class Follower(Ranks):
 
     def _help(self, message: Assist, check: Callable[[], None]) -> None:
         if message.transport not in self._helpers:
-            self._helpers[message.transport] = RANK_HELPERS[message.transport](self._rank)
+            make = registry.spec(message.transport).rank_helper
+            if make is None:
+                raise TransferFailed(f"the transport {message.transport} is sent by rank 0 alone")
+            self._helpers[message.transport] = make(self._rank)
         stream = self._filling[0] if self._filling is not None else None
         try:
             self._helpers[message.transport].help(bytes(message.body), stream, check)

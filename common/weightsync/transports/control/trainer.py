@@ -263,7 +263,8 @@ class PushSession:
             self._prepared[sender] = message.verify_s
         elif isinstance(message, WriteWindow):
             known = self.rooms.get(sender)
-            handle = known.handle if known is not None and message.handle is None else message.handle
+            again = known is not None and message.handle == control.NO_HANDLE
+            handle = known.handle if known is not None and again else message.handle
             self.rooms[sender] = msgspec.structs.replace(message, handle=handle)
         else:
             raise named(message, str(sender))

@@ -14,7 +14,7 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.protocol import http
 from weightsync.protocol.control import BucketReady
-from weightsync.protocol.http import Handshake, InitNcclGroup, UpdateRequest
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Bucket
@@ -22,6 +22,7 @@ from weightsync.transports.control.engine import EngineControl, RankSession
 from weightsync.transports.control.sockets import LOOK_UP_S, interface_of
 from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.groups import Group, Joining
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 
 class Engine:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
-from weightsync.protocol.http import InitNcclGroup
 from weightsync.transports.control.sockets import check_reachable
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 #: Between two looks at the store.
 _STORE_S: Final = 0.002
@@ -56,8 +56,9 @@ def preflight(ours: Mapping[str, str], uuid: str, ranks: Sequence[tuple[str, htt
     for name, rank in ranks:
         if rank.device_uuid in gpus and "NCCL_MULTI_RANK_GPU_ENABLE" not in ours:
             raise UnsupportedOption(
-                f"{name} and {gpus[rank.device_uuid]} share the GPU {rank.device_uuid}, which NCCL refuses; use "
-                "ipc_zmq, or NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 on both sides"
+                f"{name} and {gpus[rank.device_uuid]} share the GPU {rank.device_uuid}, which NCCL refuses; pass "
+                'transport="auto", which takes shared memory, or run NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 on '
+                "both sides"
             )
         gpus[rank.device_uuid] = name
         for side, found in ((name, rank.settings), ("the trainer", ours)):

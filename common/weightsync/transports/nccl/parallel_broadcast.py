@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
-from weightsync.protocol.http import InitNcclGroup, Message
+from weightsync.protocol.http import Message
 from weightsync.transports.control.sockets import LOOK_UP_S, local_address
 from weightsync.transports.nccl.groups import FAILED, JOINED, MADE, Group, Joining, all_there
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 #: Broadcasts of a lane that have been posted and whose end was not seen yet.
 IN_FLIGHT: Final = 2

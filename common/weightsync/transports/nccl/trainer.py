@@ -22,7 +22,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.protocol import http
 from weightsync.protocol.control import Offer
-from weightsync.protocol.http import Handshake, InitNcclGroup, UpdateRequest
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports.base import Peer, PeerRanks
@@ -30,6 +30,7 @@ from weightsync.transports.control.sockets import check_ways, host_of, local_add
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.groups import Group
+from weightsync.transports.nccl.messages import InitNcclGroup
 
 NAME: Final = "nccl"
 

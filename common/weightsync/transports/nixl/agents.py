@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.protocol.handles import NixlHandle
 from weightsync.tensors.subset import Subset
+from weightsync.transports.nixl.messages import NixlHandle
 from weightsync.transports.nixl.nics import nic_for
 
 #: Between two looks at what is under way, which is also what keeps it going.

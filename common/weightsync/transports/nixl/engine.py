@@ -9,15 +9,15 @@ import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
-from weightsync.protocol import http
-from weightsync.protocol.handles import NixlHandle
-from weightsync.protocol.http import Handshake, RegisterNixl, UpdateRequest
+from weightsync.protocol import control, http
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.subset import Subset
 from weightsync.transports import base
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.sockets import interface_of, way_to
 from weightsync.transports.nixl.agents import Agent, Transfers, WarmUp, spans_of
 from weightsync.transports.nixl.incoming import IN_FLIGHT, Reading, Written
+from weightsync.transports.nixl.messages import HANDLE, NixlHandle, RegisterNixl
 from weightsync.transports.nixl.nics import shares_memory
 from weightsync.transports.nixl.writing import KEPT
 
@@ -80,12 +80,12 @@ class Engine:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]
             self._release({key for key in self._reads if key[0] == name})
-        if isinstance(offer.handle, NixlHandle):
-            if offer.handle.agent != self._trainer:
-                raise TransferFailed(f"the arena is of the agent {offer.handle.agent}, registered is {self._trainer}")
+        if (handle := control.handle_of(offer.handle, HANDLE, "the sender")) is not None:
+            if handle.agent != self._trainer:
+                raise TransferFailed(f"the arena is of the agent {handle.agent}, registered is {self._trainer}")
             with call.explained():
-                self._agent.know(offer.handle.agent, offer.handle.metadata, "the trainer's agent")
-            self._arenas[offer.arena] = offer.handle
+                self._agent.know(handle.agent, handle.metadata, "the trainer's agent")
+            self._arenas[offer.arena] = handle
         remote = self._arenas.get(offer.arena)
         if remote is None:
             raise TransferFailed(f"the arena {offer.arena} was never offered here; push again")

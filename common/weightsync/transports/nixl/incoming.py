@@ -11,13 +11,13 @@ import torch
 
 from weightsync.protocol import control
 from weightsync.protocol.control import BucketDone, BucketReady, WriteWindow
-from weightsync.protocol.handles import NixlHandle
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Bucket
 from weightsync.transports.control.engine import RankSession
 from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S, Transfers, translated
+from weightsync.transports.nixl.messages import NixlHandle
 
 #: Buckets that were posted and whose end was not seen yet: enough to hide the way of one message.
 IN_FLIGHT: Final = 2
@@ -117,7 +117,8 @@ class Written(_Push):
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
         memory, slots = self._end.memory(self._request, stage), count if stage is not None else IN_FLIGHT
-        self._call.say(WriteWindow(self._request.push, slots, slots, self._end.opened(memory)))
+        window = control.raw_handle(self._end.opened(memory))
+        self._call.say(WriteWindow(self._request.push, slots, slots, window))
         here = self._parts.idle(self._request.bucket_bytes)
         for number in range(count):
             while number >= len(self._announced) or number not in here:

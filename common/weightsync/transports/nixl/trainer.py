@@ -18,13 +18,14 @@ from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, http
 from weightsync.protocol.control import BucketDone, Offer
-from weightsync.protocol.http import Handshake, RegisterNixl, UpdateRequest
+from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import check_ways
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nixl.agents import SPIN_S, WARM, Agent
+from weightsync.transports.nixl.messages import RegisterNixl
 from weightsync.transports.nixl.writing import Writer
 
 #: How long a rank tries to connect before its first push.
@@ -32,7 +33,8 @@ _WARM_S: Final = 30.0
 
 
 class Trainer:
-    """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is, ``address`` as for `nccl.Trainer`."""
+    """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is, ``address`` this host's own by which the
+    ranks find it, if not that on the way to each."""
 
     def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
         self._device, self._given = device, address
@@ -100,10 +102,11 @@ class Trainer:
         alive, first = tuple(memory), arenas[0].name
         self._writer.begin(plan, layout, memory[first])
         self._talk = PushSession(self._control, plan.push, layout, peers, deadline)
-        handle = self._agent.handle(memory[first])
+        handle = control.raw_handle(self._agent.handle(memory[first]))
 
         def offer(mapped: tuple[str, ...]) -> Offer:
-            return Offer(push=plan.push, arena=first, handle=None if first in mapped else handle, alive=alive)
+            known = control.NO_HANDLE if first in mapped else handle
+            return Offer(push=plan.push, arena=first, handle=known, alive=alive)
 
         self._talk.meet(offer)
         self._ended = {peer: parts.idle(plan.bucket_bytes) for peer, parts in self._talk.keeps.items()}

@@ -20,6 +20,7 @@ from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
 from weightsync.transports.nixl.agents import SPIN_S, Agent, Transfers, spans_of, translated
 from weightsync.transports.nixl.incoming import IN_FLIGHT
+from weightsync.transports.nixl.messages import HANDLE
 
 #: Stages of a rank for which requests are kept: two, for each of two arenas.
 KEPT: Final = 4
@@ -113,7 +114,8 @@ class Writer:
     def _lane(self, peer: Peer, room: WriteWindow, agents: Mapping[str, Peer], parts: Subset) -> _Lane:
         """The way into the memory that a rank has offered, prepared where it is not yet."""
         assert self._plan is not None
-        handle, layout, size, slots = room.handle, self._layout, self._plan.bucket_bytes, self._plan.slots
+        layout, size, slots = self._layout, self._plan.bucket_bytes, self._plan.slots
+        handle = control.handle_of(room.handle, HANDLE, str(peer))
         if handle is None or agents.get(handle.agent) != peer:
             raise TransferFailed(f"{peer} offers memory of an agent that is not its own; push again")
         if handle.nbytes < min(layout.nbytes, room.slots * size):

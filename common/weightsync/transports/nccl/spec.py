@@ -1,0 +1,21 @@
+"""What is known of NCCL outside of this folder."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from weightsync.transports.base import TransportSpec
+from weightsync.transports.nccl import engine, groups, parallel_broadcast, trainer
+from weightsync.transports.nccl.messages import InitNcclGroup
+
+SPEC: Final = TransportSpec(
+    name=trainer.NAME,
+    label="torch.distributed",
+    trainer_end=trainer.Trainer,
+    engine_end=engine.Engine,
+    rank_helper=parallel_broadcast.RankHelper,
+    handshake=InitNcclGroup,
+    check_handshake=groups.check_world,
+    preference=30,
+    settings=groups.settings,
+)

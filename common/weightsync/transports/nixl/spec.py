@@ -1,0 +1,20 @@
+"""What is known of NIXL outside of this folder."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from weightsync.transports.base import TransportSpec
+from weightsync.transports.nixl import agents, engine, trainer
+from weightsync.transports.nixl.messages import RegisterNixl
+
+SPEC: Final = TransportSpec(
+    name="nixl",
+    label="NIXL",
+    trainer_end=trainer.Trainer,
+    engine_end=engine.Engine,
+    handshake=RegisterNixl,
+    preference=20,
+    reason="both sides have NIXL",
+    lacks=lambda: "" if agents.available() else "pip install 'weightsync[nixl]'",
+)

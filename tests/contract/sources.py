@@ -1,0 +1,61 @@
+"""The other sources of a trainer, as rank 0 has them: threads here, processes in `tests.sharded`."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from weightsync.errors import TransferFailed
+from weightsync.memory import arenas
+from weightsync.tensors.layout import ALIGN_BYTES, align
+from weightsync.tensors.subset import Wanted
+from weightsync.trainer.packing import Packer, hash_stream
+from weightsync.trainer.ranks.assembly import Work
+from weightsync.transports import registry
+
+
+class Sources:
+    """`base.PeerRanks`, and as a `Coordinator` fills an arena: rank 0 does that here, since it has all tensors."""
+
+    def __init__(self, transport, size):
+        make = registry.spec(transport).rank_helper
+        self.size, self.filled = size, False
+        self._helpers = [make(rank) for rank in range(1, size)]
+        self._threads = ThreadPoolExecutor(size)
+        self._stream, self._jobs, self._over = None, [], threading.Event()
+        #: How often each was asked for something.
+        self.asked = 0
+
+    def fill(self, tensors, deadline, layout, arena, alive, algorithm, demand):
+        size = max(ALIGN_BYTES, align(layout.nbytes))
+        packer = Packer(layout, arena.bytes, size, 1, "", Wanted(()))
+        for _ in packer.fill(tensors, lambda _: None):
+            pass
+        self._stream, self.filled = arenas.attach(arena.handle())[: layout.nbytes], True
+        found = hash_stream(layout, arena.bytes, algorithm, demand) if algorithm else {}
+        return found, Work((), layout.payload_bytes, packer.gather_s, 0.0)
+
+    def ask(self, transport, message, deadline):
+        self.asked += 1
+        self._jobs = [self._threads.submit(one.help, message, self._stream, self._check) for one in self._helpers]
+
+    def _check(self):
+        if self._over.is_set():
+            raise TransferFailed("rank 0 waits no more")
+
+    def answered(self, to, deadline):
+        for job in self._jobs:
+            job.result(deadline.left())
+
+    def check(self, deadline):
+        for job in self._jobs:
+            if job.done():
+                job.result()
+
+    def blamed(self, error):
+        return error
+
+    def close(self):
+        self._over.set()
+        self._threads.shutdown()
+        self._stream = None
+        for one in self._helpers:
+            one.close()

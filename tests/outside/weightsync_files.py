@@ -1,0 +1,224 @@
+"""A transport that this project knows nothing of: bytes go through files, in a folder that both sides see.
+
+Installed as a package of its own would be, by its entry points, where this folder is on ``PYTHONPATH``. Bucket k is
+written by source k modulo their number, in a file that is there at once or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.protocol import http
+from weightsync.protocol.codec import Text
+from weightsync.protocol.control import Offer
+from weightsync.transports.base import Bucket, TransportSpec
+from weightsync.transports.control.engine import EngineControl
+from weightsync.transports.control.trainer import PushSession, TrainerControl
+
+NAME = "files"
+LOOK_S = 0.002
+#: The file, if any, that lists the process of whoever wrote a bucket.
+NOTES = "WEIGHTSYNC_FILES_NOTES"
+
+
+class OpenFolder(http.Handshake, frozen=True):
+    """Have every rank see that the sender's ``folder`` is there."""
+
+    folder: Text
+    timeout_s: http.Timeout
+    address: Text = ""
+    owner: Text = ""
+    holder: Text = ""
+    instance: Text = ""
+
+
+class Write(http.Message, frozen=True):
+    """rank 0 -> another source: write your buckets of the stream, of ``sources``."""
+
+    folder: str
+    push: str
+    sources: int
+    nbytes: int
+    bucket_bytes: int
+
+
+def path_of(folder, push, number):
+    return Path(folder) / f"{push}-{number}"
+
+
+def write(stream, start, end, path):
+    if NOTES in os.environ:
+        with Path(os.environ[NOTES]).open("a") as notes:
+            notes.write(f"{os.getpid()}\n")
+    unfinished = path.with_suffix(".unfinished")
+    stream[start:end].numpy().tofile(unfinished)
+    unfinished.rename(path)
+
+
+class Trainer:
+    def __init__(self, device, others, address):
+        self._control = TrainerControl(remote=True, address=address)
+        self.address, self.request = self._control.address, self._control.request
+        self._folder = tempfile.mkdtemp(prefix="weightsync-files-")
+        self._others, self._known, self._session = others, {}, None
+
+    def connect(self, engines, timeout_s):
+        return {
+            url: OpenFolder(self._folder, timeout_s, self.address(url), instance=hello.instance)
+            for url, hello in engines.items()
+            if self._known.get(url) != hello.instance
+        }
+
+    def connected(self, replies, deadline):
+        self._known.update({url: reply.instance for url, reply in replies.items()})
+
+    def meet(self, plan, layout, arenas, peers, deadline):
+        self._plan, self._layout, self._stream = plan, layout, arenas[0].bytes
+        self._sources, self._gone = 1, -1
+        self._session = PushSession(self._control, plan.push, layout, peers, deadline)
+        self._session.meet(lambda _: Offer(push=plan.push, arena=self._folder))
+        if plan.stream:
+            self._session.all_prepared("the ranks to be ready")
+
+    def keeps(self):
+        return self._session.keeps.values()
+
+    def acquire(self, bucket):
+        self._taken(bucket - self._plan.slots)
+
+    def _taken(self, bucket):
+        self._session.all_taken(bucket)
+        while self._gone < bucket:
+            self._gone += 1
+            path_of(self._folder, self._plan.push, self._gone).unlink()
+
+    def announce(self, bucket, digests):
+        size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
+        others, path = self._others, path_of(self._folder, self._plan.push, bucket)
+        if not bucket and others is not None and others.filled:
+            self._sources = others.size
+            asked = Write(self._folder, self._plan.push, self._sources, nbytes, size)
+            others.ask(NAME, http.to_json(asked), deadline)
+            self._session.watch = lambda: others.check(deadline)
+        source = bucket % self._sources
+        if source:
+            peers = self._session.peers
+            what = f"source {source} to write bucket {bucket}"
+            self._session.wait(lambda: set() if path.exists() else peers, what, LOOK_S)
+        else:
+            slot = bucket % self._plan.slots * size
+            write(self._stream, slot, slot + min(size, nbytes - bucket * size), path)
+        self._session.announce(bucket, digests, source)
+
+    def finish(self):
+        self._taken(self._layout.buckets(self._plan.bucket_bytes) - 1)
+        seconds = self._session.all_prepared("the ranks to hold and verify everything")
+        if self._sources > 1:
+            self._others.answered("to write its part", self._session.deadline)
+        return seconds
+
+    def call_off(self, error):
+        if self._session is not None:
+            self._session.call_off(error)
+            self._session = None
+            for path in Path(self._folder).iterdir():
+                path.unlink(missing_ok=True)
+
+    def disconnect(self, engine):
+        self._known.pop(engine, None)
+
+    def forget(self):
+        self._stream = None
+
+    def close(self):
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._control.close()
+
+
+class Source:
+    """What a source does that is not rank 0."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def help(self, body, stream, check):
+        asked = msgspec.json.decode(body, type=Write)
+        for number in range(self._rank, -(-asked.nbytes // asked.bucket_bytes), asked.sources):
+            check()
+            start = number * asked.bucket_bytes
+            end = min(start + asked.bucket_bytes, asked.nbytes)
+            write(stream, start, end, path_of(asked.folder, asked.push, number))
+
+    def close(self):
+        pass
+
+
+class Engine:
+    def __init__(self, device):
+        self._device, self._folder = device, ""
+        self._control = EngineControl(remote=True)
+        self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
+
+    def join(self, asked, rank):
+        if not isinstance(asked, OpenFolder):
+            raise UnsupportedOption(f"files has no use for {type(asked).__name__}")
+        if not os.path.isdir(asked.folder):
+            raise TransferFailed(f"rank {rank} sees no folder {asked.folder}")
+        self._folder = asked.folder
+        return http.RankJoined(rank=rank, device=str(self._device))
+
+    def meet(self, request, parts, rank, over):
+        session, offer = self._control.meet(request, parts, rank, (), over)
+        if not self._folder or offer.arena != self._folder:
+            raise TransferFailed(
+                f"rank {rank} was told of no folder: open_folder comes before update_weights_via_files"
+            )
+        return Incoming(session, request, parts.layout, self._folder, self._device)
+
+    def release(self, address):
+        if address != self._control.address:
+            return False
+        self.close()
+        return True
+
+    def close(self):
+        self._folder = ""
+        self._control.hang_up()
+
+
+class Incoming:
+    whole = None
+
+    def __init__(self, session, request, layout, folder, device):
+        self._session, self._request, self._layout, self.arena, self._device = session, request, layout, folder, device
+
+    def buckets(self, stage):
+        size = self._request.bucket_bytes
+        for number in range(self._layout.buckets(size)):
+            announced = self._session.filled(number)
+            with self._session.explained():  # a sender that gives up takes its files away
+                data = self._read(number)
+            self._session.taken(number)
+            if stage is not None:
+                place = stage[number * size : number * size + data.numel()]
+                data = place.copy_(data)
+            yield Bucket(number, data.to(self._device), announced.digests)
+
+    def _read(self, number):
+        try:
+            return torch.from_numpy(np.fromfile(path_of(self.arena, self._request.push, number), np.uint8))
+        except OSError as error:
+            raise TransferFailed(f"bucket {number} cannot be read: {error}") from error
+
+
+SPEC = TransportSpec(
+    name=NAME, label="a shared folder", trainer_end=Trainer, engine_end=Engine, rank_helper=Source, handshake=OpenFolder
+)

@@ -1,0 +1,57 @@
+"""Nobody but a transport's own folder knows of it: one more is an entry point and nothing else."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightsync.transports import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ["common", "vllm_weightsync", "sglang_weightsync"]
+#: What an engine had before its ranks said what they have: a default of the protocol, which no later one changes.
+KNOWN = {("common/weightsync/protocol/http.py", 'transports: tuple[Text, ...] = ("ipc_zmq",)')}
+
+
+def own_folder(name):
+    """Where a transport lives: a module of its name, or a package."""
+    home = ROOT / "common" / "weightsync" / "transports"
+    return [home / f"{name}.py", *(home / name).glob("*.py")]
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_transport_is_named_in_its_own_folder_alone(name):
+    own, found = own_folder(name), set()
+    assert any(path.exists() for path in own)
+    for path in (path for room in OURS for path in (ROOT / room).rglob("*.py") if path not in own):
+        for line in path.read_text().splitlines():
+            if re.search(name, line, re.IGNORECASE) and "weightsync.transports.registry" not in line:
+                found.add((str(path.relative_to(ROOT)), line.partition("  #")[0].strip()))
+    assert found <= KNOWN
+
+
+METHODS = """
+import sys
+import {module}
+from weightsync.engine.rank_methods import handle
+from weightsync.engine.routes import routes
+from weightsync.transports import registry
+wanted = {{"update_weights_via_files", "open_folder"}}
+assert wanted <= set(routes()), routes()
+assert wanted <= {{*registry.update_methods(), *registry.setup_methods()}}
+extension = getattr({module}, "WorkerExtension", None)
+assert extension is None or all(callable(getattr(extension, name)) for name in wanted)
+assert "weightsync_files" not in sys.modules
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("module", ["weightsync.testing", "vllm_weightsync.rank"])
+def test_an_engine_has_routes_and_methods_of_a_transport_from_elsewhere_without_importing_it(module, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "outside"), prepend=":")
+    run = subprocess.run(
+        [sys.executable, "-c", METHODS.format(module=module)], check=False, capture_output=True, text=True
+    )
+    assert run.stdout == "ok\n", run.stderr
