@@ -151,7 +151,7 @@ def serve_by_workers(server_args: Any, path: str) -> bool:
     """Where HTTP is served by several workers, which load no plugins: have them import their app from ``path``."""
     from sglang.srt.environ import envs
 
-    several = server_args.tokenizer_worker_num > 1
+    several = bool(server_args.tokenizer_worker_num > 1)
     if several and not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(path)
     return several

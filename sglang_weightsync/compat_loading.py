@@ -138,16 +138,16 @@ def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     kept = issubclass(type(runner.loader), DefaultModelLoader)
     asked = False
 
-    class Given(type(runner.loader) if kept else DefaultModelLoader):  # type: ignore[misc]
-        def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal asked
-            asked = True
-            yield from weights
+    def given(model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal asked
+        asked = True
+        yield from weights
 
     config = copy.copy(runner.load_config)
     if not kept:
         config.load_format, config.model_loader_extra_config = LoadFormat.AUTO, {}
-    loader = Given(config)
+    loader = (type(runner.loader) if kept else DefaultModelLoader)(config)
+    loader._get_all_weights = given
     with get_model().override(load_format=config.load_format):
         model: torch.nn.Module = loader.load_model(
             model_config=runner.model_config, device_config=DeviceConfig(runner.device, runner.gpu_id)

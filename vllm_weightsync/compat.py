@@ -149,7 +149,7 @@ def _rebuild_moe_kernels(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
@@ -195,14 +195,11 @@ def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     from vllm.config import LoadConfig, set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class Given(DefaultModelLoader):
-        def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            self.counter_before_loading_weights = time.perf_counter()  # only logged
-            yield from weights
-
     config = _fresh_config(worker.vllm_config)
     with _apart_from_live(worker_device(worker)), set_current_vllm_config(config):
-        loader = Given(LoadConfig(device=config.load_config.device))
+        loader = DefaultModelLoader(LoadConfig(device=config.load_config.device))
+        loader.get_all_weights = lambda model_config, model: iter(weights)
+        loader.counter_before_loading_weights = time.perf_counter()  # only logged
         model: torch.nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
     return model
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config
@@ -42,7 +42,7 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._found: FrontEnd | None = None
 
-    def attach_router(self, app: FastAPI) -> None:
+    def attach_router(self, app: Starlette) -> None:
         """Add the admin routes; without a key there are none."""
         app.router.routes.append(admin_routes(self._front_end, auth.engine_token()))
         app.router.routes.insert(0, HealthGuard(lambda: self._found))

@@ -79,8 +79,7 @@ def test_every_module_imports_without_any_engine(wheel, clean, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     failed = dict(line.split() for line in found.stdout.splitlines())
-    # vLLM's routes need the web framework that comes with vLLM.
-    assert failed == dict.fromkeys(ENGINE_FACING, "sglang") | {"vllm_weightsync.front_end": "fastapi"}
+    assert failed == dict.fromkeys(ENGINE_FACING, "sglang")
 
 
 def test_the_version_is_the_wheels(wheel, clean, tmp_path):
