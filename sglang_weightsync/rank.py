@@ -10,6 +10,8 @@ from typing import Any
 from sglang_weightsync import compat, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from weightsync.engine.private_names import check_deep
+from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
@@ -60,11 +62,8 @@ class Handler:
         """Raise `UnsupportedOption` for what SGLang would refuse or get wrong once a push is under way."""
         if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler):
             raise UnsupportedOption(reason)
-        deep = method.startswith(http.UPDATE) and http.verify_of(payload) == "deep"
-        if deep and (reason := compat.lacking_for_deep(self._scheduler)):
-            raise UnsupportedOption(
-                f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"'
-            )
+        if method.startswith(http.UPDATE):
+            check_deep(payload, lambda: compat.lacking_for_deep(self._scheduler))
 
     def _exchange(self, step: Callable[[], None]) -> list[bytes]:
         try:
@@ -87,11 +86,11 @@ class Handler:
         """
         asked = http.from_json(request.payload, http.CommitRequest)
         replies = self._everywhere(request, "weightsync_ready")
-        if _any_failed(replies):
+        if any_failed(replies):
             return WeightsyncReqOutput(call=request.call, replies=replies)
         begin = time.perf_counter()
         replies = self._exchange(lambda: self._stop(asked))
-        if _any_failed(replies):
+        if any_failed(replies):
             if not self._dirty:
                 compat_pause.let_go(self._scheduler)
             return WeightsyncReqOutput(call=request.call, replies=replies)
@@ -100,11 +99,11 @@ class Handler:
         replies = self._everywhere(request, "weightsync_commit")
         done = time.perf_counter()
         finished = replies
-        if not _any_failed(replies):
+        if not any_failed(replies):
             finished = replies = self._exchange(lambda: self._finish(asked, asked.version))
         elif restored := self._brought_back(request, asked, replies):
             finished = restored
-        if not _any_failed(finished):
+        if not any_failed(finished):
             self._dirty = dirty and finished is not replies
             if not self._dirty:
                 compat_pause.let_go(self._scheduler)
@@ -116,7 +115,7 @@ class Handler:
             replies=replies,
             pause_s=time.perf_counter() - begin,
             apply_s=done - mark,
-            restored=finished is not replies and not _any_failed(finished),
+            restored=finished is not replies and not any_failed(finished),
             dirty=self._dirty and not dirty,
         )
 
@@ -124,9 +123,9 @@ class Handler:
         self, request: WeightsyncReqInput, asked: http.CommitRequest, replies: list[bytes]
     ) -> list[bytes]:
         """After a commit that failed on some rank: what came of loading the version before on every one."""
-        if not all(_unchanged(reply) for reply in replies):
+        if not all_unchanged(replies):
             restored = self._everywhere(request, "weightsync_restore")
-            if _any_failed(restored):
+            if any_failed(restored):
                 return restored
         return self._exchange(lambda: self._finish(asked, ""))
 
@@ -148,15 +147,6 @@ class Handler:
 
 
 _DONE = http.to_json(http.RankReply())
-
-
-def _any_failed(replies: list[bytes]) -> bool:
-    return any(http.from_json(reply, http.RankReply).error is not None for reply in replies)
-
-
-def _unchanged(reply: bytes) -> bool:
-    error = http.from_json(reply, http.RankReply).error
-    return error is not None and error.weights == "unchanged"
 
 
 def _failed(error: BaseException) -> bytes:

@@ -5,6 +5,7 @@ Imports nothing of vLLM, so that a user's own extension class can derive from it
 
 from __future__ import annotations
 
+from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.protocol.http import UPDATE
@@ -21,9 +22,9 @@ def _run(worker: WorkerExtension, method: str, payload: str) -> str:
 
             found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmAdapter(worker))
         if method.startswith(UPDATE):
-            from vllm_weightsync.adapter import check_deep
+            from vllm_weightsync import compat
 
-            check_deep(payload)
+            check_deep(payload, lambda: compat.VLLM.check(compat.DEEP))
         return found
 
     return handle(receiver, method, payload).decode()
