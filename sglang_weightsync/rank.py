@@ -16,6 +16,7 @@ from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
+from weightsync.protocol.states import TOGETHER, Machine, TogetherState
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +25,14 @@ class Handler:
     """One rank's handler of `WeightsyncReqInput`, called from the scheduler's loop.
 
     Whatever a rank does in a step it does under `_exchange`: it catches its own exceptions and then takes part in the
-    gather, so that no rank waits for another's reply and all decide alike.
+    gather, so that no rank waits for another's reply and all decide alike. What all are in is `states.TOGETHER`'s to
+    say.
     """
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
         self._made: Receiver | None = None
-        self._dirty = False
+        self._together: Machine[TogetherState] = Machine(TOGETHER, "serving", "the schedulers")
 
     def __call__(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
         """Run it on this rank, and answer with every rank's reply."""
@@ -91,23 +93,25 @@ class Handler:
         begin = time.perf_counter()
         replies = self._exchange(lambda: self._stop(asked))
         if any_failed(replies):
-            if not self._dirty:
+            if self._together.state == "serving":
                 compat_pause.let_go(self._scheduler)
             return WeightsyncReqOutput(call=request.call, replies=replies)
-        mark, dirty = time.perf_counter(), self._dirty
-        self._dirty = True
-        replies = self._everywhere(request, "weightsync_commit")
-        done = time.perf_counter()
-        finished = replies
-        if not any_failed(replies):
-            finished = replies = self._exchange(lambda: self._finish(asked, asked.version))
-        elif restored := self._brought_back(request, asked, replies):
-            finished = restored
-        if not any_failed(finished):
-            self._dirty = dirty and finished is not replies
-            if not self._dirty:
-                compat_pause.let_go(self._scheduler)
-        if self._dirty:
+        mark, before = time.perf_counter(), self._together.state
+        self._together.move("load")
+        event = "broken"
+        try:
+            replies = self._everywhere(request, "weightsync_commit")
+            done = time.perf_counter()
+            if not any_failed(replies):
+                replies = self._exchange(lambda: self._finish(asked, asked.version))
+                event = "broken" if any_failed(replies) else "applied"
+            elif not any_failed(self._brought_back(request, asked, replies)):
+                event = "untouched"
+        finally:
+            self._together.move(event)
+        if self._together.state == "serving":
+            compat_pause.let_go(self._scheduler)
+        else:
             # Requests that were to keep their KV cannot: SGLang's watchdog takes a paused batch for a hung one.
             compat_pause.hold(self._scheduler, retract=True)
         return WeightsyncReqOutput(
@@ -115,8 +119,8 @@ class Handler:
             replies=replies,
             pause_s=time.perf_counter() - begin,
             apply_s=done - mark,
-            restored=finished is not replies and not any_failed(finished),
-            dirty=self._dirty and not dirty,
+            restored=event == "untouched",
+            dirty=(before, self._together.state) == ("serving", "dirty"),
         )
 
     def _brought_back(
