@@ -34,7 +34,7 @@ lint:
 	@$(PYTHON) tools/env.py trainer
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy --strict common
+	.venv/bin/mypy --strict common vllm_weightsync sglang_weightsync
 	.venv/bin/lint-imports
 
 demo:  ## push new weights into a running engine: make demo ENGINE=vllm|sglang

@@ -22,8 +22,7 @@ class SglangAdapter:
 
     def expected(self) -> Expected:
         """The checkpoint that the engine was started with."""
-        model, revision, dtype = compat.model_source(self._scheduler)
-        return expected_of(model, revision=revision, dtype=dtype)
+        return expected_of(*compat.model_source(self._scheduler))
 
     def opened(self) -> LoaderHooks | str:
         """The model's own loader, within a begin/end session."""

@@ -1,6 +1,7 @@
 """Every name of SGLang that is not documented as stable, in one place, checked at start.
 
-Written against SGLang 0.5.23. If a name is gone, `check` says so in every process at start-up, and pushes are refused.
+Written against SGLang 0.5.23. If a name is gone, `SGLANG.check` says so in every process at start, and pushes are
+refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any, Final
 import torch
 
 from sglang_weightsync import compat_pause
-from weightsync.engine.private_names import Names, lacks, missing, missing_below
+from weightsync.engine.private_names import Names, PrivateNames
 
-SUPPORTED: Final = "0.5.23"
+SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.23")
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 #: While requests are being aborted, new ones may slip in until the lock is had: look again this often.
@@ -103,18 +104,6 @@ _SCHEDULER: Final = (
 _SCHEDULER_DEEP: Final = ("tp_worker.model_runner.loader", "tp_worker.model_runner.load_config")
 
 
-def version() -> str:
-    """SGLang's version."""
-    import sglang
-
-    return str(sglang.__version__)
-
-
-def check(needed: Names) -> str:
-    """Empty, or which names are gone."""
-    return lacks("SGLang", SUPPORTED, version(), missing(needed))
-
-
 def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_scheduler: Callable[[Any], None]) -> None:
     """Make a typed request known to all processes, and be called before HTTP is served and when a scheduler is made.
 
@@ -151,7 +140,7 @@ def serve_by_workers(server_args: Any, path: str) -> bool:
     """Where HTTP is served by several workers, which load no plugins: have them import their app from ``path``."""
     from sglang.srt.environ import envs
 
-    several = server_args.tokenizer_worker_num > 1
+    several = bool(server_args.tokenizer_worker_num > 1)
     if several and not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
         envs.SGLANG_HTTP_SERVER_APP_PATH.set(path)
     return several
@@ -169,12 +158,12 @@ def worker_arguments() -> Any:
 
 def lacking(scheduler: Any) -> str:
     """Empty, or what this scheduler lacks."""
-    return lacks("SGLang", SUPPORTED, version(), missing_below(scheduler, _SCHEDULER))
+    return SGLANG.check_object(scheduler, _SCHEDULER)
 
 
 def lacking_for_deep(scheduler: Any) -> str:
     """Empty, or what ``verify="deep"`` lacks here."""
-    return lacks("SGLang", SUPPORTED, version(), [*missing(DEEP), *missing_below(scheduler, _SCHEDULER_DEEP)])
+    return SGLANG.check_object(scheduler, _SCHEDULER_DEEP, DEEP)
 
 
 def not_now(scheduler: Any) -> str:
@@ -221,10 +210,10 @@ def device_of(scheduler: Any) -> torch.device:
     return next(model(scheduler).parameters()).device
 
 
-def model_source(scheduler: Any) -> tuple[str, str | None, str]:
-    """Path or hub name of the served model, its revision, its dtype as torch spells it without prefix."""
+def model_source(scheduler: Any) -> tuple[str, str | None, object]:
+    """Path or hub name of the served model, its revision and its dtype."""
     config = scheduler.model_config
-    return str(config.model_path), getattr(config, "revision", None), str(config.dtype).removeprefix("torch.")
+    return str(config.model_path), getattr(config, "revision", None), config.dtype
 
 
 def model(scheduler: Any) -> torch.nn.Module:

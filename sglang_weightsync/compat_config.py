@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from weightsync.engine import refusals
 from weightsync.engine.private_names import missing_below
 
 
@@ -16,7 +17,7 @@ def unsupported(server_args: Any) -> str:
 
 def _reasons(args: Any) -> Iterator[str]:
     if gone := missing_below(args, _ASKED):
-        yield f"SGLang's server arguments lack {', '.join(gone)}, by which weightsync tells what it can push into"
+        yield refusals.unknown("SGLang's server arguments lack", gone)
         return
     for name in ("dp_size", "pp_size"):
         if getattr(args, name) > 1:
@@ -25,31 +26,23 @@ def _reasons(args: Any) -> Iterator[str]:
                 "reached; start one server per replica and name them all"
             )
     if args.tokenizer_worker_num > 1:
-        yield (
-            f"--tokenizer-worker-num {args.tokenizer_worker_num}: who may push is remembered in one server's memory; "
-            "start the engine with --tokenizer-worker-num 1"
-        )
+        yield refusals.several_servers("--tokenizer-worker-num", args.tokenizer_worker_num)
     if args.weight_cache_mode != "off":
         yield (
             f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines; start it with "
             "--weight-cache-mode off"
         )
     if args.enable_eplb or args.elastic_ep_backend not in (None, "none"):
-        name = "--enable-eplb" if args.enable_eplb else f"--elastic-ep-backend {args.elastic_ep_backend}"
-        yield f"{name}: experts change their places while the engine serves; start it without"
+        backend = f"--elastic-ep-backend {args.elastic_ep_backend}"
+        yield refusals.moving_experts("--enable-eplb" if args.enable_eplb else backend)
     yield from _kv_elsewhere(args)
 
 
 def _kv_elsewhere(args: Any) -> Iterator[str]:
     """KV and embeddings of the old weights that a push cannot drop."""
     if args.disaggregation_mode != "null" or args.enable_pd_role_switch:
-        name = "enable-pd-role-switch"
-        if args.disaggregation_mode != "null":
-            name = f"disaggregation-mode {args.disaggregation_mode}"
-        yield (
-            f"--{name}: KV of the old weights would go to an engine with the new ones, or come from one with the old; "
-            "start it without"
-        )
+        mode = f"--disaggregation-mode {args.disaggregation_mode}"
+        yield refusals.travelling_kv(mode if args.disaggregation_mode != "null" else "--enable-pd-role-switch")
     if args.decoupled_spec_role != "null":
         yield f"--decoupled-spec-role {args.decoupled_spec_role}: the other half keeps its weights; start it without"
     for name in ("encoder_only", "language_only", "enable_mm_global_cache"):
@@ -102,7 +95,5 @@ def left_as_it_is(server_args: Any) -> dict[str, str]:
     """What a push does not reach, by name, and why."""
     if not is_of_its_own(server_args.speculative_draft_model_path, server_args.model_path):
         return {}
-    return {
-        "draft model": f"--speculative-draft-model-path ({server_args.speculative_algorithm}): a push leaves it as it "
-        "is; it proposes tokens, and the pushed model decides which are taken"
-    }
+    option = f"--speculative-draft-model-path ({server_args.speculative_algorithm})"
+    return {"draft model": refusals.draft_model(option)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from sglang_weightsync import compat, compat_config
-from weightsync.engine.adapter import apart_from_live
+from weightsync.engine import fresh_model
 from weightsync.tensors.layout import digest_of
 
 logger = logging.getLogger(__name__)
@@ -110,18 +109,13 @@ def fresh_digest(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) ->
     Builds a second instance of the model beside the served one, so it needs the memory of both for that long.
     """
     device = compat.device_of(scheduler)
-    model = None
-    try:
+
+    def make() -> torch.nn.Module:
         # A scheduler handles requests in inference mode; a start does not, and what it makes must be like it.
         with torch.inference_mode(False), _apart_from_live(device):
-            model = _fresh_model(scheduler.tp_worker.model_runner, weights)
-            return digest_of(_weights(model))
-    finally:
-        # Layers and their weight loaders refer to each other.
-        del model
-        gc.collect()
-        if device.type != "cpu":
-            torch.accelerator.empty_cache()
+            return _fresh_model(scheduler.tp_worker.model_runner, weights)
+
+    return fresh_model.fresh_digest(make, _weights, device)
 
 
 def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
@@ -138,16 +132,16 @@ def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     kept = issubclass(type(runner.loader), DefaultModelLoader)
     asked = False
 
-    class Given(type(runner.loader) if kept else DefaultModelLoader):  # type: ignore[misc]
-        def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal asked
-            asked = True
-            yield from weights
+    def given(model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal asked
+        asked = True
+        yield from weights
 
     config = copy.copy(runner.load_config)
     if not kept:
         config.load_format, config.model_loader_extra_config = LoadFormat.AUTO, {}
-    loader = Given(config)
+    loader = (type(runner.loader) if kept else DefaultModelLoader)(config)
+    loader._get_all_weights = given
     with get_model().override(load_format=config.load_format):
         model: torch.nn.Module = loader.load_model(
             model_config=runner.model_config, device_config=DeviceConfig(runner.device, runner.gpu_id)
@@ -164,4 +158,4 @@ def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
     from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
     from sglang.srt.utils.offloader import NoopOffloader, get_offloader, set_offloader
 
-    return apart_from_live(device, _ROPE_DICT, get_offloader(), NoopOffloader(), set_offloader)
+    return fresh_model.apart_from_live(device, _ROPE_DICT, get_offloader(), NoopOffloader(), set_offloader)

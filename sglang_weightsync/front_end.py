@@ -11,14 +11,12 @@ from typing import Any
 
 from sglang_weightsync import compat, compat_config, compat_pause
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from weightsync.engine import refusals
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
-from weightsync.errors import ApplyFailed, PushTimeout, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
 
-_KEEP_REASON = (
-    "requests in flight would go on with KV of the old weights, and the radix cache would hand that KV to others; "
-    "start the engine with --disable-radix-cache"
-)
+_KEEP_REASON = refusals.old_kv("radix cache", "--disable-radix-cache")
 
 
 class SglangFrontEnd:
@@ -30,15 +28,15 @@ class SglangFrontEnd:
         self._manager = tokenizer_manager
         self._gate = compat_pause.Gate(tokenizer_manager)
         self._unsupported = compat_config.unsupported(server_args)
-        self.engine_version = compat.version()
+        self.engine_version = compat.SGLANG.version()
         self.model = compat.model_path(server_args)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(server_args) else {}
         self.waits = compat.waits_for_initial_weights(server_args)
         if self.waits:
-            self._gate.close_at_start("this engine waits for its first push")
+            self._gate.close_at_start(refusals.FIRST_PUSH)
             compat.not_ready_from_start()
         self.off = {} if self._unsupported else compat_config.left_as_it_is(server_args)
-        if reason := compat.check(compat.DEEP):
+        if reason := compat.SGLANG.check(compat.DEEP):
             self.off['verify="deep"'] = reason
         self._last = WeightsyncReqOutput(call="", replies=[])
 
@@ -59,15 +57,6 @@ class SglangFrontEnd:
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """Drain if asked to, then everything in one step of the schedulers."""
-        try:
-            return await self._commit(request, call, stopped)
-        except BaseException as error:
-            if not isinstance(error, WeightSyncError) or error.weights != "unchanged":
-                why = f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
-                await self._gate.close(why)
-            raise
-
-    async def _commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         begin = time.perf_counter()
         # Requests of an engine that is stopped already, by whomever, would never finish.
         async with self._held(request, stopped or self._gate.paused):
@@ -79,6 +68,10 @@ class SglangFrontEnd:
         last = self._last
         seconds = {"pause": held_s, "apply": last.apply_s, "caches": last.pause_s - last.apply_s}
         return http.CommitReply(version=request.version, pause_s=held_s + last.pause_s, seconds=seconds)
+
+    async def stay_stopped(self, why: str) -> None:
+        """The schedulers have stopped by themselves; no request reaches them, and whoever resumes is told why."""
+        await self._gate.close(why)
 
     async def _apply(self, request: http.CommitRequest, call: Calls) -> None:
         replies = await call("weightsync_commit", http.to_json(request), COMMIT_CALL_S)
@@ -103,10 +96,7 @@ class SglangFrontEnd:
         try:
             await asyncio.wait_for(drained.__aenter__(), request.timeout_s)
         except asyncio.TimeoutError as error:
-            raise PushTimeout(
-                f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
-                "nothing was changed"
-            ) from error
+            raise refusals.still_in_flight(request) from error
         try:
             yield
         finally:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 # msgspec reads the annotations at run time: SGLang decodes these structs by name.
-from typing import List  # noqa: UP035
+from typing import TYPE_CHECKING, List  # noqa: UP035
 
-from sglang.srt.managers.io_struct import BaseReq
+if TYPE_CHECKING:
+    from msgspec import Struct as BaseReq  # which SGLang's derives from; types are checked where SGLang is not
+else:
+    from sglang.srt.managers.io_struct import BaseReq
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):

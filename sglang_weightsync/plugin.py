@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def place() -> None:
     """Register the message types and the hooks; SGLang calls it once a process."""
-    if reason := compat.check(compat.NEEDED):
+    if reason := compat.SGLANG.check(compat.NEEDED):
         logger.error("%s; the routes of weightsync are absent", reason)
         return
     from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput

@@ -10,10 +10,13 @@ from typing import Any
 from sglang_weightsync import compat, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
 from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from weightsync.engine.private_names import check_deep
+from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
+from weightsync.protocol.states import TOGETHER, Machine, TogetherState
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +25,14 @@ class Handler:
     """One rank's handler of `WeightsyncReqInput`, called from the scheduler's loop.
 
     Whatever a rank does in a step it does under `_exchange`: it catches its own exceptions and then takes part in the
-    gather, so that no rank waits for another's reply and all decide alike.
+    gather, so that no rank waits for another's reply and all decide alike. What all are in is `states.TOGETHER`'s to
+    say.
     """
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
         self._made: Receiver | None = None
-        self._dirty = False
+        self._together: Machine[TogetherState] = Machine(TOGETHER, "serving", "the schedulers")
 
     def __call__(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
         """Run it on this rank, and answer with every rank's reply."""
@@ -60,11 +64,8 @@ class Handler:
         """Raise `UnsupportedOption` for what SGLang would refuse or get wrong once a push is under way."""
         if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler):
             raise UnsupportedOption(reason)
-        deep = method.startswith(http.UPDATE) and http.verify_of(payload) == "deep"
-        if deep and (reason := compat.lacking_for_deep(self._scheduler)):
-            raise UnsupportedOption(
-                f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"'
-            )
+        if method.startswith(http.UPDATE):
+            check_deep(payload, lambda: compat.lacking_for_deep(self._scheduler))
 
     def _exchange(self, step: Callable[[], None]) -> list[bytes]:
         try:
@@ -87,28 +88,30 @@ class Handler:
         """
         asked = http.from_json(request.payload, http.CommitRequest)
         replies = self._everywhere(request, "weightsync_ready")
-        if _any_failed(replies):
+        if any_failed(replies):
             return WeightsyncReqOutput(call=request.call, replies=replies)
         begin = time.perf_counter()
         replies = self._exchange(lambda: self._stop(asked))
-        if _any_failed(replies):
-            if not self._dirty:
+        if any_failed(replies):
+            if self._together.state == "serving":
                 compat_pause.let_go(self._scheduler)
             return WeightsyncReqOutput(call=request.call, replies=replies)
-        mark, dirty = time.perf_counter(), self._dirty
-        self._dirty = True
-        replies = self._everywhere(request, "weightsync_commit")
-        done = time.perf_counter()
-        finished = replies
-        if not _any_failed(replies):
-            finished = replies = self._exchange(lambda: self._finish(asked, asked.version))
-        elif restored := self._brought_back(request, asked, replies):
-            finished = restored
-        if not _any_failed(finished):
-            self._dirty = dirty and finished is not replies
-            if not self._dirty:
-                compat_pause.let_go(self._scheduler)
-        if self._dirty:
+        mark, before = time.perf_counter(), self._together.state
+        self._together.move("load")
+        event = "broken"
+        try:
+            replies = self._everywhere(request, "weightsync_commit")
+            done = time.perf_counter()
+            if not any_failed(replies):
+                replies = self._exchange(lambda: self._finish(asked, asked.version))
+                event = "broken" if any_failed(replies) else "applied"
+            elif not any_failed(self._brought_back(request, asked, replies)):
+                event = "untouched"
+        finally:
+            self._together.move(event)
+        if self._together.state == "serving":
+            compat_pause.let_go(self._scheduler)
+        else:
             # Requests that were to keep their KV cannot: SGLang's watchdog takes a paused batch for a hung one.
             compat_pause.hold(self._scheduler, retract=True)
         return WeightsyncReqOutput(
@@ -116,17 +119,17 @@ class Handler:
             replies=replies,
             pause_s=time.perf_counter() - begin,
             apply_s=done - mark,
-            restored=finished is not replies and not _any_failed(finished),
-            dirty=self._dirty and not dirty,
+            restored=event == "untouched",
+            dirty=(before, self._together.state) == ("serving", "dirty"),
         )
 
     def _brought_back(
         self, request: WeightsyncReqInput, asked: http.CommitRequest, replies: list[bytes]
     ) -> list[bytes]:
         """After a commit that failed on some rank: what came of loading the version before on every one."""
-        if not all(_unchanged(reply) for reply in replies):
+        if not all_unchanged(replies):
             restored = self._everywhere(request, "weightsync_restore")
-            if _any_failed(restored):
+            if any_failed(restored):
                 return restored
         return self._exchange(lambda: self._finish(asked, ""))
 
@@ -148,15 +151,6 @@ class Handler:
 
 
 _DONE = http.to_json(http.RankReply())
-
-
-def _any_failed(replies: list[bytes]) -> bool:
-    return any(http.from_json(reply, http.RankReply).error is not None for reply in replies)
-
-
-def _unchanged(reply: bytes) -> bool:
-    error = http.from_json(reply, http.RankReply).error
-    return error is not None and error.weights == "unchanged"
 
 
 def _failed(error: BaseException) -> bytes:

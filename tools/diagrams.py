@@ -1,12 +1,17 @@
-"""Draw both state machines into ARCHITECTURE.md: ``python -m tools.diagrams``."""
+"""Draw the state machines into ARCHITECTURE.md: ``python -m tools.diagrams``."""
 
 from pathlib import Path
 
-from weightsync.protocol.states import ENGINE, PUSH, diagram
+from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, diagram
 
 PAGE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 BEGIN, END = "<!-- states:begin -->", "<!-- states:end -->"
-TITLES = {"An engine, and each of its ranks:": ENGINE, "A sender:": PUSH}
+TITLES = {
+    "An engine, and each of its ranks:": ENGINE,
+    "A sender:": PUSH,
+    "A rank's load plan:": PLAN,
+    "SGLang's schedulers, all of an engine's together:": TOGETHER,
+}
 
 
 def drawn(page: str) -> str:

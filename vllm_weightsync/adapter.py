@@ -11,20 +11,13 @@ from vllm_weightsync import compat
 from weightsync.engine.adapter import Expected, Sealed
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import UnsupportedOption
-from weightsync.protocol.http import verify_of
-
-
-def check_deep(payload: str) -> None:
-    """Raise `UnsupportedOption` if a `http.UpdateRequest` asks for ``verify="deep"``, and vLLM lacks what it needs."""
-    if verify_of(payload) == "deep" and (reason := compat.check(compat.DEEP)):
-        raise UnsupportedOption(f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"')
 
 
 class VllmAdapter:
     """See `weightsync.engine.adapter.Adapter`."""
 
     def __init__(self, worker: Any):
-        if reason := compat.check(compat.WORKER):
+        if reason := compat.VLLM.check(compat.WORKER):
             raise UnsupportedOption(reason)
         self._worker = worker
         self.rank = compat.worker_rank(worker)
@@ -32,8 +25,7 @@ class VllmAdapter:
 
     def expected(self) -> Expected:
         """The checkpoint that the engine was started with."""
-        config = compat.model_config(self._worker)
-        return expected_of(config.model, revision=config.revision, dtype=str(config.dtype).removeprefix("torch."))
+        return expected_of(*compat.model_source(self._worker))
 
     def opened(self) -> Sealed:
         """Nothing but the reload path knows how layers are packed."""

@@ -1,13 +1,12 @@
 """Every name of vLLM that is not documented as stable, in one place, checked at start.
 
-Written against vLLM 0.32. If a name is gone, `check` says so when the server starts, and pushes are refused.
+Written against vLLM 0.32. If a name is gone, `VLLM.check` says so when the server starts, and pushes are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
@@ -17,13 +16,13 @@ from typing import Any, Final
 import torch
 
 from vllm_weightsync import compat_pause
-from weightsync.engine.adapter import apart_from_live
-from weightsync.engine.private_names import Names, lacks, missing
+from weightsync.engine import fresh_model
+from weightsync.engine.private_names import Names, PrivateNames
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.tensors.layout import digest_of
 
-SUPPORTED: Final = "0.32"
+VLLM: Final = PrivateNames("vLLM", "vllm", "0.32")
 
 _WAIT: Final = "wait_for_initial_weights"
 #: How often a call that takes long is checked for a dead engine.
@@ -70,18 +69,6 @@ DEEP: Final[Names] = {
 }
 
 
-def version() -> str:
-    """vLLM's version."""
-    import vllm
-
-    return str(vllm.__version__)
-
-
-def check(needed: Names) -> str:
-    """Empty, or which names are gone."""
-    return lacks("vLLM", SUPPORTED, version(), missing(needed))
-
-
 def worker_rank(worker: Any) -> int:
     """The worker's rank among all workers of its engine."""
     return int(worker.rank)
@@ -92,9 +79,10 @@ def worker_device(worker: Any) -> torch.device:
     return torch.device(worker.device)
 
 
-def model_config(worker: Any) -> Any:
-    """The worker's model configuration."""
-    return worker.vllm_config.model_config
+def model_source(worker: Any) -> tuple[str, str | None, object]:
+    """Path or hub name of the served model, its revision and its dtype."""
+    config = worker.vllm_config.model_config
+    return config.model, config.revision, config.dtype
 
 
 def why_reload(worker: Any) -> str:
@@ -149,7 +137,7 @@ def _rebuild_moe_kernels(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
@@ -179,15 +167,7 @@ def fresh_digest(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> st
 
     Builds a second instance of the model beside the served one, so it needs the memory of both for that long.
     """
-    model = _fresh_model(worker, weights)
-    try:
-        return digest_of(_weights(model))
-    finally:
-        # Layers and their weight loaders refer to each other.
-        del model
-        gc.collect()
-        if worker_device(worker).type != "cpu":
-            torch.accelerator.empty_cache()
+    return fresh_model.fresh_digest(lambda: _fresh_model(worker, weights), _weights, worker_device(worker))
 
 
 def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
@@ -195,14 +175,11 @@ def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     from vllm.config import LoadConfig, set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class Given(DefaultModelLoader):
-        def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            self.counter_before_loading_weights = time.perf_counter()  # only logged
-            yield from weights
-
     config = _fresh_config(worker.vllm_config)
     with _apart_from_live(worker_device(worker)), set_current_vllm_config(config):
-        loader = Given(LoadConfig(device=config.load_config.device))
+        loader = DefaultModelLoader(LoadConfig(device=config.load_config.device))
+        loader.get_all_weights = lambda model_config, model: iter(weights)
+        loader.counter_before_loading_weights = time.perf_counter()  # only logged
         model: torch.nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
     return model
 
@@ -223,7 +200,7 @@ def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.offloader.base import get_offloader, set_offloader
 
-    return apart_from_live(device, _ROPE_DICT, get_offloader(), None, set_offloader)
+    return fresh_model.apart_from_live(device, _ROPE_DICT, get_offloader(), None, set_offloader)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

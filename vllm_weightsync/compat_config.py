@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from weightsync.engine import refusals
 from weightsync.engine.private_names import missing_below
 
 #: Connectors whose `reset_cache` says whether all the KV that they hold is gone.
@@ -28,22 +29,18 @@ def unsupported(config: Any, servers: int) -> str:
 
 def _reasons(config: Any, servers: int) -> Iterator[str]:
     if gone := missing_below(config, _ASKED):
-        yield f"vLLM's configuration lacks {', '.join(gone)}, by which weightsync tells what it can push into"
+        yield refusals.unknown("vLLM's configuration lacks", gone)
         return
     parallel = config.parallel_config
     if servers > 1:
-        yield (
-            f"--api-server-count {servers}: who may push is remembered in one server's memory; start the engine with "
-            "--api-server-count 1"
-        )
+        yield refusals.several_servers("--api-server-count", servers)
     if parallel.data_parallel_size > 1:
         yield (
             f"--data-parallel-size {parallel.data_parallel_size}: replicas inside one engine are not reached; start "
             "one server per replica and name them all"
         )
     if parallel.enable_eplb or parallel.enable_elastic_ep:
-        name = "--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb"
-        yield f"{name}: experts change their places while the engine serves; start it without"
+        yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:
         yield (
             "--ec-transfer-config: encoder outputs of the old weights would stay with other engines; start this one "
@@ -55,10 +52,7 @@ def _reasons(config: Any, servers: int) -> Iterator[str]:
 
 def _connectors(transfer: Any) -> Iterator[str]:
     if transfer.kv_role != "kv_both":
-        yield (
-            f"--kv-transfer-config (kv_role {transfer.kv_role}): KV of the old weights would go to an engine with the "
-            "new ones, or come from one with the old; start the engine without it"
-        )
+        yield refusals.travelling_kv(f"--kv-transfer-config (kv_role {transfer.kv_role})")
     extra = transfer.kv_connector_extra_config
     children = [(transfer.kv_connector, transfer.kv_connector_module_path, extra)]
     if transfer.kv_connector == "MultiConnector":
@@ -85,7 +79,4 @@ def left_as_it_is(config: Any) -> dict[str, str]:
     speculative = config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_MODEL:
         return {}
-    return {
-        "draft model": f"--speculative-config ({speculative.method}): a push leaves it as it is; it proposes tokens, "
-        "and the pushed model decides which are taken"
-    }
+    return {"draft model": refusals.draft_model(f"--speculative-config ({speculative.method})")}

@@ -62,12 +62,12 @@ class HeldScheduler:
 
 def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
     """Stop for a push, in vLLM's pause ``mode``; or, where that is empty, stay stopped because of ``refused``."""
-    held = self.__dict__.get(_ATTRIBUTE)
+    held: HeldScheduler | None = self.__dict__.get(_ATTRIBUTE)
     if held is None:
         held = self.__dict__[_ATTRIBUTE] = HeldScheduler(self.scheduler)
     held.refused = refused
     if mode:
-        return held.pause(self, mode)  # type: ignore[no-any-return]
+        return held.pause(self, mode)
     held.freeze()
     return None
 

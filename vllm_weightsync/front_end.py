@@ -9,17 +9,18 @@ from argparse import Namespace
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config
 from vllm_weightsync.rank import WorkerExtension
+from weightsync.engine import refusals
 from weightsync.engine.front_end import FrontEnd, restored
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http
-from weightsync.trainer.client import START_LINES
+from weightsync.protocol.names import START_LINES
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 2.0
 #: A trainer waits for the error.
 _TELL_S = 0.5
-_KEEP_REASON = (
-    "requests in flight would go on with KV of the old weights, and the prefix cache would hand that KV to others; "
-    "start the engine with --no-enable-prefix-caching"
-)
+_KEEP_REASON = refusals.old_kv("prefix cache", "--no-enable-prefix-caching")
 
 
 class EndpointPlugin:
@@ -42,7 +40,7 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._found: FrontEnd | None = None
 
-    def attach_router(self, app: FastAPI) -> None:
+    def attach_router(self, app: Starlette) -> None:
         """Add the admin routes; without a key there are none."""
         app.router.routes.append(admin_routes(self._front_end, auth.engine_token()))
         app.router.routes.insert(0, HealthGuard(lambda: self._found))
@@ -67,15 +65,15 @@ class VllmFrontEnd:
 
     def __init__(self, engine_client: Any, servers: int):
         self._client = engine_client
-        self.engine_version = compat.version()
+        self.engine_version = compat.VLLM.version()
         config = engine_client.vllm_config
         self.model = str(config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
-        self._unsupported = compat.check(compat.SERVER) or compat_config.unsupported(config, servers)
+        self._unsupported = compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config, servers)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
-        if reason := compat.check(compat.DEEP):
+        if reason := compat.VLLM.check(compat.DEEP):
             self.off['verify="deep"'] = reason
         if not self._unsupported and not compat.can_ask_core():
             self._unsupported = (
@@ -88,7 +86,7 @@ class VllmFrontEnd:
     async def hold_from_start(self) -> None:
         """Let an engine that waits for its first push generate nothing before."""
         if self.waits and compat.can_ask_core():
-            await self._hold("keep", "this engine waits for its first push")
+            await self._hold("keep", refusals.FIRST_PUSH)
         elif self.waits:
             await compat.pause(self._client)
 
@@ -132,22 +130,6 @@ class VllmFrontEnd:
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """Pause, reload, drop caches, set the version, resume."""
-        try:
-            return await self._commit(request, call, stopped)
-        except BaseException as error:
-            if not isinstance(error, WeightSyncError) or error.weights != "unchanged":
-                await self._stay_stopped(error)
-            raise
-
-    async def _stay_stopped(self, error: BaseException) -> None:
-        """Nobody resumes this engine before a full push has committed: it holds what it must not serve."""
-        reason = f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
-        try:
-            await self._hold("", reason, _TELL_S)
-        except Exception as second:  # it stays held, and hears why as soon as it listens
-            logger.error("vLLM's engine core was not told yet why it stays stopped: %s", second)
-
-    async def _commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         begin = time.perf_counter()
         seconds: dict[str, float] = {}
         if not stopped:
@@ -182,6 +164,13 @@ class VllmFrontEnd:
         seconds["resume"] = end - mark
         return http.CommitReply(version=request.version, pause_s=end - begin, seconds=seconds)
 
+    async def stay_stopped(self, why: str) -> None:
+        """Hold the engine core, and have it say why to whoever resumes it."""
+        try:
+            await self._hold("", why, _TELL_S)
+        except Exception as error:  # it stays held, and hears why as soon as it listens
+            logger.error("vLLM's engine core was not told yet why it stays stopped: %s", error)
+
     async def _pause(self, request: http.CommitRequest) -> None:
         # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
         mode = "keep" if request.pause == "retract" else request.pause
@@ -189,10 +178,7 @@ class VllmFrontEnd:
             await self._hold(mode, timeout_s=request.timeout_s)
         except PushTimeout as error:
             await compat.let_go(self._client, COMMIT_CALL_S)
-            raise PushTimeout(
-                f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
-                "nothing was changed"
-            ) from error
+            raise refusals.still_in_flight(request) from error
 
     async def _drop_caches(self, drop_running: bool, pause: http.PauseMode) -> None:
         reset = self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)

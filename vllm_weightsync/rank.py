@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.protocol.http import UPDATE
@@ -24,9 +25,9 @@ def _run(worker: WorkerExtension, method: str, payload: str) -> str:
 
             found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmAdapter(worker))
         if method.startswith(UPDATE):
-            from vllm_weightsync.adapter import check_deep
+            from vllm_weightsync import compat
 
-            check_deep(payload)
+            check_deep(payload, lambda: compat.VLLM.check(compat.DEEP))
         return found
 
     return handle(receiver, method, payload).decode()

@@ -10,6 +10,7 @@
     ├── UnsupportedOption       the engine or host cannot do what the sender was asked for
     ├── SourceError             the model handed to `push` cannot be read as weights
     ├── ManifestMismatch        names, shapes or dtypes do not fit the engine's model
+    ├── ManifestUnknown         the engine does not remember the manifest that the sender refers to
     ├── EngineRestarted         another instance of the engine answers than the one that was opened
     ├── LeaseHeld               another trainer pushes into the engine; the message names it
     ├── WrongState              a message that is not legal in the engine's state

@@ -54,7 +54,7 @@ class ModelAdapter:
 
     def expected(self) -> Expected:
         """The checkpoint in the folder."""
-        return expected_of(str(self._folder), revision=None, dtype=str(self.model.dtype).removeprefix("torch."))
+        return expected_of(str(self._folder), None, self.model.dtype)
 
     def opened(self) -> LoaderHooks | str:
         """`load`, with nothing to be done before or after."""
@@ -91,7 +91,7 @@ class ModelAdapter:
 
 
 class ReferenceFrontEnd:
-    """See `weightsync.engine.routes.EngineFrontEnd`. One thread is the engine's loop, for generation and weights."""
+    """See `weightsync.engine.front_end.EngineFrontEnd`. One thread is the engine's loop, for generation and weights."""
 
     engine = "reference"
     engine_version = "1"
@@ -126,6 +126,9 @@ class ReferenceFrontEnd:
         self._version = request.version
         applied_s = time.perf_counter() - begin
         return http.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
+
+    async def stay_stopped(self, why: str) -> None:
+        """Nothing to be done: what generates looks at the rank's state."""
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
         """Greedy continuation of a prompt; None if a load failed while the request waited for its turn."""

@@ -207,7 +207,7 @@ def worker():
 def deep():
     """With a name gone that only ``verify="deep"`` needs."""
     del factory._ROPE_DICT
-    return {"core": compat.check(compat.NEEDED), "deep": compat.check(compat.DEEP)}
+    return {"core": compat.SGLANG.check(compat.NEEDED), "deep": compat.SGLANG.check(compat.DEEP)}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 
 from vllm_weightsync import compat, compat_config
-from vllm_weightsync.adapter import check_deep
+from weightsync.engine.private_names import check_deep
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
 
@@ -62,11 +62,12 @@ def settings():
 def deep():
     """With a name gone that only ``verify="deep"`` needs: what a push without it is told, and one with it."""
     del rotary_embedding._ROPE_DICT
-    said = {"core": compat.check(compat.WORKER) or compat.check(compat.SERVER)}
+    said = {"core": compat.VLLM.check(compat.WORKER) or compat.VLLM.check(compat.SERVER)}
     for verify in ("digest", "deep"):
         said[verify] = ""
         try:
-            check_deep(http.to_json({"push": "p", "verify": verify, "manifest": []}))
+            asked = http.to_json({"push": "p", "verify": verify, "manifest": []})
+            check_deep(asked, lambda: compat.VLLM.check(compat.DEEP))
         except UnsupportedOption as error:
             said[verify] = str(error)
     return said

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from tools import models, servers
 from weightsync.errors import ManifestMismatch, TransferFailed, UnsupportedOption
 from weightsync.protocol.auth import engine_token
-from weightsync.trainer.client import START_LINES
+from weightsync.protocol.names import START_LINES
 
 from .conftest import (
     ALL,

@@ -2,7 +2,11 @@
 
 from types import SimpleNamespace
 
-from weightsync.engine.private_names import lacks, missing, missing_below
+import pytest
+import requests
+
+from weightsync.engine.private_names import PrivateNames, check_deep, missing, missing_below
+from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
 
 
@@ -23,9 +27,21 @@ def test_what_an_instance_lacks_is_named_by_its_path():
     ]
 
 
-def test_nothing_is_said_where_nothing_is_gone():
-    assert lacks("vLLM", "1", "2", []) == ""
-    assert lacks("vLLM", "1", "2", ["a.b", "c"]) == "weightsync needs vLLM 1; vLLM 2 lacks a.b, c"
+def test_what_is_gone_is_said_with_the_version_that_has_it_and_nothing_where_nothing_is():
+    names = PrivateNames("Requests", "requests", "1")
+    assert names.version() == requests.__version__
+    begin = f"weightsync needs Requests 1; Requests {requests.__version__} lacks "
+    found = SimpleNamespace(there=1)
+    assert names.check({"requests": ("get",)}) == names.check_object(found, ["there"], {"requests": ("get",)}) == ""
+    assert names.check({"requests": ("a.b", "get", "c")}) == f"{begin}requests.a.b, requests.c"
+    assert names.check_object(found, ["b"], {"requests": ("a",)}) == f"{begin}requests.a, SimpleNamespace.b"
+
+
+def test_a_deep_push_alone_is_refused_where_something_is_lacking():
+    check_deep('{"push":"p","verify":"deep"}', lambda: "")
+    check_deep('{"push":"p","verify":"digest"}', lambda: "x")
+    with pytest.raises(UnsupportedOption, match="engine: x; push with"):
+        check_deep('{"push":"p","verify":"deep"}', lambda: "x")
 
 
 def test_how_a_push_is_verified_is_read_without_its_manifest():

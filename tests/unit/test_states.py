@@ -1,4 +1,4 @@
-"""Both tables edge by edge, and a real receiver that obeys them in every state it can be in."""
+"""The tables edge by edge, and a real receiver that obeys them in every state it can be in."""
 
 from typing import get_args
 
@@ -6,19 +6,28 @@ import pytest
 import torch
 
 from tests.helpers import plan_of
+from tests.unit.loaders import push_into
 from tests.unit.manual import Trainer
+from tests.unit.test_changing_loaders import around_rank, two_of
 from weightsync import errors
 from weightsync.engine import receiver
 from weightsync.engine.adapter import Expected
+from weightsync.engine.loading import loader
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.protocol import http
-from weightsync.protocol.states import ENGINE, PUSH, Machine, diagram
+from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, Machine, diagram
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.transports.base import Peer
 
-TABLES = {"replica": (ENGINE, ("serving", "unsynced"), "serving"), "push": (PUSH, ("idle",), "idle")}
+#: By name: the table, where it may begin, and where it is to come back to.
+TABLES = {
+    "engine": (ENGINE, ("serving", "unsynced"), "serving"),
+    "push": (PUSH, ("idle",), "idle"),
+    "plan": (PLAN, ("unrecorded",), "trusted"),
+    "together": (TOGETHER, ("serving",), "serving"),
+}
 
 
 def edges(table):
@@ -64,6 +73,37 @@ def test_every_state_can_be_reached_and_none_but_closed_is_a_trap(name):
 
 def test_the_states_on_the_wire_are_those_of_the_table():
     assert set(get_args(http.State)) == set(ENGINE)
+
+
+def test_ranks_that_commit_together_go_through_the_states_in_which_an_engine_loads():
+    for state, edges in TOGETHER.items():
+        engine = {**ENGINE[state], "load": ENGINE[state].get("rollback")}
+        assert {event: engine[event] for event in edges} == edges
+
+
+def test_a_real_load_plan_goes_every_way_that_its_table_has(monkeypatch):
+    taken = set()
+
+    class Seen(Machine):
+        def move(self, event):
+            taken.add((self.state, event))
+            return super().move(event)
+
+    def turned(number):
+        return dict(reversed(two_of(number).items()))
+
+    monkeypatch.setattr(loader, "Machine", Seen)
+    adapter, _, loading = around_rank()  # it is trusted, and has been replayed
+    push_into(loading, turned(3))  # recorded anew, and trusted again
+    adapter.after = lambda model: model.odd.data.mul_(2)
+    push_into(loading, turned(4))  # the replay is found out
+    push_into(loading, two_of(5))  # recorded anew; the first push is found out
+    for checkpoint in (two_of(6), turned(6), two_of(6)):  # recorded anew each time, and not tried
+        loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
+    adapter.opened = lambda: "it is sealed by now"
+    push_into(loading, turned(7))
+    assert taken == {(state, event) for state, edges in PLAN.items() for event in edges}
+    assert loading.way == "the engine's own loader: it is sealed by now"
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -64,25 +64,3 @@ class Adapter(Protocol):
 
     def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
         """What `digest` of a fresh engine that loads this complete checkpoint would be."""
-
-
-@contextmanager
-def apart_from_live(
-    device: torch.device, tables: MutableMapping[Any, Any], offloader: Any, none: Any, offload: Callable[[Any], None]
-) -> Iterator[None]:
-    """Inside, a model that is made shares nothing with the one that is served.
-
-    ``tables`` is where the engine caches rotary tables; ``offload`` sets what offloads weights: ``offloader`` is set
-    now, ``none`` does nothing.
-    """
-    before = dict(tables)
-    tables.clear()
-    offload(none)
-    try:
-        # Ranks sample alike from the same random state: what a constructor draws must not move it.
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            yield
-    finally:
-        offload(offloader)
-        tables.clear()
-        tables.update(before)

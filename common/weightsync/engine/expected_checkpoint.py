@@ -10,17 +10,17 @@ from weightsync.sources.checkpoint import optional_names, read_specs
 from weightsync.sources.from_config import specs_from_config
 
 
-def expected_of(model: str, *, revision: str | None, dtype: str) -> Expected:
+def expected_of(model: str, revision: str | None, dtype: object) -> Expected:
     """The checkpoint of ``model``, a folder or the name of a cached hub repository.
 
     Read from the headers of its safetensors files; where there are none (dummy weights), what transformers would write
-    for its configuration, in ``dtype``. Raises `ManifestMismatch` where neither can be had.
+    for its configuration, in ``dtype``, of torch or by its name. Raises `ManifestMismatch` where neither can be had.
     """
     try:
         folder = _folder(model, revision)
         if any(folder.glob("*.safetensors")):
             return Expected(read_specs(folder), optional_names(folder))
-        return Expected(specs_from_config(folder, dtype=dtype))
+        return Expected(specs_from_config(folder, dtype=str(dtype).removeprefix("torch.")))
     except SourceError as error:
         raise ManifestMismatch(
             f"cannot tell what a complete push to {model} is: {error}; start the engine from a folder with safetensors "

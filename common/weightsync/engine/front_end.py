@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import msgspec
 
 from weightsync.deadline import Deadline
+from weightsync.engine import refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, Replies, collect
@@ -84,6 +85,9 @@ class EngineFrontEnd(Protocol):
 
         If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
         """
+
+    async def stay_stopped(self, why: str) -> None:
+        """A commit has failed half-way: nobody may resume the engine before a full push commits, and is told why."""
 
 
 class FrontEnd:
@@ -275,6 +279,7 @@ class FrontEnd:
                 if not unchanged:
                     self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
                     logger.error("%s", self._detail)
+                    await self.front.stay_stopped(refusals.half_way(error))
                 await self._forget_after_failure(asked.push, deadline)
                 self._own_up(error)
                 raise

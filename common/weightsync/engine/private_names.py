@@ -7,11 +7,39 @@ needs on top. A name that only the second lists never stands in the way of a pus
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from weightsync.errors import UnsupportedOption
+from weightsync.protocol.http import verify_of
 
 #: Module -> attributes of it, with dots into classes.
 Names = Mapping[str, Sequence[str]]
+
+
+class PrivateNames:
+    """Looks for names in an engine, which errors call ``engine`` and Python ``module``; written for ``supported``."""
+
+    def __init__(self, engine: str, module: str, supported: str):
+        self._engine, self._module, self._supported = engine, module, supported
+
+    def version(self) -> str:
+        """The engine's version."""
+        return str(importlib.import_module(self._module).__version__)
+
+    def check(self, needed: Names) -> str:
+        """Empty, or which names are gone and from which version."""
+        return self._lacks(missing(needed))
+
+    def check_object(self, found: object, paths: Iterable[str], needed: Names | None = None) -> str:
+        """As `check`, for attributes that an object of the engine must have; ``needed`` are names beside them."""
+        return self._lacks([*missing(needed or {}), *missing_below(found, paths)])
+
+    def _lacks(self, gone: Sequence[str]) -> str:
+        if not gone:
+            return ""
+        name = self._engine
+        return f"weightsync needs {name} {self._supported}; {name} {self.version()} lacks {', '.join(gone)}"
 
 
 def missing(needed: Names) -> list[str]:
@@ -28,7 +56,7 @@ def missing(needed: Names) -> list[str]:
     return gone
 
 
-def missing_below(found: Any, paths: Iterable[str]) -> list[str]:
+def missing_below(found: object, paths: Iterable[str]) -> list[str]:
     """Those of the paths that an object lacks, for attributes that exist on instances alone."""
     gone = []
     for path in paths:
@@ -41,6 +69,7 @@ def missing_below(found: Any, paths: Iterable[str]) -> list[str]:
     return gone
 
 
-def lacks(engine: str, supported: str, version: str, gone: Sequence[str]) -> str:
-    """The sentence for names that are gone; empty if none are."""
-    return f"weightsync needs {engine} {supported}; {engine} {version} lacks {', '.join(gone)}" if gone else ""
+def check_deep(payload: bytes | str, lacking: Callable[[], str]) -> None:
+    """Raise `UnsupportedOption` if a `http.UpdateRequest` asks for ``verify="deep"`` and something is ``lacking``."""
+    if verify_of(payload) == "deep" and (reason := lacking()):
+        raise UnsupportedOption(f'verify="deep" is not possible with this engine: {reason}; push with verify="digest"')

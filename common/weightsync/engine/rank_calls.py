@@ -118,12 +118,22 @@ def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
     return [from_json(reply.body, kind) for reply in decoded]
 
 
+def any_failed(replies: Sequence[bytes | str]) -> bool:
+    """Whether some rank reports an error."""
+    return any(from_json(reply, RankReply).error is not None for reply in replies)
+
+
+def all_unchanged(replies: Sequence[bytes | str]) -> bool:
+    """Whether every rank failed, and none wrote anything."""
+    errors_of_all = [from_json(reply, RankReply).error for reply in replies]
+    return all(error is not None and error.weights == "unchanged" for error in errors_of_all)
+
+
 def settle(replies: Sequence[bytes | str]) -> None:
     """Return if every rank applied. Else raise; ``weights`` are dirty unless no rank wrote anything."""
     try:
         collect(replies, Done)
     except WeightSyncError as error:
-        decoded = [from_json(reply, RankReply) for reply in replies]
-        if all(reply.error is not None and reply.error.weights == "unchanged" for reply in decoded):
+        if all_unchanged(replies):
             raise
         raise ApplyFailed(str(error), weights="dirty") from error

@@ -1,4 +1,4 @@
-"""What users call things: engines by URLs, versions by labels."""
+"""What users call things: engines by URLs, versions by labels; and how they start an engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol.codec import MAX_TEXT_CHARS
+
+#: How each engine is started with the plugin; errors and documents say it in the same words.
+START_LINES: Final = {
+    "vllm": "VLLM_PLUGINS=weightsync vllm serve {model} --worker-extension-cls vllm_weightsync.WorkerExtension",
+    "sglang": "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path {model}",
+}
 
 _PORTS: Final = {"http": 80, "https": 443}
 #: How much errors show of what is too long.

@@ -1,19 +1,30 @@
-"""Both state machines, as tables: which event is legal in which state, and what it leads to.
+"""The state machines, as tables: which event is legal in which state, and what it leads to.
 
 Drivers act and report what happened as an event; the tables decide what state that is. `ENGINE` is obeyed by every
-engine rank (`receiver.Receiver`) and by the engine's front end (`routes`), `PUSH` by the sender. Nothing here does any
-I/O, so that tests can walk every edge and explore the two together.
+engine rank (`receiver.Receiver`) and by the engine's front end (`front_end.FrontEnd`), `PUSH` by the sender, `PLAN` by
+what loads on a rank (`loading.loader.Loading`), `TOGETHER` by SGLang's schedulers. Nothing here does any I/O, so that
+tests can walk every edge, and explore what passes between senders and engines.
+
+Left out is what no table would say better:
+
+- The versions that a rank keeps (`keep_previous`) are two places, for the one that is served and the one before. Each
+  is emptied by itself, whenever its memory is another's again, so any of the four cases follows from any other but by
+  a commit or a rollback; what those need is that a place is filled, and the place says so.
+- What users have paused (`compat_pause` of both engines) is one flag beside the push, and any order sets it.
+- Whether a loader is given memory of its own is a flag that is set once and stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 from weightsync.errors import WrongState
 from weightsync.protocol.http import State
 
 Table = Mapping[str, Mapping[str, str]]
+PlanState = Literal["unrecorded", "untried", "trusted", "loader_alone"]
+TogetherState = Literal["serving", "applying", "dirty", "dirty_applying"]
 
 #: A replica, or one rank of it. The ``dirty_`` states hold weights of neither version: the engine does not generate.
 #: Events: ``prepare`` a push was announced and its manifest fits · ``staged`` everything is here and verified (or, to
@@ -45,6 +56,27 @@ PUSH: Final[Table] = {
     "streaming": {"committed": "idle", "failed": "aborting", "interrupted": "idle"},
     "aborting": {"aborted": "idle", "interrupted": "idle"},
     "closed": {},
+}
+
+#: A rank's load plan, and whether it is trusted. Events: ``record`` the loader is about to be recorded, first or anew ·
+#: ``recorded`` there is a plan · ``sealed`` there is none, nobody can do the loader's work · ``alike`` a push that the
+#: loader brought in lies where the plan would have put it · ``replay`` the plan has brought one in · ``astray`` what it
+#: would have done, or did, is not what the loader does.
+PLAN: Final[Mapping[PlanState, Mapping[str, PlanState]]] = {
+    "unrecorded": {"record": "unrecorded", "recorded": "untried", "sealed": "loader_alone"},
+    "untried": {"record": "unrecorded", "alike": "trusted", "astray": "loader_alone"},
+    "trusted": {"record": "unrecorded", "replay": "trusted", "astray": "loader_alone"},
+    "loader_alone": {"record": "unrecorded"},
+}
+
+#: Ranks that commit by themselves, and so have to be in one state: that one of them has applied, in the terms of
+#: `ENGINE`, does not say that all have. Events: ``load`` all have stopped and begin · ``applied`` all have loaded, and
+#: have dropped their caches · ``untouched`` some failed, and all hold what they did before · ``broken`` some do not.
+TOGETHER: Final[Mapping[TogetherState, Mapping[str, TogetherState]]] = {
+    "serving": {"load": "applying"},
+    "applying": {"applied": "serving", "untouched": "serving", "broken": "dirty"},
+    "dirty": {"load": "dirty_applying"},
+    "dirty_applying": {"applied": "serving", "untouched": "dirty", "broken": "dirty"},
 }
 
 S = TypeVar("S", bound=str)

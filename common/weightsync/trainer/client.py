@@ -24,7 +24,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import auth, http
 from weightsync.protocol.http import PREFIX, Handshake
-from weightsync.protocol.names import plain_url
+from weightsync.protocol.names import START_LINES, plain_url
 from weightsync.trainer import http_client
 
 #: A push that fails by its deadline says within a second of it what it has left: that long an engine may take to say
@@ -35,12 +35,6 @@ _PROBE_S: Final = 1.0
 #: The engine gives up before nobody waits for its answer any more, and can then still say whom it waited for.
 _ANSWER_S: Final = 0.5
 _R = TypeVar("_R")
-
-#: How each engine is started with the plugin; errors and documents say it in the same words.
-START_LINES: Final = {
-    "vllm": "VLLM_PLUGINS=weightsync vllm serve {model} --worker-extension-cls vllm_weightsync.WorkerExtension",
-    "sglang": "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path {model}",
-}
 
 
 class EngineClient:

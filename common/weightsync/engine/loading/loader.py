@@ -21,6 +21,7 @@ from weightsync.errors import ManifestMismatch, ManifestUnknown, TransferFailed,
 from weightsync.memory import arenas
 from weightsync.protocol.http import Accepted, Ready, TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
+from weightsync.protocol.states import PLAN, Machine, PlanState
 from weightsync.tensors.layout import Layout, check_manifest, listed, named
 from weightsync.tensors.scattered import Stream, spans
 from weightsync.tensors.subset import Subset
@@ -40,7 +41,8 @@ class Loading:
     A plan is recorded for the manifest of a push, before anything of it is accepted. The engine's loader brings in the
     first push; the plan is trusted once all that it would have copied is found where it would have put it. Before it
     is used again what the loader depends on is looked at, and a part of the tensors is recorded again; afterwards, a
-    part of the model is compared with what was pushed. A plan that is not right any more is dropped.
+    part of the model is compared with what was pushed. A plan that is not right any more is dropped. `states.PLAN` says
+    what may follow what.
     """
 
     def __init__(self, adapter: Adapter):
@@ -51,7 +53,7 @@ class Loading:
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
         self._fingerprint: Fingerprint | None = None
-        self._trusted = False
+        self._machine: Machine[PlanState] = Machine(PLAN, "unrecorded", f"the load plan of rank {adapter.rank}")
         self._why = ""
         #: The loader was seen to keep tensors, or cannot be seen through: what it gets is its own.
         self._gives_away = False
@@ -70,7 +72,7 @@ class Loading:
         """For `http.RankStatus.loading`; empty before the first push."""
         if self._plan is None:
             return f"{_OWN}: {self._why}" if self._why else ""
-        if not self._trusted:
+        if not self._machine.allows("replay"):
             return f"{_OWN}: the load plan is checked by the first push that commits"
         rest = [f"{name} ({why})" for name, why in self._plan.fallen.items()]
         rest += [] if self._plan.fallen else sorted(self._plan.loader)
@@ -135,18 +137,22 @@ class Loading:
 
     def _record(self, layout: Layout) -> None:
         start = time.perf_counter()
-        self._plan, self._trusted, self._opened, self._pushes = None, False, None, 0
+        self._machine.move("record")
+        self._plan, self._opened, self._pushes = None, None, 0
         self._accepted, self._filled = Accepted(), ModelStatus()
         try:
             opened = self._adapter.opened()
             if not isinstance(opened, LoaderHooks):
                 self._why = opened.why if isinstance(opened, Sealed) else opened
+                self._machine.move("sealed")
                 return
             with uncollected():
                 self._plan = LoadPlan(opened, layout, self._adapter.device)
                 self._accepted = self._left_out(self._plan)
             self._opened = opened
+            self._machine.move("recorded")
         except Exception as error:
+            self._machine.move("sealed")
             self._plan, self._gives_away = None, True
             self._why = f"it cannot be recorded ({type(error).__name__}: {error})"
             logger.info("%s", self.way)
@@ -221,7 +227,7 @@ class Loading:
     def _strayed(self, push: str, sample: bool) -> str:
         """Why a trusted plan is not what the loader does; empty if it is, as far as a cheap look can tell."""
         plan, opened, fingerprint = self._plan, self._opened, self._fingerprint
-        if plan is None or opened is None or fingerprint is None or not self._trusted:
+        if plan is None or opened is None or fingerprint is None or not self._machine.allows("replay"):
             return ""
         start, changed = time.perf_counter(), []
         try:
@@ -283,14 +289,14 @@ class Loading:
 
     def _replays(self, staged: Staged) -> bool:
         plan = self._plan
-        if plan is None or not self._trusted or staged.layout is not plan.layout:
+        if plan is None or not self._machine.allows("replay") or staged.layout is not plan.layout:
             return False
         return staged.parts.name in ("", plan.parts.name)
 
     def parts(self, layout: Layout) -> Subset:
         """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
         plan = self._plan
-        if plan is None or not self._trusted or plan.layout is not layout:
+        if plan is None or not self._machine.allows("replay") or plan.layout is not layout:
             return Subset(layout, {})  # it may be the engine's loader that brings it in
         return plan.parts if not plan.parts.name or self._unmoved() else Subset(layout, {})
 
@@ -309,12 +315,13 @@ class Loading:
             if staged.parts.name:
                 raise WrongState(f"rank {self._adapter.rank} holds parts that no load plan is for")
             self._load_by_engine(staged)
-            if plan is not None and staged.layout is plan.layout and not self._trusted:
+            if plan is not None and staged.layout is plan.layout and self._machine.allows("alike"):
                 self._check(plan, staged)
             return
         why = self._replay(plan, staged)
         self._note("what is in the model", staged.push, why)
         if not why:
+            self._machine.move("replay")
             self._pushes += 1
             return
         self._drop(why)
@@ -369,11 +376,12 @@ class Loading:
         else:
             plan.bind(staged.data)
             self._rest = 0
-            self._trusted = True
+            self._machine.move("alike")
         logger.info("rank %d loads through %s", self._adapter.rank, self.way)
 
     def _drop(self, why: str) -> None:
-        self._plan, self._opened, self._why, self._trusted = None, None, why, False
+        self._machine.move("astray")
+        self._plan, self._opened, self._why = None, None, why
 
     def keep(self, stages: Iterable[Stream]) -> None:
         """Let go of all memory but these stages."""

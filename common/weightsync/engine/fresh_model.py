@@ -1,0 +1,52 @@
+"""A second instance of an engine's model, made as at a start, for ``verify="deep"``."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightsync.tensors.layout import digest_of
+
+
+@contextmanager
+def apart_from_live(
+    device: torch.device, tables: MutableMapping[Any, Any], offloader: Any, none: Any, offload: Callable[[Any], None]
+) -> Iterator[None]:
+    """Inside, a model that is made shares nothing with the one that is served.
+
+    ``tables`` is where the engine caches rotary tables; ``offload`` sets what offloads weights: ``offloader`` is set
+    now, ``none`` does nothing.
+    """
+    before = dict(tables)
+    tables.clear()
+    offload(none)
+    try:
+        # Ranks sample alike from the same random state: what a constructor draws must not move it.
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            yield
+    finally:
+        offload(offloader)
+        tables.clear()
+        tables.update(before)
+
+
+def fresh_digest(
+    make: Callable[[], torch.nn.Module],
+    weights: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]],
+    device: torch.device,
+) -> str:
+    """Hash of the ``weights`` of a model that is made for this alone, in hex. Needs the memory of a second model."""
+    model = None
+    try:
+        model = make()
+        return digest_of(weights(model))
+    finally:
+        # Layers and their weight loaders refer to each other.
+        del model
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
