@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from weightsync.protocol.http import PACKAGE_VERSION as __version__
-
 if TYPE_CHECKING:
     from weightsync.sources import Fused, LocalShard, Rule
     from weightsync.trainer.results import EngineResult, PushResult
     from weightsync.trainer.sender import Sender
+
+    __version__: str
 
 __all__ = ["EngineResult", "Fused", "LocalShard", "PushResult", "Rule", "Sender", "__version__"]
 
@@ -26,6 +26,8 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("weightsync.protocol.http").package_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

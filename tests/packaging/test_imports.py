@@ -92,4 +92,4 @@ def cpu_s(code):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line_is_there_at_once(command):
-    assert cpu_s(running(command)) < 20 * cpu_s("pass")
+    assert cpu_s(running(command)) < 12 * cpu_s("pass")

@@ -117,7 +117,7 @@ class FrontEnd:
         if theirs[0] != http.PROTOCOL[0]:
             raise ProtocolMismatch(
                 f"the sender speaks protocol {theirs[0]}.{theirs[1]}, this engine "
-                f"{http.PROTOCOL[0]}.{http.PROTOCOL[1]} (weightsync {http.PACKAGE_VERSION}); install the same "
+                f"{http.PROTOCOL[0]}.{http.PROTOCOL[1]} (weightsync {http.package_version()}); install the same "
                 "weightsync on both sides"
             )
         await self._introduce_ranks(asked.timeout_s)
@@ -125,7 +125,7 @@ class FrontEnd:
             protocol=http.PROTOCOL,
             engine=self.front.engine,
             engine_version=self.front.engine_version,
-            package_version=http.PACKAGE_VERSION,
+            package_version=http.package_version(),
             host=arenas.host_id(),
             model=self.front.model,
             version=await self.front.version(),

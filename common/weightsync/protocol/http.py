@@ -5,7 +5,7 @@ Rules of evolution: a field added later has a default, a tag is never reused, bu
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import functools
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
@@ -17,9 +17,6 @@ from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; the lower minor is spoken.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
-
-#: Version of this package, which the sides tell each other for error messages alone.
-PACKAGE_VERSION: Final = version("weightsync")
 
 UPDATE: Final = "update_weights_via_"  #: What begins the name of every method that announces a push.
 
@@ -49,6 +46,14 @@ MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 1
 MAX_TIMEOUT_S: Final = 86400.0  #: Longest that anything may be asked to take, in seconds.
 LOOK_S: Final = 5.0  #: For what only looks or forgets, where nobody says how long it may take, in seconds.
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
+
+
+@functools.cache
+def package_version() -> str:
+    """Of this package, which the sides tell each other for error messages alone."""
+    from importlib.metadata import version  # takes a command line as long as all else together
+
+    return version("weightsync")
 
 
 class Message(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ class EngineClient:
     def open(self, deadline: Deadline) -> http.OpenReply:
         """Greet the engine. Raises `ProtocolMismatch` and whatever keeps it from answering."""
         request = http.OpenRequest(
-            protocol=http.PROTOCOL, package_version=http.PACKAGE_VERSION, timeout_s=_patience(deadline)
+            protocol=http.PROTOCOL, package_version=http.package_version(), timeout_s=_patience(deadline)
         )
         reply = self._post("open", request, http.OpenReply, deadline)
         if reply.protocol[0] != http.PROTOCOL[0]:
