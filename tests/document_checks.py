@@ -41,43 +41,78 @@ def check(holds, where, why):
         raise Refused(f"{where}: {why}")
 
 
-class Parser:
-    """A process that reads command lines of one program; see `tests.document_parsers`."""
+class Answering:
+    """A process that answers each line of JSON with one."""
 
-    def __init__(self, kind):
-        here = kind == "trainer"
-        python = ROOT / (".venv" if here else f".venv-{kind}") / "bin" / "python"
-        # An engine's has the packages of its environment alone.
-        environment = {name: value for name, value in os.environ.items() if here or name != "PYTHONPATH"}
-        paths = [str(ROOT / "common"), str(ROOT)]
-        self.process = subprocess.Popen(
-            [str(python), "-P", str(ROOT / "tests" / "document_parsers.py"), kind],
+    def __init__(self, command, environment, cwd=ROOT):
+        self._process = subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             bufsize=1,
-            cwd=ROOT if here else ROOT.parent,
-            env={**environment, **({"PYTHONPATH": os.pathsep.join(paths)} if here else {})},
+            cwd=cwd,
+            env=environment,
         )
 
-    def read(self, words, where):
-        """Raises `Refused` where the program would not take them."""
-        self.process.stdin.write(f"{json.dumps(words)}\n")
-        answer = self.process.stdout.readline()
-        check(answer, where, "the parser has ended")
+    def tell(self, what):
+        self._process.stdin.write(f"{json.dumps(what)}\n")
+
+    def hear(self, where):
+        """Raises `Refused` where the answer is that something is wrong, or there is none."""
+        answer = self._process.stdout.readline()
+        check(answer, where, "the process that was to look at it has ended")
         check(not json.loads(answer), where, json.loads(answer))
 
     def close(self):
-        self.process.kill()
-        self.process.communicate()
+        self._process.kill()
+        self._process.communicate()
+
+
+class Parser(Answering):
+    """Reads command lines of one program; see `tests.document_parsers`."""
+
+    def __init__(self, kind):
+        here = kind == "trainer"
+        python = ROOT / (".venv" if here else f".venv-{kind}") / "bin" / "python"
+        # An engine's has the packages of its environment alone.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        paths = {"PYTHONPATH": f"{ROOT / 'common'}{os.pathsep}{ROOT}"} if here else {}
+        command = [str(python), "-P", str(ROOT / "tests" / "document_parsers.py"), kind]
+        super().__init__(command, {**environment, **paths}, ROOT if here else ROOT.parent)
+
+    def read(self, words, where):
+        """Raises `Refused` where the program would not take them."""
+        self.tell(words)
+        self.hear(where)
+
+
+class Ranks:
+    """The processes of a trainer; see `tests.sharded.documents`."""
+
+    def __init__(self, folder, size=2):
+        command = [sys.executable, "-m", "tests.sharded.documents", str(folder)]
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(servers.free_port()), "WORLD_SIZE": str(size)}
+        self._ranks = [Answering(command, {**os.environ, **group, "RANK": str(rank)}) for rank in range(size)]
+
+    def run(self, text, kind, where):
+        """The same on each. Raises `Refused`."""
+        for rank in self._ranks:
+            rank.tell([text, kind])
+        for rank in self._ranks:
+            rank.hear(where)
+
+    def close(self):
+        for rank in self._ranks:
+            rank.close()
 
 
 class World:
     """Where the blocks of a document run, one after the other: URLs, names and folders are those of the test."""
 
-    def __init__(self, urls, folder, parsers, scratch):
-        self.folder, self.parsers, self.scratch = folder, parsers, scratch
+    def __init__(self, urls, folder, parsers, ranks):
+        self.folder, self.parsers, self.ranks = folder, parsers, ranks
         port = servers.free_port()
         self._places = {
             "http://127.0.0.1:8000": urls[0],
@@ -166,21 +201,13 @@ def run_python(block, world):
 
 
 def run_sharded(block, world):
-    """In two processes; the engines then serve the whole model."""
+    """On every rank; the engines then serve the whole model."""
     text = world.here(block.text)
     urls = re.findall(r"http://[\w.:]+", text)
     state = models.load_reference(world.folder).state_dict()
     with Sender(urls) as sender:
         sender.push({name: tensor.neg() for name, tensor in state.items()})
-    script = world.scratch / "block.py"
-    script.write_text(f"from tests.sharded.documents import *\n\n{text}")
-    port, arguments = str(servers.free_port()), [str(world.folder), "fused" if "Fused" in text else "module"]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), *arguments], env={**os.environ, **where, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    check([rank.wait(120) for rank in ranks] == [0, 0], block, "a rank has failed")
+    world.ranks.run(text, "fused" if "Fused" in text else "module", block)
     for url in urls:
         with Sender([url]) as sender:
             found = sender.status(digest=True)[url].ranks[0].digest
@@ -291,9 +318,11 @@ def python(command, world, where):
 
 
 def pip(command, _, where):
-    """What is installed is this package, with extras that it has."""
+    """What is installed is this package, with extras that it has, or this folder."""
     words = command.words
     check(words[:2] == ["pip", "install"] and len(words) == 3, where, command.line)
+    if words[2] == ".":  # the wheel of this folder has tests of its own
+        return
     wanted = Requirement(words[2])
     check(wanted.name == PROJECT["name"], where, command.line)
     check(wanted.extras <= PROJECT["optional-dependencies"].keys(), where, command.line)

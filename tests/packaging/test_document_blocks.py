@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.document_checks import COMMANDS, SHARDED, Command, Parser, Refused, World, run, run_command
+from tests.document_checks import COMMANDS, Command, Parser, Ranks, Refused, World, run, run_command
 from tests.documents import DOCUMENTS, Block, blocks, coded, spans, table
 from weightsync.testing import ReferenceEngine
 
@@ -17,6 +17,13 @@ def parsers():
     """By program. They take their time to start, while something else is done."""
     with contextlib.ExitStack() as stack:
         yield {kind: stack.enter_context(contextlib.closing(Parser(kind))) for kind in ("trainer", "vllm", "sglang")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks(model_folder):
+    """Of a trainer; they take their time, too."""
+    with contextlib.closing(Ranks(model_folder("llama", 1))) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +48,10 @@ def far(model_folder):
 
 
 @pytest.fixture
-def world(request, document, model_folder, parsers, tmp_path):
+def world(request, document, model_folder, parsers, ranks):
     """For the document that the test is about."""
     urls = request.getfixturevalue("far" if document == "docs/many-hosts.md" else "near")
-    with contextlib.closing(World(urls, model_folder("llama", 1), parsers, tmp_path)) as world:
+    with contextlib.closing(World(urls, model_folder("llama", 1), parsers, ranks)) as world:
         yield world
 
 
@@ -53,17 +60,10 @@ def spoken(document):
     return [span for span in spans(document) if " " in span and span.split()[0].rpartition("/")[2] in COMMANDS]
 
 
-#: What several documents say alike, and one has proved.
-proved = set()
-
-
 @pytest.mark.parametrize("document", [document for document in DOCUMENTS if blocks(document)])
 def test_every_block_does_what_the_document_says(document, world):
     for block in blocks(document):
-        if block.text not in proved:
-            run(block, world)
-        if SHARDED in block.text:  # others leave something behind for those that follow
-            proved.add(block.text)
+        run(block, world)
 
 
 @pytest.mark.parametrize("document", [document for document in DOCUMENTS if spoken(document)])
@@ -107,6 +107,8 @@ def test_the_engines_have_the_options_that_are_named(parsers, engine, column):
         ("bash", "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path M --nothing"),
         ("bash", "curl http://127.0.0.1:8000/nothing"),
         ("python", 'str(1)  # "2"'),
+        ("python", 'Sender(["http://127.0.0.1:8000"]).close()  # on every rank, and nothing is pushed'),
+        ("python", 'raise KeyError("http://127.0.0.1:8000")  # on every rank'),
         ("python", 'if not model:\n    str(1)  # "1"'),
     ],
 )
