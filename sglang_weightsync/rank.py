@@ -1,4 +1,9 @@
-"""What a scheduler rank does with our request. No exception leaves here: one would take the whole server down."""
+"""What a scheduler rank does with our request. No exception leaves here: one would take the whole server down.
+
+A commit happens inside one call of the handler on every rank. Ranks exchange the outcome of each step over their gloo
+group, so that all decide alike. Retract, begin, load, end, flush, version and continue lie between two steps of the
+scheduler; to wait and to abort, the tokenizer manager is drained first.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Draw the state machines into ARCHITECTURE.md: ``python -m tools.diagrams``."""
+"""Draw the state machines into docs/states.md: ``python -m tools.diagrams``."""
 
 from pathlib import Path
 
 from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, diagram
 
-PAGE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
 BEGIN, END = "<!-- states:begin -->", "<!-- states:end -->"
 TITLES = {
     "An engine, and each of its ranks:": ENGINE,

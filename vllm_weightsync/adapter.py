@@ -1,4 +1,9 @@
-"""One vLLM worker as a sink of weights."""
+"""One vLLM worker as a sink of weights.
+
+A version is applied by the worker's own ``reload_weights``, which unpacks, loads and repacks layer by layer. Two things
+that vLLM 0.32's reload misses on a CPU are mended in `compat`: an output layer that is tied to the embedding keeps a
+packed copy of the old weight, and experts are packed at start alone.
+"""
 
 from __future__ import annotations
 

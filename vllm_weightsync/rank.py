@@ -1,6 +1,9 @@
 """The worker extension: weightsync's methods on every vLLM worker, callable through ``collective_rpc``.
 
 Imports nothing of vLLM, so that a user's own extension class can derive from it anywhere.
+
+The methods never raise: in the multi-process executor an exception of one rank leaves the replies of the others queued,
+and the next call would get them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""One budget of seconds for everything that a call waits for."""
+"""One budget of seconds for everything that a call waits for.
+
+A call of a `Sender` has one, which starts before anything is waited for, another thread's turn included. Each request
+tells the engine how long to wait for its ranks, a little less than is left, so that the engine can still say whom it
+waited for. After the deadline a failed call has 0.9 s in all: 0.5 s for the engines to say that a commit is not over,
+0.25 s to ask what became of it, the rest to have them forget it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md draws is what the tables say."""
+"""What docs/states.md draws is what the tables say."""
 
 from tools import diagrams
 from weightsync.protocol import states
@@ -9,7 +9,7 @@ TABLES = [table for name, table in vars(states).items() if name.isupper() and is
 
 def test_the_diagrams_are_those_of_the_tables():
     page = diagrams.PAGE.read_text()
-    assert page.count(diagrams.BEGIN) == page.count(diagrams.END) == page.count("## States\n") == 1
+    assert page.count(diagrams.BEGIN) == page.count(diagrams.END) == page.count("# States\n") == 1
     assert diagrams.drawn(page) == page, "the tables have changed; run: python -m tools.diagrams"
 
 

@@ -3,6 +3,10 @@
 A tensor that a rank does not read may be for another rank, or of no use to the engine; a parameter that nothing is
 loaded into may have a default. But where all ranks leave a tensor unread that could be for such a parameter, the
 loader has passed over it.
+
+Where no list says what a complete push is, every parameter must be written as a whole, a buffer if it is written at
+all, and every tensor must be read by some rank. A tied tensor may be left out only if the recording without it writes
+all that the recording of the whole list does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a complete push to an engine consists of, found out from the model folder it was started with."""
+"""What a complete push to an engine consists of, found out from the model folder it was started with.
+
+Where there is no such list, the recording of the loader decides alone, see `loading.loader` and `coverage`.
+"""
 
 from __future__ import annotations
 

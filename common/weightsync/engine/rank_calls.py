@@ -3,6 +3,10 @@ what the ranks' replies come to.
 
 An engine that is told to forget a call may find the late reply in the place of the next one. So a call that takes too
 long is left to end by itself; who waited for it is told, and the next call waits for its turn.
+
+Who waited is told what can be seen of the ranks' processes (stopped, ended). Only those are looked at that are on the
+front end's own host and in its space of process numbers, and only while a number is still that of the process that was
+started when the rank was.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 An arena holds buckets side by side. It is touched once when made, mapped once by each rank, and reused by every
 push; nothing of it is allocated, opened or registered again while the model keeps its size.
+
+Where the free memory, at the trainer and at the ranks beside it, has room for the whole stream, the arena is the stage:
+nobody on this host copies it out. Otherwise it holds two buckets, and the sender packs one while the ranks copy the
+other into stages of their own. What a killed sender leaves is removed by the next: its file is no longer locked. A
+login manager may remove files when their user logs out; the next push makes new ones.
 """
 
 from __future__ import annotations

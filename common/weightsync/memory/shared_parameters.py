@@ -2,6 +2,14 @@
 
 That is host memory shared by file descriptor, as ``model.share_memory()`` makes it, or memory of a GPU that trainer
 and ranks share.
+
+They are an arena that is full from the start, only that its tensors lie apart: it is sliced by the same offsets of the
+same stream, a tensor at a time. What was made ready for it holds as long as the parameters stay where they are, and the
+trainer looks that they do before each push. Memory that torch shares in any other way, by files that are not open here,
+is packed: it is never moved to share it.
+
+A trainer may change its parameters once a push is over. So a push that is given up first sets a byte that every rank
+has mapped. A rank looks at it, and whether the process that pushed lives, before it loads and after.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ permutes. ``save_pretrained`` undoes that by running its conversions over the wh
 over stand-ins that have shapes and strides but no data, and note for each tensor that comes out where in which
 parameter it lies. What is a mere view there costs nothing at a push. What is computed (concatenated, permuted) is
 computed again at every push, one group of connected tensors at a time.
+
+Of a sharded parameter a view that is a box of it, in any order of dimensions, is cut out of the local part. Anything
+else is refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Tensors as plain data: manifests, and the one stream of bytes in which a checkpoint crosses."""
+"""Tensors as plain data: manifests, and the one stream of bytes in which a checkpoint crosses.
+
+The stream is the tensors in the source's order, each aligned to 512 bytes. Both sides compute where each tensor lies
+from the manifest alone, so announcing a bucket takes its number and nothing else. A bucket is a window of the stream; a
+tensor larger than one is split without anybody noticing.
+"""
 
 from __future__ import annotations
 

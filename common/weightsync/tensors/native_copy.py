@@ -1,7 +1,9 @@
-"""Loops over host memory that run in C: of many small tensors each costs its bytes, and no step of Python's own.
+"""Copies and hashes host memory in C, with no per-tensor Python cost.
 
-What is large is worked on by as many threads as torch's own loops use, for one alone does not reach the speed of the
-memory. Memory is named by its address, and not held: whoever has something done knows that it is there.
+From 1 MiB on, copies are shared by as many threads as torch's own loops use, 16 at most and no more than the cores that
+a thread may run on: one alone does not reach the speed of the memory. Each takes the next 8 MiB that none has taken.
+What is hashed is shared by tensors. Small tensors stay with one thread, for the others would wait for Python's lock.
+Memory is named by its address, and not held: whoever has something done knows that it is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""What ranks keep of the tensors that are pushed, where that is not all of them: they read and verify that alone."""
+"""What ranks keep of the tensors that are pushed, where that is not all of them: they read and verify that alone.
+
+A rank whose load plan is trusted knows the box of every tensor that it reads: rows or columns under tensor parallelism,
+whole experts or none under expert parallelism. It names them in its hello, where the table itself crosses once, and the
+trainer hashes each part that some rank keeps. First pushes, streams, deep verification, versions that are kept and
+whatever needs the engine's own loader take all there is. If the model's memory moves between verifying and loading, the
+parts are of no use to that loader, and the push is refused before anything is written.
+"""
 
 from __future__ import annotations
 

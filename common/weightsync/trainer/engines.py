@@ -37,8 +37,7 @@ from weightsync.transports.base import Peer
 
 logger = logging.getLogger(__name__)
 
-#: How long the engines are given to forget a failed push, or a sender that closes; and, where the time of the call is
-#: up already, how long after that. They go on without us.
+#: How long engines are given to forget a failed push or a sender that closes, and how long past the call's deadline.
 _ABORT_S: Final = 1.0
 _SETTLED_S: Final = 0.9
 _LEAST_S: Final = 0.1

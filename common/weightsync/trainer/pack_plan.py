@@ -1,4 +1,10 @@
-"""Packing again what was packed before, from the same memory to the same arena, without looking at any tensor."""
+"""Packing again what was packed before, from the same memory to the same arena, without looking at any tensor.
+
+A module that was pushed before is known again by one pass over its tensors that runs in C: the same objects, addresses,
+shapes, strides and dtypes. A dictionary is known by the same names, addresses and so on. The copies and hashes that
+packed it were then written down as addresses. Small tensors are worked on in groups of 1 MiB, so that what is hashed is
+still in the cache and other threads get their turn. Everything else takes the general way, see `packing`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A load plan: where an engine's own loader puts every slice of a checkpoint, done again as a few grouped copies."""
+"""A load plan: where an engine's own loader puts every slice of a checkpoint, done again as a few grouped copies.
+
+It is recorded at the first push of a manifest. That push still goes through the loader, and then every copy of the plan
+must find its source at its target, bit by bit: what was worked on or laid out anew after loading shows there. Later
+pushes are replayed, in one pass over bytes: neighbours are joined, contiguous runs are copied by the C library, the
+rest by one ``_foreach_copy_``, in lists that are made once for each arena, so that the cost hardly depends on the
+number of tensors. Steps that the engine needs around a load still run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""How one rank loads: what a complete push is, and whether its load plan or the engine's own loader brings it in."""
+"""How one rank loads: what a complete push is, and whether its load plan or the engine's own loader brings it in.
+
+A plan is compared all along, outside of the pause: at prepare and before each commit with the model's addresses, the
+simple values of its modules and the environment, and with what the loader does to a few tensors, others each time. What
+differs is recorded anew, and that push goes through the loader. After a replay 4 MiB of the live parameters are
+compared with the stage; where they differ the loader brings the push in, and the plan is dropped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a loader may depend on beside the tensors it is given: told apart from what it was by one cheap look."""
+"""What a loader may depend on beside the tensors it is given: told apart from what it was by one cheap look.
+
+They are simple values that modules hold, maps of experts and ranks among them, and the environment.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 The loader runs as it always does, on stand-ins that know which slice of which checkpoint tensor they are. Views and
 casts of them are followed, copies into the model are noted; nothing is written. What is more than that is told of the
 parameter it happens to: its name and why.
+
+A parameter that takes more than copies (arithmetic, a look at a value, two writes to one place, two roundings) is left
+to the loader, with the tensors that it is loaded from. A loader that uses threads, keeps tensors, exchanges parameters
+or raises is left alone altogether.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Who of a trainer's ranks provides which part of which tensor: worked out from what each of them holds. Pure."""
+"""Who of a trainer's ranks provides which part of which tensor: worked out from what each of them holds. Pure.
+
+Each tensor is cut wherever a box begins or ends, so that each cell lies in a box as a whole or not at all. Each cell is
+given to one rank that holds it, by bytes; one that nobody holds is an error that says who holds what.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 No collective is started: the trainer's own groups are not touched, and nobody who is missing makes the others hang.
 Every message has one writer and one reader, who removes it.
+
+They are JSON under a prefix of ours, over a connection of our own. They are waited for by polling, in a thread, since a
+store whose process is frozen does not time out.
 """
 
 from __future__ import annotations

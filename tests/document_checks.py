@@ -1,0 +1,347 @@
+"""What blocks and commands of the documents say is done, or as much of it as takes no GPU and no download.
+
+Python runs against reference engines, commands run as they stand, but that URLs and folders are those of the test. Of
+``make`` it is looked at what it would do, and command lines of programs that take long are read by their own parsers.
+What is none of these is refused.
+"""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import tomllib
+import torch
+from packaging.requirements import Requirement
+
+from tests.documents import ROOT
+from tools import models, servers
+from weightsync import Sender
+from weightsync.tensors.layout import digest_of
+
+BIN = ROOT / ".venv" / "bin"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+#: Drawn or listed, and looked at in test_documents and test_diagrams.
+DRAWN = {("ARCHITECTURE.md", "mermaid"), ("ARCHITECTURE.md", "text"), ("docs/states.md", "mermaid")}
+#: Blocks that every rank of a trainer runs say so.
+SHARDED = "on every rank"
+
+
+class Refused(AssertionError):
+    """What a document says is not so."""
+
+
+def check(holds, where, why):
+    if not holds:
+        raise Refused(f"{where}: {why}")
+
+
+class Answering:
+    """A process that answers each line of JSON with one."""
+
+    def __init__(self, command, environment, cwd=ROOT):
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            bufsize=1,
+            cwd=cwd,
+            env=environment,
+        )
+
+    def tell(self, what):
+        self._process.stdin.write(f"{json.dumps(what)}\n")
+
+    def hear(self, where):
+        """Raises `Refused` where the answer is that something is wrong, or there is none."""
+        answer = self._process.stdout.readline()
+        check(answer, where, "the process that was to look at it has ended")
+        check(not json.loads(answer), where, json.loads(answer))
+
+    def close(self):
+        self._process.kill()
+        self._process.communicate()
+
+
+class Parser(Answering):
+    """Reads command lines of one program; see `tests.document_parsers`."""
+
+    def __init__(self, kind):
+        here = kind == "trainer"
+        python = ROOT / (".venv" if here else f".venv-{kind}") / "bin" / "python"
+        # An engine's has the packages of its environment alone.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        paths = {"PYTHONPATH": f"{ROOT / 'common'}{os.pathsep}{ROOT}"} if here else {}
+        command = [str(python), "-P", str(ROOT / "tests" / "document_parsers.py"), kind]
+        super().__init__(command, {**environment, **paths}, ROOT if here else ROOT.parent)
+
+    def read(self, words, where):
+        """Raises `Refused` where the program would not take them."""
+        self.tell(words)
+        self.hear(where)
+
+
+class Ranks:
+    """The processes of a trainer; see `tests.sharded.documents`."""
+
+    def __init__(self, folder, size=2):
+        command = [sys.executable, "-m", "tests.sharded.documents", str(folder)]
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(servers.free_port()), "WORLD_SIZE": str(size)}
+        self._ranks = [Answering(command, {**os.environ, **group, "RANK": str(rank)}) for rank in range(size)]
+
+    def run(self, text, kind, where):
+        """The same on each. Raises `Refused`."""
+        for rank in self._ranks:
+            rank.tell([text, kind])
+        for rank in self._ranks:
+            rank.hear(where)
+
+    def close(self):
+        for rank in self._ranks:
+            rank.close()
+
+
+class World:
+    """Where the blocks of a document run, one after the other: URLs, names and folders are those of the test."""
+
+    def __init__(self, urls, folder, parsers, ranks):
+        self.folder, self.parsers, self.ranks = folder, parsers, ranks
+        port = servers.free_port()
+        self._places = {
+            "http://127.0.0.1:8000": urls[0],
+            "http://127.0.0.1:30000": urls[1],
+            "http://10.0.0.2:8000": urls[0],
+            "http://10.0.0.3:30000": urls[1],
+            "http://10.0.0.4:8000": urls[1],
+            "http://10.0.0.1:7000": f"http://127.0.0.1:{port}",
+            '"10.0.0.1", 7000': f'"127.0.0.1", {port}',
+            "10.0.0.1": "127.0.0.1",
+            "Qwen/Qwen3-0.6B": str(folder),
+            "path/to/model": str(folder),
+            "MODEL_FOLDER": str(folder),
+        }
+        self.names = {
+            "Sender": Sender,
+            "model": models.load_reference(folder),
+            "batches": range(2),
+            "train_step": train_step,
+            "TheirExtension": type("TheirExtension", (), {}),
+        }
+
+    def here(self, text):
+        """The text with the test's places in it."""
+        for place, ours in self._places.items():
+            text = text.replace(place, ours)
+        return text
+
+    def close(self):
+        for value in self.names.values():
+            if isinstance(value, Sender):
+                value.close()
+
+
+def train_step(model, _):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+
+
+def run(block, world):
+    """Raises `Refused` where the block is not so, and whatever it raises."""
+    if block.kind == "python" and SHARDED in block.text:
+        run_sharded(block, world)
+    elif block.kind == "python":
+        run_python(block, world)
+    elif block.kind == "bash":
+        for command in commands(block.text):
+            run_command(command, world, block)
+    else:
+        check((block.document, block.kind) in DRAWN, block, "nobody knows how to check such a block")
+
+
+# --- python
+
+
+class Said(ast.NodeTransformer):
+    """``expression  # "text"``: the value is that text, in which ``...`` stands for anything."""
+
+    def __init__(self, text):
+        self._lines = text.splitlines()
+        self.count = 0
+
+    def visit_Expr(self, node):
+        match = re.search(r'\s#\s("[^"]*")', self._lines[node.end_lineno - 1])
+        if match is None:
+            return node
+        self.count += 1
+        call = ast.Call(ast.Name("_said", ast.Load()), [node.value, ast.Constant(ast.literal_eval(match[1]))], [])
+        return ast.copy_location(ast.Expr(call), node)
+
+
+def run_python(block, world):
+    text = world.here(block.text)
+    said, heard = Said(text), []
+    tree = ast.fix_missing_locations(said.visit(ast.parse(text)))
+
+    def compare(value, text):
+        expected = ".*".join(map(re.escape, text.split("...")))
+        check(re.fullmatch(expected, str(value)), block, f"said is {text!r}, and it is {value!r}")
+        heard.append(value)
+
+    world.names["_said"] = compare
+    exec(compile(tree, str(block), "exec"), world.names)
+    check(len(heard) == said.count, block, "not all that is said was come to")
+
+
+def run_sharded(block, world):
+    """On every rank; the engines then serve the whole model."""
+    text = world.here(block.text)
+    urls = re.findall(r"http://[\w.:]+", text)
+    state = models.load_reference(world.folder).state_dict()
+    with Sender(urls) as sender:
+        sender.push({name: tensor.neg() for name, tensor in state.items()})
+    world.ranks.run(text, "fused" if "Fused" in text else "module", block)
+    for url in urls:
+        with Sender([url]) as sender:
+            found = sender.status(digest=True)[url].ranks[0].digest
+        check(found == digest_of(state.items()), block, "the engine serves something else")
+
+
+# --- commands
+
+
+class Command(NamedTuple):
+    """A line of a shell, and its words."""
+
+    line: str
+    words: list[str]
+
+
+def commands(text):
+    """The commands of a block; comments are left out."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [Command(line, words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run_command(command, world, where):
+    engine, arguments = engine_line(command.words)
+    if engine:
+        check_plugin(engine, command.words[0], arguments, where)
+        world.parsers[engine].read(arguments, where)
+        return
+    program = command.words[0].rpartition("/")[2]
+    check(program in COMMANDS, where, f"nobody knows how to check {command.line}")
+    COMMANDS[program](command, world, where)
+
+
+def engine_line(words):
+    """Which engine a command starts, and its arguments; two empty ones if it starts none."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if words[:2] == ["vllm", "serve"]:
+        return "vllm", words[2:]
+    if words[:3] == ["python", "-m", "sglang.launch_server"]:
+        return "sglang", words[3:]
+    return "", []
+
+
+def check_plugin(engine, first, arguments, where):
+    """The plugin is this package's, and the worker extension is there."""
+    variable, _, plugin = first.partition("=")
+    groups = [group for group in PROJECT["entry-points"] if group.startswith(engine)]
+    check(variable == f"{engine.upper()}_PLUGINS", where, f"{first} loads no plugin")
+    check(all(plugin in PROJECT["entry-points"][group] for group in groups), where, f"no plugin is called {plugin}")
+    if engine == "vllm":
+        module, _, name = arguments[arguments.index("--worker-extension-cls") + 1].rpartition(".")
+        check(hasattr(__import__(module), name), where, f"{module} has no {name}")
+
+
+def real(command, world, where):
+    """Run it as it stands; returns what it prints."""
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    line = world.here(command.line)
+    ran = subprocess.run(["bash", "-euc", line], env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    check(ran.returncode == 0, where, f"{line}: {ran.stdout[-500:]}{ran.stderr[-500:]}")
+    return ran.stdout
+
+
+def weightsync(command, world, where):
+    """A command that is only named is one that there is."""
+    if len(command.words) == 2:
+        command = Command(f"{command.line} --help", [*command.words, "--help"])
+    said = real(command, world, where)
+    if command.words[1] in ("status", "abort") and command.words[2] != "--help":
+        check("reference serving, version" in said, where, said)
+
+
+def curl(command, world, where):
+    said = real(Command(command.line.replace("curl ", "curl --silent --show-error --fail ", 1), []), world, where)
+    if "/weightsync/status" in command.line:
+        check(json.loads(said)["ranks"][0]["digest"], where, said)
+
+
+def export(command, world, where):
+    """The variable is not empty then."""
+    name = command.words[1].partition("=")[0]
+    real(Command(f'{command.line}; test -n "${name}"', []), world, where)
+
+
+def make(command, world, where):
+    """Its targets are there, its variables are the Makefile's, and the programs that it would run take them."""
+    targets = {word for word in command.words[1:] if "=" not in word}
+    variables = {word.partition("=")[0] for word in command.words[1:]} - targets
+    makefile = (ROOT / "Makefile").read_text()
+    check(targets <= set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()), where, targets)
+    check(variables <= set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE)), where, variables)
+    planned = real(Command(command.line.replace("make ", "make -n ", 1), []), world, where).splitlines()
+    # Whether all tests can be collected is for whoever runs them.
+    for words in map(shlex.split, planned):
+        if words[0] == ".venv/bin/python" and words[1:] != ["-m", "pytest"]:
+            world.parsers["trainer"].read(words[1:], where)
+
+
+def python(command, world, where):
+    """Tests are collected, modules are there, and no more is run."""
+    words = command.words
+    check(words[1] == "-m", where, f"nobody knows how to check {command.line}")
+    if words[2] == "pytest":
+        world.parsers["trainer"].read(words[1:], where)
+    else:
+        check(len(words) == 3 and find_spec(words[2]) is not None, where, f"no module is called {words[2]}")
+
+
+def pip(command, _, where):
+    """What is installed is this package, with extras that it has, or this folder."""
+    words = command.words
+    check(words[:2] == ["pip", "install"] and len(words) == 3, where, command.line)
+    if words[2] == ".":  # the wheel of this folder has tests of its own
+        return
+    wanted = Requirement(words[2])
+    check(wanted.name == PROJECT["name"], where, command.line)
+    check(wanted.extras <= PROJECT["optional-dependencies"].keys(), where, command.line)
+
+
+def torchrun(command, world, where):
+    said = real(
+        Command(f"OMP_NUM_THREADS=1 python -m torch.distributed.run {shlex.join(command.words[1:])}", []), world, where
+    )
+    check("version" in said, where, said)
+
+
+COMMANDS = {
+    "curl": curl,
+    "df": real,
+    "export": export,
+    "make": make,
+    "pip": pip,
+    "python": python,
+    "torchrun": torchrun,
+    "weightsync": weightsync,
+}
