@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import bare
+from benchmarks.lines import LIMIT_S, Lines, serve
 from weightsync.deadline import Deadline
 from weightsync.engine.stage import Stages
 from weightsync.protocol import http
@@ -31,45 +31,17 @@ from weightsync.tensors.subset import Subset
 from weightsync.trainer.buckets import choose
 from weightsync.trainer.outgoing import Outgoing
 from weightsync.trainer.transfer import Transfer
-from weightsync.transports.base import EngineEnd, Peer
+from weightsync.transports.base import EngineEnd, Peer, PeerRanks
 from weightsync.transports.registry import ENGINE_ENDS
 
 CPU = torch.device("cpu")
 DIGEST = digest.algorithm_for(CPU)
-#: Nothing here takes so long, in seconds.
-LIMIT_S = 300.0
 _END_S = 5.0
+COMMAND = (sys.executable, "-m", "benchmarks.rank")
 _JOINS: dict[str, type[http.InitNcclGroup] | type[http.RegisterNixl]] = {
     "nccl": http.InitNcclGroup,
     "nixl": http.RegisterNixl,
 }
-
-
-class Lines:
-    """Lines to and from another process over two file descriptors."""
-
-    def __init__(self, reading: int, writing: int):
-        self._reading, self._writing, self._read = reading, writing, b""
-
-    def say(self, verb: str, lane: str = "-", body: bytes = b"{}") -> None:
-        """Send one line; ``lane`` has no spaces."""
-        line = b" ".join((verb.encode(), lane.encode(), body)) + b"\n"
-        while line:
-            line = line[os.write(self._writing, line) :]
-
-    def hear(self, timeout_s: float) -> tuple[str, str, bytes] | None:
-        """The next line, in the parts it was sent in; None if none comes in time. Raises EOFError where none will."""
-        until = time.monotonic() + timeout_s
-        while b"\n" not in self._read:
-            if not select.select([self._reading], [], [], max(0.0, until - time.monotonic()))[0]:
-                return None
-            more = os.read(self._reading, 1 << 20)
-            if not more:
-                raise EOFError
-            self._read += more
-        line, _, self._read = self._read.partition(b"\n")
-        verb, lane, body = line.split(b" ", 2)
-        return verb.decode(), lane.decode(), body
 
 
 # ---- the trainer's side ----------------------------------------------------------------------------------------------
@@ -93,10 +65,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class Rank:
     """A child process, for a ``with`` block; to the transports it is the only rank of the engine ``url``."""
 
-    def __init__(self, number: int = 0, variables: Mapping[str, str] | None = None):
-        self.url = f"http://127.0.0.1:{8001 + number}"  # nobody listens there: requests come as lines
+    def __init__(
+        self,
+        number: int = 0,
+        variables: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        command: Sequence[str] = COMMAND,
+    ):
+        self.url = f"http://{host}:{8001 + number}"  # nobody listens there: requests come as lines
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rank"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **(variables or {})},
@@ -200,10 +178,11 @@ class Lane:
         *,
         variables: Mapping[str, str] | None = None,
         bucket_bytes: int | None = None,
+        helpers: PeerRanks | None = None,
     ):
         self._transport, self._ranks, self._kind, self._tensors = transport, ranks, kind, tensors
         self._name, self._variables = f"{transport}/{len(ranks)}/{kind}", variables or {}
-        self._transfer, self._pushes, self._last = Transfer(CPU), 0, 0.0
+        self._transfer, self._pushes, self._last = Transfer(CPU, helpers), 0, 0.0
         self._layout = Layout([spec_of(f"t{number}", tensor) for number, tensor in enumerate(tensors)])
         free = self._transfer.free_bytes()
         self.choice = choose(self._layout.nbytes, free, free, bucket_bytes, "full", False)
@@ -307,18 +286,7 @@ class _Child:
 
     def serve(self) -> None:
         """Until the trainer hangs up."""
-        with contextlib.suppress(EOFError, BrokenPipeError):
-            while True:
-                heard = self._lines.hear(LIMIT_S)
-                if heard is None:
-                    continue
-                verb, lane, body = heard
-                try:
-                    reply = self._verbs[verb](lane, body)
-                except Exception as error:
-                    self._lines.say("error", lane, json.dumps(f"{verb} {lane}: {error!r}").encode())
-                    continue
-                self._lines.say("done", lane, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+        serve(self._lines, self._verbs)
         for end in self._ends.values():
             end.close()
 
