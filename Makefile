@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow check-all lint demo bench bench-transports bench-sharded bench-sizes faults scenarios soak streams clean
+.PHONY: env test test-slow check-all lint demo bench bench-transports bench-sharded bench-sizes bench-files bench-parallel-broadcast faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -52,6 +52,12 @@ bench-sharded: env  ## a model that FSDP2 has sharded, beside gathering it first
 
 bench-sizes: env  ## what a push costs by the size of a model and by the number of its tensors
 	.venv/bin/python benchmarks/sizes.py $(ARGS)
+
+bench-files: env  ## files of ours that a warm push into SGLang executes: make bench-files ARGS="--against COMMIT"
+	.venv/bin/python benchmarks/files.py $(ARGS)
+
+bench-parallel-broadcast: env  ## every process of a trainer broadcasts its share, beside rank 0 alone, over slow links; as root
+	.venv/bin/python benchmarks/parallel_broadcast.py $(ARGS)
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)

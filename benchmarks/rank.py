@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import bare
+from benchmarks.lines import LIMIT_S, Lines, serve
 from weightsync.deadline import Deadline
 from weightsync.engine.stage import Stages
 from weightsync.protocol import http
@@ -32,46 +32,12 @@ from weightsync.trainer.buckets import choose
 from weightsync.trainer.outgoing import Outgoing
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
-from weightsync.transports.base import EngineEnd, Peer
-from weightsync.transports.nccl.messages import InitNcclGroup
-from weightsync.transports.nixl.messages import RegisterNixl
+from weightsync.transports.base import EngineEnd, Peer, PeerRanks
 
 CPU = torch.device("cpu")
 DIGEST = digest.algorithm_for(CPU)
-#: Nothing here takes so long, in seconds.
-LIMIT_S = 300.0
 _END_S = 5.0
-_JOINS: dict[str, type[InitNcclGroup] | type[RegisterNixl]] = {
-    "nccl": InitNcclGroup,
-    "nixl": RegisterNixl,
-}
-
-
-class Lines:
-    """Lines to and from another process over two file descriptors."""
-
-    def __init__(self, reading: int, writing: int):
-        self._reading, self._writing, self._read = reading, writing, b""
-
-    def say(self, verb: str, lane: str = "-", body: bytes = b"{}") -> None:
-        """Send one line; ``lane`` has no spaces."""
-        line = b" ".join((verb.encode(), lane.encode(), body)) + b"\n"
-        while line:
-            line = line[os.write(self._writing, line) :]
-
-    def hear(self, timeout_s: float) -> tuple[str, str, bytes] | None:
-        """The next line, in the parts it was sent in; None if none comes in time. Raises EOFError where none will."""
-        until = time.monotonic() + timeout_s
-        while b"\n" not in self._read:
-            if not select.select([self._reading], [], [], max(0.0, until - time.monotonic()))[0]:
-                return None
-            more = os.read(self._reading, 1 << 20)
-            if not more:
-                raise EOFError
-            self._read += more
-        line, _, self._read = self._read.partition(b"\n")
-        verb, lane, body = line.split(b" ", 2)
-        return verb.decode(), lane.decode(), body
+COMMAND = (sys.executable, "-m", "benchmarks.rank")
 
 
 # ---- the trainer's side ----------------------------------------------------------------------------------------------
@@ -95,10 +61,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class Rank:
     """A child process, for a ``with`` block; to the transports it is the only rank of the engine ``url``."""
 
-    def __init__(self, number: int = 0, variables: Mapping[str, str] | None = None):
-        self.url = f"http://127.0.0.1:{8001 + number}"  # nobody listens there: requests come as lines
+    def __init__(
+        self,
+        number: int = 0,
+        variables: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        command: Sequence[str] = COMMAND,
+    ):
+        self.url = f"http://{host}:{8001 + number}"  # nobody listens there: requests come as lines
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rank"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **(variables or {})},
@@ -202,10 +174,11 @@ class Lane:
         *,
         variables: Mapping[str, str] | None = None,
         bucket_bytes: int | None = None,
+        helpers: PeerRanks | None = None,
     ):
         self._transport, self._ranks, self._kind, self._tensors = transport, ranks, kind, tensors
         self._name, self._variables = f"{transport}/{len(ranks)}/{kind}", variables or {}
-        self._transfer, self._pushes, self._last = Transfer(CPU), 0, 0.0
+        self._transfer, self._pushes, self._last = Transfer(CPU, helpers), 0, 0.0
         self._layout = Layout([spec_of(f"t{number}", tensor) for number, tensor in enumerate(tensors)])
         free = self._transfer.free_bytes()
         self.choice = choose(self._layout.nbytes, free, free, bucket_bytes, "full", False)
@@ -309,18 +282,7 @@ class _Child:
 
     def serve(self) -> None:
         """Until the trainer hangs up."""
-        with contextlib.suppress(EOFError, BrokenPipeError):
-            while True:
-                heard = self._lines.hear(LIMIT_S)
-                if heard is None:
-                    continue
-                verb, lane, body = heard
-                try:
-                    reply = self._verbs[verb](lane, body)
-                except Exception as error:
-                    self._lines.say("error", lane, json.dumps(f"{verb} {lane}: {error!r}").encode())
-                    continue
-                self._lines.say("done", lane, reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+        serve(self._lines, self._verbs)
         for end in self._ends.values():
             end.close()
 
@@ -330,7 +292,9 @@ class _Child:
         return self._ends[lane]
 
     def _join(self, lane: str, body: bytes) -> bytes:
-        asked = http.from_json(body, _JOINS[lane.partition("/")[0]])
+        kind = registry.spec(lane.partition("/")[0]).handshake
+        assert kind is not None, "only a transport with a handshake sends one"
+        asked = http.from_json(body, kind)
         return http.to_json(http.JoinReply((self._end(lane).join(asked, 0),), asked.instance))
 
     def _push(self, lane: str, body: bytes) -> None:

@@ -64,10 +64,14 @@ class Host:
             said = self._holder.communicate(timeout=DEADLINE_S)[1]
             raise subprocess.CalledProcessError(self._holder.returncode, self._holder.args, stderr=said)
 
+    @property
+    def entering(self):
+        """What a command begins with to run on this host, without outliving who gives it."""
+        return ["nsenter", "--target", str(self._holder.pid), "--net", *NAMESPACES, "setpriv", "--pdeathsig", "KILL"]
+
     def popen(self, *command, **options):
         """Start a program on this host; the process is the program's own, and does not outlive this one."""
-        into = ["nsenter", "--target", str(self._holder.pid), "--net", *NAMESPACES, "setpriv", "--pdeathsig", "KILL"]
-        return subprocess.Popen([*into, *command], env=self._env, **options)
+        return subprocess.Popen([*self.entering, *command], env=self._env, **options)
 
     def close(self):
         """Give its memory back."""
@@ -131,6 +135,17 @@ class Network:
                 command = ["ip", "-n", f"{self._prefix}-{name}", "rule"]
                 run(*command, "add", "pref", preference, *rule)
                 up.callback(run, *command, "delete", "pref", preference)
+            yield
+
+    @contextlib.contextmanager
+    def limited(self, name, mbit):
+        """Inside, a host's cable carries so many Mbit/s at most, each way."""
+        with contextlib.ExitStack() as up:
+            for namespace, device in ((self._bridge, name), (f"{self._prefix}-{name}", "eth0")):
+                command = ["tc", "-n", namespace, "qdisc"]
+                limit = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
+                run(*command, "add", "dev", device, "root", *limit)
+                up.callback(run, *command, "delete", "dev", device, "root")
             yield
 
     def close(self):
