@@ -12,9 +12,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import tomllib
 import torch
 from packaging.requirements import Requirement
@@ -23,6 +26,7 @@ from tests.documents import ROOT
 from tools import models, servers
 from weightsync import Sender
 from weightsync.tensors.layout import digest_of
+from weightsync.transports import registry
 
 BIN = ROOT / ".venv" / "bin"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -162,8 +166,26 @@ def run(block, world):
     elif block.kind == "bash":
         for command in commands(block.text):
             run_command(command, world, block)
+    elif block.kind == "toml":
+        register(block)
     else:
         check((block.document, block.kind) in DRAWN, block, "nobody knows how to check such a block")
+
+
+def register(block):
+    """Entry points as a package would install them: each gives engines a method of the name that the page says."""
+    points = tomllib.loads(block.text)["project"]["entry-points"]
+    with tempfile.TemporaryDirectory() as site:
+        folder = Path(site) / "documented-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: documented\nVersion: 1.0\n")
+        lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points.items()]
+        (folder / "entry_points.txt").write_text("\n".join(lines))
+        with pytest.MonkeyPatch.context() as patch:
+            before = {*registry.update_methods(), *registry.setup_methods()}
+            patch.syspath_prepend(site)
+            more = {*registry.update_methods(), *registry.setup_methods()} - before
+    check(len(more) == sum(map(len, points.values())), block, f"engines get {sorted(more)} of these entry points")
 
 
 # --- python

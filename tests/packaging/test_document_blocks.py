@@ -87,6 +87,7 @@ def test_the_engines_have_the_options_that_are_named(parsers, engine, column):
         ("", "weightsync status http://127.0.0.1:8000"),
         ("yaml", "a: 1"),
         ("mermaid", "graph TD"),
+        ("toml", '[project.entry-points."weightsync.transport"]\nfiles = "a:SPEC"'),
         ("bash", "rm -rf /nowhere"),
         ("bash", "weightsync state http://127.0.0.1:8000"),
         ("bash", "weightsync status http://127.0.0.1:9"),
