@@ -138,8 +138,9 @@ STREAMS, STREAM_TOKENS = 8, 700
 class Streams:
     """Clients that read long streams while something else happens; see `clients`."""
 
-    def __init__(self, server, tokens=STREAM_TOKENS):
-        asked = [server.engine, server.model, server.url, STREAMS, tokens, *PROMPT]
+    def __init__(self, server, tokens=STREAM_TOKENS, count=STREAMS):
+        asked = [server.engine, server.model, server.url, count, tokens, *PROMPT]
+        self.count = count
         command = [sys.executable, "-m", "tests.engines.clients", *map(str, asked)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=servers.ROOT)
@@ -148,7 +149,7 @@ class Streams:
         self.began = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
-        assert all(self.began.acquire(timeout=60) for _ in range(STREAMS))
+        assert all(self.began.acquire(timeout=60) for _ in range(count))
 
     def _listen(self):
         for line in self.process.stdout:
@@ -168,7 +169,7 @@ class Streams:
         return self.results
 
     def running(self):
-        return STREAMS - len(self.results)
+        return self.count - len(self.results)
 
 
 def without_plugin(engine, kind):
