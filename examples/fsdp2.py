@@ -48,6 +48,8 @@ def main() -> None:
                 print(f"version {result.version}  loss {loss:.2f}  {result.nbytes / 1e6:.2f} MB  pause {pause:.3f} s")
     if args.save:
         save(model, args.save)
+    # torch's own threads let go of what was gathered some time after that: a process that ends meanwhile aborts.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_0_6b"]
 
-MAX_POSITIONS = 4096
+MAX_POSITIONS = 32768
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 BYTES = 256
 

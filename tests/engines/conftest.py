@@ -131,16 +131,17 @@ WAITING = {
     "vllm": ["--additional-config", '{"weightsync": {"wait_for_initial_weights": true}}'],
     "sglang": ["--checkpoint-engine-wait-weights-before-ready"],
 }
-# Long enough to be in flight from the first client's first token until after the push.
-STREAMS, STREAM_TOKENS = 8, 700
+STREAMS, LENGTH = 8, 32_768
+#: Each is asked for more than an engine makes before it is told to end, however slow the test and its push are. SGLang
+#: sends all logprobs so far with each token, is slow by that, and begins no more than it has room for to their ends.
+STREAM_TOKENS = {"vllm": 30_000, "sglang": 3_000}
 
 
 class Streams:
     """Clients that read long streams while something else happens; see `clients`."""
 
-    def __init__(self, server, tokens=STREAM_TOKENS, count=STREAMS):
-        asked = [server.engine, server.model, server.url, count, tokens, *PROMPT]
-        self.count = count
+    def __init__(self, server):
+        asked = [server.engine, server.model, server.url, STREAMS, STREAM_TOKENS[server.engine], *PROMPT]
         command = [sys.executable, "-m", "tests.engines.clients", *map(str, asked)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=servers.ROOT)
@@ -149,7 +150,17 @@ class Streams:
         self.began = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
-        assert all(self.began.acquire(timeout=60) for _ in range(count))
+        assert all(self.began.acquire(timeout=60) for _ in range(STREAMS))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.thread.join(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
 
     def _listen(self):
         for line in self.process.stdout:
@@ -169,7 +180,7 @@ class Streams:
         return self.results
 
     def running(self):
-        return self.count - len(self.results)
+        return STREAMS - len(self.results)
 
 
 def without_plugin(engine, kind):
@@ -206,12 +217,12 @@ def served(request, model_folder, tmp_path_factory):
     """A `Served` for the configuration (engine, kind, tp) that the module asks for."""
     engine, kind, tp = request.param
     a, b = model_folder(kind, 0), model_folder(kind, 1)
-    with servers.start(engine, b, tp=tp, **without_plugin(engine, kind)) as fresh:
+    with servers.start(engine, b, tp=tp, max_model_len=LENGTH, **without_plugin(engine, kind)) as fresh:
         fresh_b = ask(fresh)
         with pytest.raises(PluginNotLoaded) as refusal:
             Sender([fresh.url])
     folder, options = with_plugin(engine, kind, tp, a, tmp_path_factory.mktemp("served"))
-    with servers.start(engine, folder, tp=tp, **options) as server:
+    with servers.start(engine, folder, tp=tp, max_model_len=LENGTH, **options) as server:
         yield Served(server, kind, tp, a, b, fresh_b, refusal.value, first_push(server, b))
 
 

@@ -1,5 +1,8 @@
 """No stale state: caches of the old weights are gone, also under load, in every pause mode the engine has."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import requests
 
@@ -20,8 +23,8 @@ from .conftest import (
 )
 
 pytestmark = configurations(CACHES)
-#: No engine makes so many in a few seconds. SGLang sends all logprobs so far with each token, and is slow by that.
-LONG_TOKENS = {"vllm": 3600, "sglang": 1800}
+#: What a stream makes before a push, and after it.
+FIRST, MORE = 5, 50
 
 
 def cached_tokens(served):
@@ -43,50 +46,60 @@ def test_a_primed_prompt_is_answered_by_the_new_weights(served):
     assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
 
 
-@pytest.mark.parametrize("pause", ["retract", "wait"])
-def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served, pause):
+def lengths(results):
+    return [len(tokens) >= FIRST + MORE for tokens in results]
+
+
+def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served):
     served.push(served.a)
     servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     reference = models.load_reference(served.b)
-    with served.sender(pause=pause) as sender:
-        streams = Streams(served.server)
-        assert streams.running() == STREAMS
+    with served.sender(pause="retract") as sender, Streams(served.server) as streams:
         sender.push(reference, version="under-load")
-        during = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
-        results = streams.read()
-    assert [len(tokens) for tokens in results] == [STREAM_TOKENS] * STREAMS
-    if pause == "wait":
-        assert_same(during, served.fresh_b.long)
-    alone = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
-    assert_same(alone, served.fresh_b.long)
+        servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+        assert streams.running() == STREAMS
+        assert lengths(streams.read(more=MORE)) == [True] * STREAMS
+    assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
     assert served.state().version == "under-load"
+
+
+def test_a_push_that_waits_for_streams_commits_when_they_have_ended(served):
+    served.push(served.a, version="before")
+    servers.greedy(served.server, long_prompt(), NEW_TOKENS)
+    reference = models.load_reference(served.b)
+    with served.sender(pause="wait") as sender, ThreadPoolExecutor(1) as thread, Streams(served.server) as streams:
+        pushing = thread.submit(sender.push, reference, version="waited")
+        while served.state().state != "applying" and not pushing.done():  # which it is from its pause on
+            time.sleep(0.05)
+        assert streams.running() == STREAMS
+        assert lengths(streams.read(more=MORE)) == [True] * STREAMS
+        pushing.result(60)
+    assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
+    assert served.state().version == "waited"
 
 
 def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
-    digests, tokens = served.digests(), LONG_TOKENS[served.server.engine]
+    digests, trained = served.digests(), models.load_reference(served.b)
     # Many times what a tiny push needs beside eight streams, and a fraction of what so many tokens need.
-    with served.sender(pause="wait", timeout_s=4.0) as sender:
-        streams = Streams(served.server, tokens=tokens)
+    with served.sender(pause="wait", timeout_s=8.0) as sender, Streams(served.server) as streams:
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
-            sender.push(models.load_reference(served.b), version="never")
+            sender.push(trained, version="never")
         assert raised.value.engines == {served.server.url: "unchanged"}
-    assert streams.running() == STREAMS
-    assert [len(found) >= 55 for found in streams.read(more=50)] == [True] * STREAMS
+        assert streams.running() == STREAMS
+        assert lengths(streams.read(more=MORE)) == [True] * STREAMS
     assert (served.state().version, served.state().state) == ("before", "serving")
     assert served.digests() == digests
 
 
 def test_abort_ends_the_streams_and_serves_the_new_weights(served):
     served.push(served.a)
-    trained, most = models.load_reference(served.b), LONG_TOKENS[served.server.engine]
-    with served.sender(pause="abort") as sender:
-        # Few: a server that is busy with many hears of the push when the engine has made all their tokens.
-        streams = Streams(served.server, tokens=most, count=2)
+    trained = models.load_reference(served.b)
+    with served.sender(pause="abort") as sender, Streams(served.server) as streams:
         sender.push(trained)
         results = streams.read()
-    assert len(results) == 2
-    assert all(5 <= len(tokens) < most for tokens in results)
+    most = STREAM_TOKENS[served.server.engine]
+    assert [FIRST <= len(tokens) < most for tokens in results] == [True] * STREAMS
     assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
 
 

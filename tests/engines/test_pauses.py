@@ -10,7 +10,7 @@ from tools import models, servers
 from weightsync.errors import UnsupportedOption, WeightSyncError
 from weightsync.trainer.packing import Packer
 
-from .conftest import CACHES, NEW_TOKENS, PROMPT, assert_agrees, assert_same, configurations
+from .conftest import CACHES, NEW_TOKENS, PROMPT, STREAM_TOKENS, assert_agrees, assert_same, configurations
 
 pytestmark = configurations(CACHES)
 
@@ -36,8 +36,6 @@ WAKE = {
 FREEZE = {"vllm": PAUSE["vllm"], "sglang": ("/pause_generation", {"mode": "in_place"})}
 #: Long for an answer of a few tokens, where there is one.
 QUIET_S = 3.0
-#: More than any engine makes before the test looks.
-LONG = 3000
 
 
 def call(served, route, body):
@@ -91,10 +89,11 @@ def test_an_engine_that_somebody_has_paused_stays_paused(served):
 @pytest.mark.parametrize("pause", ["retract", "wait"])
 def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
     served.push(served.a)
-    tokens, began, enough = [], threading.Event(), LONG
+    most = STREAM_TOKENS[served.server.engine]
+    tokens, began, enough = [], threading.Event(), most
 
     def read():
-        for token, _ in servers.stream(served.server, PROMPT, LONG):
+        for token, _ in servers.stream(served.server, PROMPT, most):
             tokens.append(token)
             if len(tokens) == 5:
                 began.set()
@@ -108,7 +107,7 @@ def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
         served.push(served.b, pause=pause)
         wait([reading], timeout=QUIET_S)  # what was on its way
         seen = len(tokens)
-        assert seen < LONG - 50
+        assert seen < most - 50
         assert not wait([reading], timeout=QUIET_S).done
         assert len(tokens) == seen
         enough = seen + 50

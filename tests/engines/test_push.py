@@ -13,7 +13,6 @@ from .conftest import (
     ALL,
     NEW_TOKENS,
     PROMPT,
-    STREAM_TOKENS,
     STREAMS,
     Streams,
     ask,
@@ -94,12 +93,11 @@ def test_keep_is_for_engines_whose_requests_share_no_kv(served):
         return
     served.push(served.a)
     trained = models.load_reference(served.b)
-    with served.sender(pause="keep") as sender:
-        streams = Streams(served.server)
-        assert streams.running() == STREAMS
+    with served.sender(pause="keep") as sender, Streams(served.server) as streams:
         sender.push(trained)
+        assert streams.running() == STREAMS
         under_load = servers.greedy(served.server, PROMPT, NEW_TOKENS)
-        assert [len(tokens) for tokens in streams.read()] == [STREAM_TOKENS] * STREAMS
+        assert [len(tokens) >= 55 for tokens in streams.read(more=50)] == [True] * STREAMS
     assert_agrees(served.server, trained, under_load)  # a batch of nine rounds otherwise than a fresh server's of one
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 

@@ -61,7 +61,7 @@ def test_a_network_that_is_cut_ends_the_push_and_the_next_works(trainer, network
     assert said["error"] in ("PushTimeout", "TransferFailed", "EngineUnreachable"), said
     assert far[0].url in said["message"]
     assert said["engines"][far[1].url] == "unchanged"
-    assert said["seconds"] < LIMIT_S + 2
+    assert said["seconds"] < LIMIT_S + 5
     assert during == [digest(1)] * 2
     assert not after["error"], after
     assert [served(engine) for engine in far] == [digest(2)] * 2
@@ -75,7 +75,7 @@ def test_a_firewall_that_lets_only_http_through_is_told_by_rank_and_engine(
     assert f"rank 0 of {far[0].url}" in said["message"]
     assert far[1].url not in said["message"]
     assert said["engines"] == {engine.url: "unchanged" for engine in far}
-    assert said["seconds"] < LIMIT_S + 2
+    assert said["seconds"] < LIMIT_S + 5
     assert during == [digest(1)] * 2
     assert not after["error"], after
     assert [served(engine) for engine in far] == [digest(2)] * 2
