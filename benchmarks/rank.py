@@ -213,12 +213,12 @@ class Lane:
                 transfer.connect(hellos, self._join, deadline)
             for rank in self._ranks:
                 rank.tell("push", self._name, http.to_json(outgoing.request(rank.url, self._transport)))
-            outgoing.meet({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
+            outgoing.await_ranks({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
             met = time.perf_counter()
             sent = outgoing.resend(None) if again else outgoing.send(self._stream(), None)
             end = time.perf_counter()
         except BaseException as error:
-            transfer.call_off(error)
+            transfer.cancel(error)
             transfer.close()
             raise
         transfer.served(outgoing)
@@ -302,7 +302,7 @@ class _Child:
         request, end = http.from_json(body, http.UpdateRequest), self._end(lane)
         stages, parts = self._stages.setdefault(kind, Stages(0, CPU)), Subset(Layout(request.manifest), {})
         try:
-            incoming = end.meet(request, parts, 0, Event())
+            incoming = end.open(request, parts, 0, Event())
             staged, verify_s = stages.fill(incoming, request, parts, None)
         except BaseException as error:
             end.fail(request.push, error)

@@ -24,7 +24,7 @@ class SglangAdapter:
         """The checkpoint that the engine was started with."""
         return expected_of(*compat.model_source(self._scheduler))
 
-    def opened(self) -> LoaderHooks | str:
+    def loader_hooks(self) -> LoaderHooks | str:
         """The model's own loader, within a begin/end session."""
         found = compat_loading.recordable(self._scheduler)
         if isinstance(found, str):

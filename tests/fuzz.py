@@ -39,7 +39,7 @@ METHODS = {
     "weightsync_restore": http.CommitRequest,
     "weightsync_abort": http.AbortRequest,
 }
-HANDLES = [handles.ShmHandle, handles.InPlaceHandle, handles.CudaHandle, NixlHandle]
+HANDLES = [handles.ShmHandle, handles.SharedParametersHandle, handles.CudaHandle, NixlHandle]
 FROM_RANK, FROM_SENDER = get_args(control.FromRank), get_args(control.FromSender)
 
 #: What takes an engine's lease, if only to be refused.

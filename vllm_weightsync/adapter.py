@@ -32,7 +32,7 @@ class VllmAdapter:
         """The checkpoint that the engine was started with."""
         return expected_of(*compat.model_source(self._worker))
 
-    def opened(self) -> Sealed:
+    def loader_hooks(self) -> Sealed:
         """Nothing but the reload path knows how layers are packed."""
         return Sealed(compat.model(self._worker), compat.why_reload(self._worker))
 

@@ -56,7 +56,7 @@ class ModelAdapter:
         """The checkpoint in the folder."""
         return expected_of(str(self._folder), None, self.model.dtype)
 
-    def opened(self) -> LoaderHooks | str:
+    def loader_hooks(self) -> LoaderHooks | str:
         """`load`, with nothing to be done before or after."""
         return LoaderHooks(self.model, self.load, contextlib.nullcontext)
 

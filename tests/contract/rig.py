@@ -56,7 +56,7 @@ class Rig:
         }
 
     def push(
-        self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False, keeps=None
+        self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False, needs=None
     ):
         """Send; what each rank received, as tensors, before anything else can be sent.
 
@@ -75,15 +75,15 @@ class Rig:
             requests = {url: outgoing.request(url, self.transport) for url in self.hellos()}
             jobs = {
                 peer: self.threads.submit(
-                    self._receive, end, requests[peer.engine], Subset(layout, (keeps or {}).get(peer, {})), peer.rank
+                    self._receive, end, requests[peer.engine], Subset(layout, (needs or {}).get(peer, {})), peer.rank
                 )
                 for peer, end in self.peers.items()
                 if peer not in absent
             }
-            outgoing.meet({self.transport: set(self.peers)}, deadline)
+            outgoing.await_ranks({self.transport: set(self.peers)}, deadline)
             send(outgoing, self.sources, iter(tensors), deadline)
         except BaseException as error:
-            self.transfer.call_off(error)
+            self.transfer.cancel(error)
             self.transfer.close()  # as a sender does
             raise
         finally:
@@ -96,7 +96,7 @@ class Rig:
     def _receive(self, end, request, parts, rank):
         stages = self.stages.setdefault(end, Stages(rank, CPU))
         try:
-            incoming = self.through(end.meet(request, parts, rank, self.cancelled))
+            incoming = self.through(end.open(request, parts, rank, self.cancelled))
             if request.stream:
                 end.confirm(request.push, 0.0)
                 return [tensor.clone() for _, tensor in stages.stream(incoming, request, parts.layout)]

@@ -140,7 +140,7 @@ while line := sys.stdin.buffer.readline():
     layout = Layout(request.manifest)
     try:
         parts = Subset(layout, {})
-        staged, verify_s = stages.fill(end.meet(request, parts, 0, threading.Event()), request, parts, None)
+        staged, verify_s = stages.fill(end.open(request, parts, 0, threading.Event()), request, parts, None)
         end.confirm(request.push, verify_s)
         print(sum(int(entry.view(staged.data)[0]) for entry in layout.entries), flush=True)
     except Exception as error:
@@ -186,10 +186,10 @@ class Child:
         try:
             self.transfer.connect({A: (self.transport, hello(A, self.instance, 1))}, self.join, deadline)
             self.tell(b"push", outgoing.request(A, self.transport))
-            outgoing.meet({self.transport: {Peer(A, 0)}}, deadline)
+            outgoing.await_ranks({self.transport: {Peer(A, 0)}}, deadline)
             send(outgoing, self.sources, itertools.chain([first], tensors), deadline)
         except BaseException as error:
-            self.transfer.call_off(error)
+            self.transfer.cancel(error)
             self.transfer.close()
             raise
         return self.process.stdout.readline().decode().strip()

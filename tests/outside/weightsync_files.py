@@ -80,16 +80,16 @@ class Trainer:
     def connected(self, replies, deadline):
         self._known.update({url: reply.instance for url, reply in replies.items()})
 
-    def meet(self, plan, layout, arenas, peers, deadline):
+    def await_ranks(self, plan, layout, arenas, peers, deadline):
         self._plan, self._layout, self._stream = plan, layout, arenas[0].bytes
         self._sources, self._gone = 1, -1
         self._session = PushSession(self._control, plan.push, layout, peers, deadline)
-        self._session.meet(lambda _: Offer(push=plan.push, arena=self._folder))
+        self._session.await_ranks(lambda _: Offer(push=plan.push, arena=self._folder))
         if plan.stream:
             self._session.all_prepared("the ranks to be ready")
 
-    def keeps(self):
-        return self._session.keeps.values()
+    def needs(self):
+        return self._session.needs.values()
 
     def acquire(self, bucket):
         self._taken(bucket - self._plan.slots)
@@ -125,9 +125,9 @@ class Trainer:
             self._others.answered("to write its part", self._session.deadline)
         return seconds
 
-    def call_off(self, error):
+    def cancel(self, error):
         if self._session is not None:
-            self._session.call_off(error)
+            self._session.cancel(error)
             self._session = None
             for path in Path(self._folder).iterdir():
                 path.unlink(missing_ok=True)
@@ -175,8 +175,8 @@ class Engine:
         self._folder = asked.folder
         return http.RankJoined(rank=rank, device=str(self._device))
 
-    def meet(self, request, parts, rank, over):
-        session, offer = self._control.meet(request, parts, rank, (), over)
+    def open(self, request, parts, rank, cancelled):
+        session, offer = self._control.open(request, parts, rank, (), cancelled)
         if not self._folder or offer.arena != self._folder:
             raise TransferFailed(
                 f"rank {rank} was told of no folder: open_folder comes before update_weights_via_files"
@@ -191,7 +191,7 @@ class Engine:
 
     def close(self):
         self._folder = ""
-        self._control.hang_up()
+        self._control.disconnect()
 
 
 class Incoming:

@@ -195,7 +195,7 @@ class Acting(RuleBasedStateMachine):
             meanwhile=meanwhile,
             others=others,
         ).result
-        pusher.call_off()
+        pusher.cancel()
         if len(said) == len(pusher.children):
             self.truth.told(said[0]["engines"], label, before, f"{label} of another process: {said[0]['message']}")
         else:

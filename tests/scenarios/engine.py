@@ -30,9 +30,9 @@ class TinySink(ModelAdapter):
             )
         )
 
-    def opened(self) -> LoaderHooks | str:
+    def loader_hooks(self) -> LoaderHooks | str:
         """As the base class's, if there is to be a plan."""
-        return super().opened() if self._recordable else "it packs layers"
+        return super().loader_hooks() if self._recordable else "it packs layers"
 
 
 def run(order: dict, _: list[int]) -> None:

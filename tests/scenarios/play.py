@@ -207,7 +207,7 @@ class Play:
         if engine.alive() and engine.happened() and fault.action in _STANDING:
             engine.still = fault.steps
         else:
-            engine.call_off()
+            engine.cancel()
 
     def step(self, rule: str) -> None:
         """One more begins: what has stood still for long enough goes on, and what has ended is started again."""

@@ -67,7 +67,7 @@ class Suspect:
         """Whether it has."""
         return self._fired.exists()
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """It need not happen any more; what has happened is over."""
         self.fault_file.unlink(missing_ok=True)
         self._fired.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class Engine(Suspect):
 
     def start(self) -> None:
         """At the port where it was before, with content 0."""
-        self.call_off()
+        self.cancel()
         self.down = 0
         assert self._nursery is not None
         recordable = self.number != 2
@@ -146,7 +146,7 @@ class Engine(Suspect):
 
     def go_on(self) -> None:
         """What was held or frozen goes on."""
-        self.call_off()
+        self.cancel()
         self.signal(signal.SIGCONT)
         self.still = 0
 
@@ -166,7 +166,7 @@ class RealEngine(Engine):
         self._workers: list[int] = []
 
     def start(self) -> None:
-        self.call_off()
+        self.cancel()
         self.down = 0
         env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))}
         env["FAULT_FILE"] = str(self.fault_file)

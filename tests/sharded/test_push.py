@@ -135,7 +135,7 @@ def planned(said):
 
 def shards(name, shape, boxes):
     found = tuple(Box(tuple(start), tuple(size)) for start, size in boxes)
-    return HeldShards(TensorSpec(name, "int64", tuple(shape)), found, alike=True)
+    return HeldShards(TensorSpec(name, "int64", tuple(shape)), found, replicated=True)
 
 
 def test_it_is_known_of_every_placement_where_local_parts_lie(four):

@@ -110,7 +110,7 @@ class SinkOf:
     def expected(self):
         return Expected(self._specs)
 
-    def opened(self):
+    def loader_hooks(self):
         return LoaderHooks(self.model, self.load, contextlib.nullcontext)
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ class Trainer(Transfer):
 
     def await_all(self, peers, timeout_s=20.0):
         """Return once these have come."""
-        self.outgoing.meet({self.transport: peers}, Deadline(timeout_s))
+        self.outgoing.await_ranks({self.transport: peers}, Deadline(timeout_s))
 
     def send(self, tensors):
         """Return once every rank has them."""

@@ -141,7 +141,7 @@ def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transp
         with pytest.raises(TransferFailed, match=f"refused to dial '{request.address}'"):
             act(request)
     with pytest.raises(TransferFailed, match="refused to dial"):
-        made(EngineControl(remote=remote)).meet(request, Subset(LAYOUT, {}), 0, (), Event())
+        made(EngineControl(remote=remote)).open(request, Subset(LAYOUT, {}), 0, (), Event())
     assert sender.socket.poll(300) == 0
     assert receiver.status() == http.RankStatus(rank=0, state="serving")
 

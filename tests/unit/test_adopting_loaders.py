@@ -102,7 +102,7 @@ def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from
 
 def test_a_sealed_loader_is_looked_at_as_well():
     class Packs(SinkOf):
-        def opened(self):
+        def loader_hooks(self):
             return Sealed(self.model, "it packs layers")
 
     loading = Loading(Packs(model_of(), loader(as_data), SPECS))

@@ -84,7 +84,9 @@ def test_every_element_comes_once_from_a_rank_that_holds_it_or_what_nobody_holds
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
 def test_what_all_hold_alike_is_spread_by_bytes(sizes, ranks):
-    held = [HeldShards(spec((size,), f"t{n}"), (whole(spec((size,))),), alike=True) for n, size in enumerate(sizes)]
+    held = [
+        HeldShards(spec((size,), f"t{n}"), (whole(spec((size,))),), replicated=True) for n, size in enumerate(sizes)
+    ]
     made = plan([held] * ranks)
     loads = [sum(math.prod(piece.part.shape) for piece in pieces) for pieces in made.pieces]
     assert max(loads) - min(loads) <= max(sizes)
@@ -113,7 +115,7 @@ def test_what_several_hold_without_saying_that_it_is_alike_comes_from_the_lowest
 def test_a_regular_mesh_is_cut_into_its_shards_and_no_further(rows, columns):
     height, width = 8 // rows, 6 // columns
     ranks = [
-        [HeldShards(spec((8, 6)), (Box((r * height, c * width), (height, width)),), alike=True)]
+        [HeldShards(spec((8, 6)), (Box((r * height, c * width), (height, width)),), replicated=True)]
         for r in range(rows)
         for c in range(columns)
         for _ in range(2)

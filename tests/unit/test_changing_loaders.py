@@ -230,7 +230,7 @@ class Around(SinkOf):
 
     before = after = staticmethod(lambda model: None)
 
-    def opened(self):
+    def loader_hooks(self):
         return LoaderHooks(self.model, self._alone, self._around)
 
     def _alone(self, weights):

@@ -35,8 +35,8 @@ def met(remote):
     talk = PushSession(trainer, PLAN.push, LAYOUT, {Peer(ENGINE, 0)}, Deadline(20.0))
     with ThreadPoolExecutor(1) as threads:
         asked = trainer.request(PLAN, ENGINE)
-        call = threads.submit(engine.meet, asked, Subset(LAYOUT, {}), 0, (), Event())
-        talk.meet(lambda _: Offer(push=PLAN.push, arena="a", alive=("a",)))
+        call = threads.submit(engine.open, asked, Subset(LAYOUT, {}), 0, (), Event())
+        talk.await_ranks(lambda _: Offer(push=PLAN.push, arena="a", alive=("a",)))
     yield trainer, talk, call.result()[0]
     engine.close()
     trainer.close()
@@ -55,7 +55,7 @@ def busy():
 @ways
 def test_a_rank_whose_transfer_breaks_says_why_the_sender_gave_up_also_where_it_hears_that_later(remote):
     with met(remote) as (_, talk, call):
-        later = Timer(0.2, talk.call_off, [OSError("disk gone")])
+        later = Timer(0.2, talk.cancel, [OSError("disk gone")])
         later.start()
         with pytest.raises(TransferFailed, match="the sender: called off: disk gone"), call.explained():
             raise TransferFailed("NIXL_ERR_REMOTE_DISCONNECT")
@@ -77,7 +77,7 @@ def test_the_last_word_of_a_sender_that_closes_at_once_reaches_a_rank_that_lags(
         with met(remote) as (trainer, talk, call):
             for bucket in range(buckets):
                 talk.announce(bucket, {})
-            talk.call_off(OSError("disk gone"))
+            talk.cancel(OSError("disk gone"))
             trainer.close()
             for bucket in range(buckets):
                 call.filled(bucket)
@@ -89,7 +89,7 @@ def test_the_last_word_of_a_sender_that_closes_at_once_reaches_a_rank_that_lags(
 def test_a_rank_that_listens_only_once_its_sender_is_gone_hears_the_last_word(remote):
     with met(remote) as (trainer, talk, call):
         talk.announce(0, {})
-        talk.call_off(OSError("disk gone"))
+        talk.cancel(OSError("disk gone"))
         trainer.close()
         time.sleep(2 * SILENCE_S)
         with pytest.raises(TransferFailed, match="disk gone"):

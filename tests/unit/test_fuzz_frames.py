@@ -177,7 +177,7 @@ def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(r
             trainer.await_all({RANK}, SOON_S)
             trainer.send(source.tensors())
         except errors.WeightSyncError as error:
-            trainer.call_off(error)
+            trainer.cancel(error)
             trainer.close()  # as a sender does
             return str(error)
         finally:
@@ -271,7 +271,7 @@ def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(tra
     share = -(-len(frames) // pushes // (1 + len(layout.entries)))
 
     def receive(request):
-        incoming = end.meet(request, parts, 0, threading.Event())
+        incoming = end.open(request, parts, 0, threading.Event())
         staged, _ = Stages(0, CPU).fill(incoming, request, parts, None)
         found = digest_of(staged.tensors())
         end.confirm(request.push, 0.0)

@@ -154,13 +154,13 @@ def test_replay_equals_really_loading(program, apart):
         load(model, [(name, checkpoint[name]) for name in checkpoint if name in plan.loader])
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
     assert plan.differs(stage) == plan.strays(stage) == ""
-    opened = LoaderHooks(model, lambda weights: load(model, weights), contextlib.nullcontext)
-    assert [plan.redone(opened, share=share) for share in (True, True, False)] == [""] * 3
+    loader_hooks = LoaderHooks(model, lambda weights: load(model, weights), contextlib.nullcontext)
+    assert [plan.redone(loader_hooks, share=share) for share in (True, True, False)] == [""] * 3
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
     # Whatever the loader passes over from now on, is not in what it did.
     for left_out in {copy.name for copy in plan.copies} - plan.loader:
         less = LoaderHooks(
-            model, lambda weights, name=left_out: load(model, [p for p in weights if p[0] != name]), opened[2]
+            model, lambda weights, name=left_out: load(model, [p for p in weights if p[0] != name]), loader_hooks[2]
         )
         assert plan.redone(less, share=True) == plan.redone(less, share=False) == left_out
     if plan.copies:

@@ -157,7 +157,7 @@ def test_a_loader_that_computes_one_parameter_loads_that_one_itself(folder, chec
 class WorkedOn(Counting):
     """Its parameters are worked on after loading."""
 
-    def opened(self):
+    def loader_hooks(self):
         return LoaderHooks(self.model, super().load, contextlib.nullcontext)
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class Threads(Counting):
 class Says(Counting):
     """An engine that knows better."""
 
-    def opened(self):
+    def loader_hooks(self):
         return "it packs layers"
 
 

@@ -15,7 +15,7 @@ from tests.helpers import calls_of
 from tools import models
 from weightsync import LocalShard, Sender
 from weightsync.sources import open_source
-from weightsync.sources.fingerprint import Glance, glance_at
+from weightsync.sources.fingerprint import Fingerprint, fingerprint_of
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors import native_copy
 from weightsync.tensors.boxes import Box
@@ -93,12 +93,12 @@ def test_packing_again_takes_no_step_of_python_for_each_tensor():
         addresses = [tensor.data_ptr() for tensor in source.tensors()]
         demand = Wanted([Subset(layout, {})])
         plan = pack_plan(layout, arena, layout.nbytes, 1, "xxh3_64", demand, addresses)
-        hashes = native_copy.Hashes([native_copy.Piece(address, 256) for address in addresses])
+        hashes = native_copy.Hashes([native_copy.Block(address, 256) for address in addresses])
         found.append(
             [
                 calls_of(lambda plan=plan: list(plan.fill(lambda _: None))),
                 calls_of(lambda hashes=hashes: hashes.make()),
-                calls_of(lambda source=source: (source.reads(source._given), source.mark())),
+                calls_of(lambda source=source: (source.reads(source._given), source.identity())),
             ]
         )
     assert found[0] == found[1]
@@ -160,7 +160,7 @@ def hide(model):
 )
 def test_a_change_of_the_module_is_seen(change):
     model = Many(3)
-    glance = Glance(model)
+    glance = Fingerprint(model)
     assert glance.holds()
     model.parts[0].weight.data.add_(1)  # a step of the optimiser
     model.parts[0].weight.grad = torch.ones(8, 8)
@@ -173,19 +173,19 @@ def test_a_change_of_the_module_is_seen(change):
 def test_what_a_module_lets_go_of_is_gone():
     model = Many(3)
     source = ModuleSource(model)
-    assert source.mark() is not None
+    assert source.identity() is not None
     before = weakref.ref(model.parts[1].weight)
     exchange(model)
     gc.collect()
     assert before() is None
-    assert source.mark() is None
+    assert source.identity() is None
 
 
 def test_modules_with_their_own_idea_of_their_state_are_looked_at_every_time():
     model = Many(3)
     model.parts[1].register_state_dict_post_hook(lambda *_: None)
-    assert glance_at(model) is None
-    assert ModuleSource(model).mark() is None
+    assert fingerprint_of(model) is None
+    assert ModuleSource(model).identity() is None
 
 
 def test_every_push_brings_what_the_module_holds_then(model_folder):
@@ -246,11 +246,11 @@ def sharded(weights):
 )
 def test_a_mapping_that_differs_is_looked_at_anew(change):
     weights = {f"w{number}": torch.randn(4, 4) for number in range(3)}
-    seen = open_source(weights).mark()
+    seen = open_source(weights).identity()
     assert seen is not None
-    assert open_source({name: tensor.detach() for name, tensor in weights.items()}, reuse=seen).mark() is seen
+    assert open_source({name: tensor.detach() for name, tensor in weights.items()}, reuse=seen).identity() is seen
     source = open_source(change(weights), reuse=seen)
-    assert source.mark() is not seen
+    assert source.identity() is not seen
     expected = open_source(change(weights))
     assert source.specs == expected.specs
     assert all(map(torch.equal, source.tensors(), expected.tensors()))
@@ -278,6 +278,6 @@ def test_opening_a_mapping_again_takes_no_step_of_python_for_each_tensor():
     found = []
     for count in (50, 1000):
         weights = {f"w{number}": torch.zeros(4) for number in range(count)}
-        seen = open_source(weights).mark()
+        seen = open_source(weights).identity()
         found.append(calls_of(lambda weights=weights, seen=seen: open_source(weights, reuse=seen)))
     assert found[0] == found[1]

@@ -17,7 +17,7 @@ from weightsync import Sender
 from weightsync.errors import PushTimeout, TransferFailed
 from weightsync.memory import shared_parameters
 from weightsync.protocol import http
-from weightsync.protocol.handles import CudaHandle, FileHandle, InPlaceHandle
+from weightsync.protocol.handles import CudaHandle, FileHandle, SharedParametersHandle
 from weightsync.sources import open_source
 from weightsync.tensors.layout import ALIGN_BYTES, Layout, digest_of, spec_of
 from weightsync.tensors.scattered import Scattered
@@ -142,7 +142,7 @@ def test_an_engine_that_comes_later_waits_for_the_next_push(engine, trained, mod
 
 def arena_of(*tensors):
     assert shared_parameters.find(tensors, CPU) is not None
-    return shared_parameters.InPlaceArena(
+    return shared_parameters.SharedParameters(
         Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)]), tensors
     )
 
@@ -274,7 +274,7 @@ def offered(pid=None, parts=((0, 0, 8192),)):
     arena = arena_of(memory)
     (file,) = arena.handle().storages
     file = FileHandle(pid or file.pid, file.descriptor, file.inode)
-    return (memory, arena), InPlaceHandle((file,), parts, arena.handle().revoked)
+    return (memory, arena), SharedParametersHandle((file,), parts, arena.handle().revoked)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_what_is_not_there_is_not_mapped(more, said):
 def test_a_gpu_that_is_not_there_is_named():
     memory = CudaHandle("GPU-7", b"", 10, 0, b"", 0, b"", False)
     with pytest.raises(TransferFailed, match="the sender's GPU GPU-7 is not visible here"):
-        shared_parameters.attach(InPlaceHandle((memory,), ((0, 0, 10),), FileHandle(0, 0, 0)))
+        shared_parameters.attach(SharedParametersHandle((memory,), ((0, 0, 10),), FileHandle(0, 0, 0)))
 
 
 def test_other_files_are_not_mapped(tmp_path):
@@ -309,7 +309,9 @@ def test_other_files_are_not_mapped(tmp_path):
     with path.open("rb") as file:
         inode = os.fstat(file.fileno()).st_ino
         for number, known in ((file.fileno(), inode), (file.fileno(), inode + 1), (0, os.fstat(0).st_ino)):
-            handle = InPlaceHandle((FileHandle(os.getpid(), number, known),), ((0, 0, 4096),), FileHandle(0, 0, 0))
+            handle = SharedParametersHandle(
+                (FileHandle(os.getpid(), number, known),), ((0, 0, 4096),), FileHandle(0, 0, 0)
+            )
             with pytest.raises(TransferFailed, match=r"refused to map|cannot be opened"):
                 shared_parameters.attach(handle)
 
@@ -319,5 +321,5 @@ def test_a_pipe_is_refused_at_once(tmp_path):
     number = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     file = FileHandle(os.getpid(), number, os.fstat(number).st_ino)
     with pytest.raises(TransferFailed, match="refused to map"):
-        shared_parameters.attach(InPlaceHandle((file,), ((0, 0, 1),), file))
+        shared_parameters.attach(SharedParametersHandle((file,), ((0, 0, 1),), file))
     os.close(number)

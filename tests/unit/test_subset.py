@@ -247,7 +247,7 @@ class Pair:
         hello = hello_of(*ranks, instance=instance)
         self.transfer.connect({URL: (self.transport, hello)}, post, Deadline(SOON_S))
         self.all(f"update_weights_via_{self.transport}", outgoing.request(URL, self.transport))
-        outgoing.meet({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
+        outgoing.await_ranks({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
 
     def stage(self, weights, **options):
         """Until both ranks hold what they keep."""
@@ -332,7 +332,7 @@ def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
     for seed in (1, 2):
         pair.push(checkpoint(seed))
     pair.meet(plan_of("failing", pair.layout, 16 << 10, SOON_S, slots=64, parts=True))
-    pair.transfer.call_off(TransferFailed("there is no more"))
+    pair.transfer.cancel(TransferFailed("there is no more"))
     until = time.monotonic() + SOON_S
     while any(receiver.status().state != "serving" for receiver in pair.receivers):
         assert time.monotonic() < until

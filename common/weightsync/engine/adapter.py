@@ -49,7 +49,7 @@ class Adapter(Protocol):
     def expected(self) -> Expected:
         """What a push must consist of. Raises `ManifestMismatch` if that cannot be known."""
 
-    def opened(self) -> LoaderHooks | Sealed | str:
+    def loader_hooks(self) -> LoaderHooks | Sealed | str:
         """The engine's loader, or why nothing but `load` will do, without the model where there is not one."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -177,7 +177,7 @@ class FrontEnd:
             raise EngineRestarted("the engine was restarted since it was opened")
         addresses.check_host_address(asked.address)
         deadline = Deadline(asked.timeout_s)
-        async with self._alone("joining", deadline):
+        async with self._exclusive("joining", deadline):
             if not self._call.ranks:
                 await self._introduce_ranks(deadline.left())
             registry.spec(registry.setup_methods()[method]).check_handshake(asked, len(self._call.ranks))
@@ -201,11 +201,11 @@ class FrontEnd:
         local = registry.spec(registry.update_methods()[method]).local
         addresses.check_address(asked.address, asked.server_key, remote=not local)
         deadline = Deadline(asked.timeout_s)
-        async with self._alone("prepare", deadline):
+        async with self._exclusive("prepare", deadline):
             try:
                 await self._lease.take(asked.owner, asked.holder, asked.address)
             except LeaseHeld as error:
-                self._own_up(error)
+                self._as_dirty(error)
                 raise
             try:
                 if self._machine.allows("abort"):
@@ -216,12 +216,12 @@ class FrontEnd:
                 check_read(accepted, asked.manifest)
             except BaseException as error:
                 await self._forget_after_failure(asked.push, deadline)  # some rank may have begun
-                self._own_up(error)
+                self._as_dirty(error)
                 raise
             self._machine.move("prepare")
             self._push = asked.push
             if self._watch is None or self._watch.done():
-                self._watch = asyncio.ensure_future(self._look_after())
+                self._watch = asyncio.ensure_future(self._watch_trainer())
         record_s = max(rank.record_s for rank in accepted)
         return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
 
@@ -241,7 +241,7 @@ class FrontEnd:
         await asyncio.wait({run}, timeout=asked.timeout_s + _ANSWER_S)
         if not run.done():
             raise PushTimeout(
-                f"the commit is still under way after {asked.timeout_s:g} s{self._call.trouble()}", weights="unknown"
+                f"the commit is still under way after {asked.timeout_s:g} s{self._call.dead_ranks()}", weights="unknown"
             )
         return run.result()
 
@@ -249,7 +249,7 @@ class FrontEnd:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since the push was prepared", weights="unknown")
         deadline = Deadline(asked.timeout_s)
-        async with self._alone("commit", deadline):
+        async with self._exclusive("commit", deadline):
             self._lease.check(asked.owner)
             event = "rollback" if asked.rollback else "commit"
             if asked.rollback:
@@ -268,7 +268,7 @@ class FrontEnd:
                 if isinstance(error, PushTimeout):
                     error.weights = "unchanged"  # whatever the ranks do, they were not asked to load
                 await self._forget_after_failure(asked.push, deadline)
-                self._own_up(error)
+                self._as_dirty(error)
                 raise
             try:
                 left = msgspec.structs.replace(asked, timeout_s=max(deadline.left(), _LEAST_S))
@@ -281,7 +281,7 @@ class FrontEnd:
                     logger.error("%s", self._detail)
                     await self.front.stay_stopped(refusals.half_way(error))
                 await self._forget_after_failure(asked.push, deadline)
-                self._own_up(error)
+                self._as_dirty(error)
                 raise
             self._machine.move("applied")
             self._committed, self._push, self._detail = asked.push, "", ""
@@ -293,7 +293,7 @@ class FrontEnd:
         """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
         # A sender that fails, or closes, asks and goes: what it asked for is then done without it.
         deadline = Deadline(max(asked.timeout_s, http.LOOK_S))
-        async with self._alone("abort", deadline):
+        async with self._exclusive("abort", deadline):
             if asked.owner and asked.push and asked.push != self._push:
                 return http.Done()  # it has ended, or never began
             if asked.owner and not asked.release:
@@ -319,7 +319,7 @@ class FrontEnd:
         self._machine.move("abort")
         self._push = ""
 
-    def _own_up(self, error: BaseException) -> None:
+    def _as_dirty(self, error: BaseException) -> None:
         """An engine that did not generate before a push is not "unchanged" after it, in the sense of users."""
         if self.stopped and isinstance(error, WeightSyncError) and error.weights == "unchanged":
             error.weights = "dirty"
@@ -339,7 +339,7 @@ class FrontEnd:
         except Exception as error:  # the ranks drop it by their own deadline
             logger.warning("the ranks could not be told that push %s is over: %s", push, error)
 
-    async def _look_after(self) -> None:
+    async def _watch_trainer(self) -> None:
         """While a push is under way: if its trainer is gone, forget it."""
         while self._push:
             await asyncio.sleep(_WATCH_S)
@@ -347,7 +347,7 @@ class FrontEnd:
                 continue
             try:
                 deadline = Deadline(http.LOOK_S)
-                async with self._alone("abort", deadline):
+                async with self._exclusive("abort", deadline):
                     if await self._lease.lapsed() and self._machine.allows("abort"):
                         holder = self._lease.holder or "its trainer"
                         await self._forget(f"push {self._push} is forgotten: {holder} is gone", deadline)
@@ -355,13 +355,13 @@ class FrontEnd:
                 logger.warning("push %s could not be forgotten yet: %s", self._push, error)
 
     @asynccontextmanager
-    async def _alone(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
+    async def _exclusive(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
         """One request at a time changes anything; raises `PushTimeout` if the turn does not come."""
         try:
             await asyncio.wait_for(self._turn.acquire(), deadline.left())
         except asyncio.TimeoutError as error:
             raise PushTimeout(
-                f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{self._call.trouble()}"
+                f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{self._call.dead_ranks()}"
             ) from error
         try:
             yield

@@ -67,7 +67,7 @@ class Calls:
         except asyncio.TimeoutError as error:
             raise PushTimeout(
                 f"the ranks do not come to {method}: they are in {self._running} for "
-                f"{time.monotonic() - self._since:.0f} s{self.trouble()}"
+                f"{time.monotonic() - self._since:.0f} s{self.dead_ranks()}"
             ) from error
         self._running, self._since = method, time.monotonic()
         call = asyncio.ensure_future(self._raw(method, payload))
@@ -78,7 +78,7 @@ class Calls:
                 self.check_alive()
         if not call.done():
             raise PushTimeout(
-                f"the ranks did not answer {method} within {timeout_s:g} s{self.trouble()}", weights="unknown"
+                f"the ranks did not answer {method} within {timeout_s:g} s{self.dead_ranks()}", weights="unknown"
             )
         return call.result()
 
@@ -90,9 +90,9 @@ class Calls:
     def check_alive(self) -> None:
         """Raise `EngineUnreachable` if a rank's process has ended; engines themselves notice much later."""
         if any(_seen(rank) == ENDED for rank in self.ranks):
-            raise EngineUnreachable(f"the engine cannot go on{self.trouble()}", weights="unknown")
+            raise EngineUnreachable(f"the engine cannot go on{self.dead_ranks()}", weights="unknown")
 
-    def trouble(self) -> str:
+    def dead_ranks(self) -> str:
         """What can be seen of ranks that cannot answer, to be appended to an error."""
         seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := _seen(rank))]
         return f": {', '.join(seen)}" if seen else ""

@@ -60,14 +60,14 @@ class _Job:
     def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Subset):
         self.request, self.transport, self.parts = request, end, parts
         self.deadline = Deadline(request.timeout_s)
-        self.over, self.ended = Event(), Event()
+        self.cancelled, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
         self.staged: Staged | None = None
 
     def end(self) -> None:
         """It was applied or called off: nothing holds the sender's memory on its account."""
         self.incoming = self.staged = None
-        self.over.set()
+        self.cancelled.set()
 
 
 class Receiver:
@@ -119,7 +119,7 @@ class Receiver:
             digest=self._adapter.digest() if digest else "",
             previous=previous.version if previous is not None else "",
             failed=self._failed,
-            loading=self._loading.way,
+            loading=self._loading.path,
             model=self._loading.status() or UNSET,
         )
 
@@ -169,7 +169,7 @@ class Receiver:
     def _receive(self, job: _Job) -> None:
         try:
             try:
-                incoming = job.transport.meet(job.request, job.parts, self._adapter.rank, job.over)
+                incoming = job.transport.open(job.request, job.parts, self._adapter.rank, job.cancelled)
             except BaseException:
                 self._forget(None)  # the sender may have begun to write already
                 raise
@@ -180,14 +180,14 @@ class Receiver:
             # A sender that is gone, or has another arena by now, gets its memory back.
             self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
             with self._lock:
-                if job.over.is_set():
+                if job.cancelled.is_set():
                     raise TransferFailed("the push was aborted")
                 job.incoming, job.staged = incoming, staged
                 self._machine.move("staged")
             del incoming, staged
             # Not before the stage is in its place: the commit may follow at once.
             job.transport.confirm(job.request.push, verify_s)
-            while not job.over.wait(job.deadline.left()):
+            while not job.cancelled.wait(job.deadline.left()):
                 if job.deadline.left() == 0.0:
                     self._expire(job)
         except Exception as error:
@@ -196,7 +196,7 @@ class Receiver:
             # Nor may the memory that was given up live on in what was made ready for it.
             self._loading.keep(kept.data for kept in (self._current, self._previous) if kept is not None)
             job.transport.fail(job.request.push, error)
-            self._call_off(job, _text(error))
+            self._cancel(job, _text(error))
         finally:
             job.ended.set()
 
@@ -217,9 +217,9 @@ class Receiver:
             self._loading.keep(())
 
     def _expire(self, job: _Job) -> None:
-        self._call_off(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
+        self._cancel(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
 
-    def _call_off(self, job: _Job, detail: str) -> None:
+    def _cancel(self, job: _Job, detail: str) -> None:
         """End a push that was not applied; one that is being applied ends by itself."""
         with self._lock:
             if self._job is job and self._machine.allows("abort"):
@@ -347,7 +347,7 @@ class Receiver:
         """Forget a push that was not applied, whichever it is where ``push`` is empty. Raises `Busy`."""
         job = self._job
         if job is not None and push in ("", job.request.push):
-            self._call_off(job, f"push {job.request.push} was aborted")
+            self._cancel(job, f"push {job.request.push} was aborted")
         if self._last is not None and push in ("", self._last.request.push):
             self._settled()
 

@@ -28,7 +28,7 @@ import torch
 
 from weightsync.errors import TransferFailed
 from weightsync.memory import cgroups, cuda_ipc, forks
-from weightsync.memory.shared_parameters import InPlaceArena
+from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.directories import OWN_NAME, SHM_DIRECTORY
 from weightsync.protocol.handles import CudaHandle, ShmHandle
 
@@ -167,7 +167,7 @@ class CudaArena:
         del self.bytes
 
 
-Arena = ShmArena | CudaArena | InPlaceArena
+Arena = ShmArena | CudaArena | SharedParameters
 
 
 def reachable(arena: Arena) -> bool:

@@ -30,7 +30,7 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import cuda_ipc
 from weightsync.memory.mappings import Mappings, OpenFile
 from weightsync.memory.processes import ENDED, process_state, started
-from weightsync.protocol.handles import CudaHandle, FileHandle, InPlaceHandle
+from weightsync.protocol.handles import CudaHandle, FileHandle, SharedParametersHandle
 from weightsync.tensors.layout import Layout, align
 from weightsync.tensors.scattered import Scattered
 
@@ -49,7 +49,7 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 
 
 def find(
-    tensors: Iterable[torch.Tensor], device: torch.device, known: InPlaceArena | None = None
+    tensors: Iterable[torch.Tensor], device: torch.device, known: SharedParameters | None = None
 ) -> list[torch.Tensor] | None:
     """The tensors, if each lies in one piece and can be read by another process where it is; None otherwise.
 
@@ -106,7 +106,7 @@ def _is_shared_gpu(tensor: torch.Tensor) -> bool:
     return True
 
 
-class InPlaceArena:
+class SharedParameters:
     """``tensors``, for which `find` vouches, as one stream of ``layout``.
 
     ``bytes`` is their own memory. ``addresses`` are where ``tensors`` were when this was made.
@@ -141,13 +141,13 @@ class InPlaceArena:
         same = tensors is self.tensors or self.addresses == [tensor.data_ptr() for tensor in tensors]
         return layout is self._layout and same
 
-    def handle(self) -> InPlaceHandle:
+    def handle(self) -> SharedParametersHandle:
         """What one rank needs to map the arena."""
         storages = tuple(
             _handle(file) if storage.device.type == "cpu" else cuda_ipc.share(storage)
             for storage, file in zip(self._storages, self._files, strict=True)
         )
-        return InPlaceHandle(storages=storages, parts=self._places, revoked=self._revoked_file)
+        return SharedParametersHandle(storages=storages, parts=self._places, revoked=self._revoked_file)
 
     def revoke(self) -> None:
         """The memory is the trainer's again: a rank that still reads it finds out, and does not serve what it read."""
@@ -183,7 +183,7 @@ def _handle(file: OpenFile | None) -> FileHandle:
     return FileHandle(os.getpid(), file.descriptor, file.inode)
 
 
-def attach(handle: InPlaceHandle) -> Scattered:
+def attach(handle: SharedParametersHandle) -> Scattered:
     """Map a trainer's parameters into this process, to be read. Raises `TransferFailed`."""
     spans: dict[int, tuple[int, int]] = {}
     for number, start, nbytes in handle.parts:

@@ -33,7 +33,7 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
     event_sync_required: bool
 
 
-class InPlaceHandle(msgspec.Struct, frozen=True, tag="in_place"):
+class SharedParametersHandle(msgspec.Struct, frozen=True, tag="in_place"):
     """The trainer's own memory: ``storages``, and of them ``parts``: (storage, its first byte, bytes) in the order of
     the stream. ``revoked`` has one byte, which is not zero once the trainer may write there again."""
 

@@ -12,14 +12,14 @@ from weightsync.sources.base import Source
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.dtensor import LocalShard
 from weightsync.sources.fused import Fused, FusedSource, Rule
-from weightsync.sources.mapping import MappingSource, Seen
+from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
 
 __all__ = ["Fused", "LocalShard", "Rule", "Source", "open_source"]
 
 
-def open_source(model: object, *, reuse: Source | Seen | None = None) -> Source:
+def open_source(model: object, *, reuse: Source | Remembered | None = None) -> Source:
     """Find out how to read ``model``, without copying its weights.
 
     ``model`` is a `torch.nn.Module` (one of transformers is sent under the names and layouts that ``save_pretrained``
@@ -35,7 +35,7 @@ def open_source(model: object, *, reuse: Source | Seen | None = None) -> Source:
     if isinstance(model, (str, Path)):
         return CheckpointSource(model)
     if isinstance(model, Mapping):
-        return MappingSource(model, reuse if isinstance(reuse, Seen) else None)
+        return MappingSource(model, reuse if isinstance(reuse, Remembered) else None)
     if isinstance(model, Fused):
         return FusedSource(model)
     if is_weight_source(model):

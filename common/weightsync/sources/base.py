@@ -36,7 +36,7 @@ class Source(Protocol):
     @property
     def held(self) -> tuple[HeldShards, ...]: ...
 
-    def mark(self) -> object | None:
+    def identity(self) -> object | None:
         """The same object as long as `tensors` would yield the same memory, looked at in the same way; None if that
         takes a look at every tensor."""
 
@@ -55,8 +55,8 @@ class Whole:
         """See `Source`. Nobody promises that other processes hold the same values."""
         return tuple(HeldShards(one, (whole(one),)) for one in self.specs)
 
-    def mark(self) -> None:
-        """See `Source.mark`."""
+    def identity(self) -> None:
+        """See `Source.identity`."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""

@@ -25,7 +25,7 @@ def state_of(module: nn.Module) -> State | None:
     return found if _add(module, "", found) else None
 
 
-class Glance:
+class Fingerprint:
     """All that a module holds, as it is when this is made. Parameters that it exchanges for others are not kept alive.
 
     Raises `RuntimeError` for a tensor without strides or memory.
@@ -48,7 +48,7 @@ class Glance:
         self._seen = list(self._look(values))
 
     def _look(self, values: list[Any]) -> Iterator[tuple[object, ...]]:
-        return looks(list(itertools.compress(values, self._are_tensors)))
+        return identities(list(itertools.compress(values, self._are_tensors)))
 
     def holds(self) -> bool:
         """Whether all is where and what it was. Runs no Python for each tensor."""
@@ -83,7 +83,7 @@ _LOOKS: Final[tuple[Any, ...]] = (
 )
 
 
-def looks(tensors: list[torch.Tensor]) -> Iterator[tuple[object, ...]]:
+def identities(tensors: list[torch.Tensor]) -> Iterator[tuple[object, ...]]:
     """What is seen of each. Raises `RuntimeError` for one without strides or memory."""
     # All of one tensor before the next, for they are rarely in the cache.
     return zip(*(map(look, tensors) for look in _LOOKS), strict=True)
@@ -94,12 +94,12 @@ def are_plain(values: list[Any]) -> bool:
     return set(map(type, values)) <= _PLAIN
 
 
-def glance_at(module: nn.Module) -> Glance | None:
+def fingerprint_of(module: nn.Module) -> Fingerprint | None:
     """What the module is now; None where a part of it has its own idea of that, or a tensor no memory."""
     if state_of(module) is None:
         return None
     try:
-        return Glance(module)
+        return Fingerprint(module)
     except RuntimeError:
         return None
 

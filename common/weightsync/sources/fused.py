@@ -91,8 +91,8 @@ class FusedSource:
         self.specs = finish((one.spec for one in held), "what the rules make of the weights")
         self.device = next(iter(fused.weights.values())).device
 
-    def mark(self) -> None:
-        """See `Source.mark`: tensors are looked up by name."""
+    def identity(self) -> None:
+        """See `Source.identity`: tensors are looked up by name."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`; those whose rows are apart are put together."""
@@ -148,7 +148,10 @@ def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused
         runs = [(0, size)] if rows == sum(unit) else [(number * sum(unit) + before, rows) for number in range(count)]
         first = rank * rows * count
         boxes = tuple(_box(one.shape, dim, first + number * length, length) for number, (_, length) in enumerate(runs))
-        yield HeldShards(whole, boxes, alike=True), _Part(dim, runs[0][1] if shape else 0, tuple(at for at, _ in runs))
+        yield (
+            HeldShards(whole, boxes, replicated=True),
+            _Part(dim, runs[0][1] if shape else 0, tuple(at for at, _ in runs)),
+        )
         before += rows
 
 

@@ -29,10 +29,10 @@ class MappingSource:
     held: tuple[HeldShards, ...]
     device: torch.device
 
-    def __init__(self, weights: Mapping[Any, Any], before: Seen | None = None):
+    def __init__(self, weights: Mapping[Any, Any], before: Remembered | None = None):
         self._weights = weights
         #: What is left of this source when it is gone.
-        self.seen: Seen | None = None
+        self.seen: Remembered | None = None
         if before is not None and before.is_of(weights):
             self.seen, self.held, self.specs, self.device = before, before.held, before.specs, before.device
             return
@@ -40,10 +40,10 @@ class MappingSource:
         self.specs = finish((one.spec for one in self.held), "the mapping")
         self.device = _tensor(next(iter(weights.values()))).device
         if type(weights) is dict and fingerprint.are_plain(list(weights.values())):
-            self.seen = Seen(weights, self)
+            self.seen = Remembered(weights, self)
 
-    def mark(self) -> object | None:
-        """See `Source.mark`; None for what makes its values on demand, or holds parts of tensors."""
+    def identity(self) -> object | None:
+        """See `Source.identity`; None for what makes its values on demand, or holds parts of tensors."""
         return self.seen
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -70,7 +70,7 @@ class MappingSource:
                 yield [_tensor(value).detach()]
 
 
-class Seen:
+class Remembered:
     """What is remembered of a dictionary of plain tensors, so that it, or one like it, is known again; no tensor is.
 
     One like it has tensors of the same shapes at the same addresses under the same names, in the same order.
@@ -79,7 +79,7 @@ class Seen:
     def __init__(self, weights: dict[Any, torch.Tensor], source: MappingSource):
         self.held, self.specs, self.device = source.held, source.specs, source.device
         self._names = list(weights)
-        self._looks = list(fingerprint.looks(list(weights.values())))
+        self._identities = list(fingerprint.identities(list(weights.values())))
 
     def is_of(self, weights: Mapping[Any, Any]) -> bool:
         """Whether these are such. Runs no Python for each tensor."""
@@ -89,7 +89,7 @@ class Seen:
         if not fingerprint.are_plain(values) or not all(map(operator.eq, weights, self._names)):
             return False
         try:
-            return all(map(operator.eq, fingerprint.looks(values), self._looks))
+            return all(map(operator.eq, fingerprint.identities(values), self._identities))
         except RuntimeError:  # one has no strides, or no memory
             return False
 
@@ -103,7 +103,7 @@ def _held(name: object, value: Any) -> HeldShards:
     """Describe one entry. Raises `SourceError` by name for whatever cannot cross as plain bytes."""
     found = describe(name, _tensor(value))
     if is_dtensor(value):
-        return HeldShards(found, tuple(local.box for local in boxes_of(found.name, value)), alike=True)
+        return HeldShards(found, tuple(local.box for local in boxes_of(found.name, value)), replicated=True)
     if not isinstance(value, LocalShard):
         return HeldShards(found, (whole(found),))
     of = TensorSpec(found.name, found.dtype, tuple(value.shape))
@@ -113,4 +113,4 @@ def _held(name: object, value: Any) -> HeldShards:
             f"{name}: a part of {list(found.shape)} that starts at {list(value.start)} is not in a tensor of "
             f"{list(of.shape)}"
         )
-    return HeldShards(of, (box,), alike=True)
+    return HeldShards(of, (box,), replicated=True)

@@ -54,7 +54,7 @@ class ModuleSource:
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
         #: What the module was when it was found to have these traits.
-        self._glance = fingerprint.glance_at(self._module)
+        self._glance = fingerprint.fingerprint_of(self._module)
         self._was_seen = False
         plain = all(isinstance(step, View) for step in self._recipe.steps)
         #: Whether what is sent are views of what the module holds, all of it here.
@@ -67,8 +67,8 @@ class ModuleSource:
         self._was_seen = self._is_unmoved()
         return self._was_seen or self._look()[1] == self._traits
 
-    def mark(self) -> object | None:
-        """See `Source.mark`."""
+    def identity(self) -> object | None:
+        """See `Source.identity`."""
         # Looked at a moment ago by `reads`, as a rule.
         seen, self._was_seen = self._was_seen, False
         return self._glance if self._in_place and (seen or self._is_unmoved()) else None
@@ -82,7 +82,7 @@ class ModuleSource:
             return {_uncompiled(name): tensor.detach() for name, tensor in found.items()}, self._traits
         state = read_state(self._module)
         traits = _traits_of(state)
-        self._glance = fingerprint.glance_at(self._module) if traits == self._traits else None
+        self._glance = fingerprint.fingerprint_of(self._module) if traits == self._traits else None
         return state, traits
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -249,7 +249,7 @@ def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
 
 
 def _held(one: TensorSpec, parts: _Parts | None) -> HeldShards:
-    return HeldShards(one, (whole(one),)) if parts is None else HeldShards(one, parts.seen(), alike=True)
+    return HeldShards(one, (whole(one),)) if parts is None else HeldShards(one, parts.seen(), replicated=True)
 
 
 def _memory(name: str, tensor: torch.Tensor) -> object:

@@ -76,8 +76,8 @@ class WeightSourceAdapter:
         """See `Source`."""
         return tuple(HeldShards(one, (whole(one),) if one.name in self._names else ()) for one in self.specs)
 
-    def mark(self) -> None:
-        """See `Source.mark`: what it looks up may be made on demand."""
+    def identity(self) -> None:
+        """See `Source.identity`: what it looks up may be made on demand."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""

@@ -17,4 +17,4 @@ class HeldShards(NamedTuple):
 
     spec: TensorSpec
     boxes: tuple[Box, ...]
-    alike: bool = False
+    replicated: bool = False

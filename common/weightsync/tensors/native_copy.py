@@ -49,7 +49,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
+class Block(NamedTuple):
     """``nbytes`` bytes from an address on."""
 
     address: int
@@ -66,8 +66,8 @@ class Copies:
         #: Where to and from; other threads get their turn after every `LARGE_BYTES`.
         self._small = [
             (
-                [view(Piece(run.target, run.nbytes)) for run in group],
-                [view(Piece(run.source, run.nbytes)) for run in group],
+                [view(Block(run.target, run.nbytes)) for run in group],
+                [view(Block(run.source, run.nbytes)) for run in group],
             )
             for group in grouped(small, lambda run: run.nbytes)
         ]
@@ -82,7 +82,7 @@ class Copies:
 class Hashes:
     """XXH3 of pieces of memory, made ready once. Other threads get their turn after every `LARGE_BYTES`."""
 
-    def __init__(self, pieces: Sequence[Piece]):
+    def __init__(self, pieces: Sequence[Block]):
         groups = [list(map(view, group)) for group in grouped(pieces, lambda piece: piece.nbytes)]
         self._large = [group[0] for group in groups if _is_large(group)]
         #: In order; None is the next of the large ones.
@@ -139,7 +139,7 @@ def copy(run: Run) -> None:
     _memmove(run.target, run.source, run.nbytes)
 
 
-def view(piece: Piece) -> memoryview:
+def view(piece: Block) -> memoryview:
     """Memory at an address."""
     return memoryview((ctypes.c_char * piece.nbytes).from_address(piece.address)).cast("B")
 

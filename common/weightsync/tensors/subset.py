@@ -20,7 +20,7 @@ import torch
 
 from weightsync.tensors.boxes import Box, is_inside, narrowed
 from weightsync.tensors.layout import ALIGN_BYTES, Entry, Layout
-from weightsync.tensors.native_copy import Piece
+from weightsync.tensors.native_copy import Block
 
 #: A transfer takes as much longer, for each piece that it is in, as so many bytes take: 2.6 microseconds over shared
 #: memory and 6.8 over TCP, by `make bench-transports ARGS=chunks`.
@@ -135,13 +135,13 @@ def widened(entry: Entry, box: Box) -> Box | None:
     return best
 
 
-def place(entry: Entry, box: Box | None, address: int) -> Piece | None:
+def place(entry: Entry, box: Box | None, address: int) -> Block | None:
     """Where a part of a tensor in host memory, all of it without a box, lies; None if that is in several pieces."""
     if box is None:
-        return Piece(address, entry.nbytes)
+        return Block(address, entry.nbytes)
     runs = _runs(entry, box)
     (at, nbytes), more = next(runs), next(runs, None)
-    return Piece(address + at, nbytes) if more is None else None
+    return Block(address + at, nbytes) if more is None else None
 
 
 def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
@@ -167,27 +167,27 @@ def _put(those: tuple[int, ...], at: int, one: int) -> tuple[int, ...]:
 class Wanted:
     """What the trainer is to hash for ranks of which each keeps one of ``keeps``."""
 
-    def __init__(self, keeps: Iterable[Subset]):
-        self._keeps = {parts.name: parts for parts in keeps}
+    def __init__(self, needs: Iterable[Subset]):
+        self._needs = {parts.name: parts for parts in needs}
 
     @property
     def names(self) -> Set[str]:
         """Of what is kept: equal names, equal demand."""
-        return self._keeps.keys()
+        return self._needs.keys()
 
     def without(self, names: Set[str]) -> Wanted:
         """For all ranks but those that keep these."""
-        return Wanted(parts for name, parts in self._keeps.items() if name not in names)
+        return Wanted(parts for name, parts in self._needs.items() if name not in names)
 
     def boxes(self, number: int) -> set[Box | None]:
         """The parts of a tensor that are to be hashed; None is all of it."""
-        found = {parts.box(number) for parts in self._keeps.values()}
+        found = {parts.box(number) for parts in self._needs.values()}
         return {box for box in found if box is None or 0 not in box.shape}
 
     def digests(self, numbers: Iterable[int], found: Found) -> Digests:
         """What to announce with a bucket in which the tensors ``numbers`` end."""
         ended = list(numbers)
-        return {name: tuple(self._of(parts, ended, found)) for name, parts in self._keeps.items()}
+        return {name: tuple(self._of(parts, ended, found)) for name, parts in self._needs.items()}
 
     def _of(self, parts: Subset, ended: Sequence[int], found: Found) -> Iterator[int]:
         for number in ended:

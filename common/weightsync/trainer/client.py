@@ -224,7 +224,7 @@ def check_other(url: str, hello: http.OpenReply, others: Mapping[str, str]) -> N
         )
 
 
-def said(reply: http.OpenReply | WeightSyncError) -> Weights:
+def weights_at_open(reply: http.OpenReply | WeightSyncError) -> Weights:
     """What an engine serves that replied so when it was opened."""
     if isinstance(reply, WeightSyncError):
         return reply.weights

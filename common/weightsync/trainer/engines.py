@@ -31,7 +31,7 @@ from weightsync.memory import processes
 from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
-from weightsync.trainer.client import EngineClient, check_other, said
+from weightsync.trainer.client import EngineClient, check_other, weights_at_open
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
 
@@ -108,13 +108,13 @@ class Engines:
 
     def _open(self, deadline: Deadline) -> None:
         replies = self.try_all(lambda client: client.open(deadline))
-        now = {client.url: said(reply) for client, reply in zip(self._clients, replies, strict=True)}
-        hellos, by = self._succeeded(replies, now), dict[str, str]()
+        now = {client.url: weights_at_open(reply) for client, reply in zip(self._clients, replies, strict=True)}
+        open_replies, by = self._succeeded(replies, now), dict[str, str]()
         try:
-            for client, hello in zip(self._clients, hellos, strict=True):
+            for client, hello in zip(self._clients, open_replies, strict=True):
                 check_other(client.url, hello, by)
                 by[hello.instance] = client.url
-            for client, hello in zip(self._clients, hellos, strict=True):
+            for client, hello in zip(self._clients, open_replies, strict=True):
                 self._admit(client, hello)
         except WeightSyncError as error:
             error.settle(now)
@@ -159,7 +159,7 @@ class Engines:
         """Whether this is the key that the engines are shown."""
         return auth.same(shown, auth.usable(self._token))
 
-    def hellos(self) -> dict[str, tuple[str, http.OpenReply]]:
+    def open_replies(self) -> dict[str, tuple[str, http.OpenReply]]:
         """By URL, how each engine is reached and what it said of itself."""
         return {url: (engine.transport, engine.hello) for url, engine in self.by_url.items()}
 

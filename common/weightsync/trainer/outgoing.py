@@ -11,7 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
-from weightsync.memory.shared_parameters import InPlaceArena
+from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
 from weightsync.tensors.layout import Layout
@@ -69,27 +69,27 @@ class Outgoing:
         """What an engine is to be asked, by its URL."""
         return self._by_name[transport].request(self.plan, engine)
 
-    def meet(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
+    def await_ranks(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
         """Return once every rank, by transport, has come for the bytes. Raises `TransferFailed` or `PushTimeout`."""
         for name, those in peers.items():
             end = self._by_name[name]
             self._ends.append(end)
-            end.meet(self.plan, self.layout, [self.arena, *self._others], those, deadline)
-        self.demand = Wanted(parts for end in self._ends for parts in end.keeps())
+            end.await_ranks(self.plan, self.layout, [self.arena, *self._others], those, deadline)
+        self.demand = Wanted(parts for end in self._ends for parts in end.needs())
 
-    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, mark: object | None = None) -> Sent:
-        """Pack and send the stream; returns once every rank has it, and verified. Raises as `meet`.
+    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, identity: object | None = None) -> Sent:
+        """Pack and send the stream; returns once every rank has it, and verified. Raises as `await_ranks`.
 
-        Where ``mark``, see `Source.mark`, is that of the push before, ``tensors`` are not looked at.
+        Where ``mark``, see `Source.identity`, is that of the push before, ``tensors`` are not looked at.
         """
-        if isinstance(self.arena, InPlaceArena) and not self.plan.digest:  # there is nothing to do with them
+        if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # there is nothing to do with them
             self.announced = [{}] * self.layout.buckets(self.plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(progress))
         addresses: list[int] = []
         how = self.layout, self.arena.bytes, self.plan.bucket_bytes, self.plan.slots, self.plan.digest, self.demand
-        known = (mark, self.layout, *how[2:5], frozenset(self.demand.names))
+        known = (identity, self.layout, *how[2:5], frozenset(self.demand.names))
         before, pack, planned = self._packed.get(key(self.arena.bytes), ((), None, False))
-        seen = mark is not None and before == known
+        seen = identity is not None and before == known
         if seen and pack is not None:
             packer: PackPlan | Packer = pack
             filled = pack.fill(self._acquire)
@@ -123,7 +123,7 @@ class Outgoing:
         return Sent(work.gather_s, work.digest_s, self._announce_all(progress))
 
     def resend(self, progress: Progress | None) -> Sent:
-        """Send what lies in the arena since an earlier push; nothing is packed. Raises as `meet`."""
+        """Send what lies in the arena since an earlier push; nothing is packed. Raises as `await_ranks`."""
         start = time.perf_counter()
         new = self.demand.without(set[str]().union(*self.announced))
         if self.plan.digest and new.names:  # they keep other parts than those it was sent to
@@ -152,10 +152,10 @@ class Outgoing:
         for end in self._ends:
             end.acquire(bucket)
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """Tell the ranks that no more will come."""
         while self._ends:
-            self._ends.pop().call_off(error)
+            self._ends.pop().cancel(error)
 
 
 def _noted(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:

@@ -81,7 +81,7 @@ class PackPlan:
         arena: Stream,
         bucket_bytes: int,
         slots: int,
-        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Piece]]],
+        boxes: Sequence[Sequence[tuple[Box | None, native_copy.Block]]],
         demand: Wanted,
     ):
         self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
@@ -168,7 +168,7 @@ class PackPlan:
                 native_copy.copy(run)
             copied = time.perf_counter()
             if part.hasher is not None:
-                part.hasher.update(native_copy.view(native_copy.Piece(run.source, run.nbytes)))
+                part.hasher.update(native_copy.view(native_copy.Block(run.source, run.nbytes)))
             gather_s += copied - start
             digest_s += time.perf_counter() - copied
         start = time.perf_counter()
@@ -196,7 +196,7 @@ def pack_plan(
     """A plan, where all that is to be hashed lies in one piece each."""
     if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
         return None
-    boxes: list[list[tuple[Box | None, native_copy.Piece]]] = []
+    boxes: list[list[tuple[Box | None, native_copy.Block]]] = []
     for entry, address in zip(layout.entries, addresses, strict=True):
         wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
         found = [(box, place(entry, box, address)) for box in wanted]

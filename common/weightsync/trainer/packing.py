@@ -106,33 +106,33 @@ class Packer:
             if into is not out_of and self._copies:
                 arenas.copy(into, out_of)
             if hasher is not None:
-                mark = time.perf_counter()
+                identity = time.perf_counter()
                 hasher.update(out_of)
-                hashing_s += time.perf_counter() - mark
+                hashing_s += time.perf_counter() - identity
         self.digest_s += hashing_s
         self.gather_s += time.perf_counter() - start - hashing_s
         return nbytes
 
     def _parts(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
         """Hash parts of a tensor."""
-        mark = time.perf_counter()
+        identity = time.perf_counter()
         plain = tensor.resolve_neg()
         found: _Hashing = {
             (entry.number, box): digest.hashed(self._algorithm, narrowed(plain, *box))
             for box in boxes
             if box is not None
         }
-        self.digest_s += time.perf_counter() - mark
+        self.digest_s += time.perf_counter() - identity
         return found
 
     def _full(self, bucket: int, ended: _Hashing) -> Packed:
         digests: Digests = {}
         if ended:
-            mark = time.perf_counter()
+            identity = time.perf_counter()
             numbers = dict.fromkeys(number for number, _ in ended)
             digests = self._demand.digests(numbers, {which: hasher.value() for which, hasher in ended.items()})
             ended.clear()
-            self.digest_s += time.perf_counter() - mark
+            self.digest_s += time.perf_counter() - identity
         arenas.synchronize(self._arena.device)
         return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))
 

@@ -34,7 +34,7 @@ Commits = dict[str, http.CommitReply]
 
 def connect(transfer: Transfer, engines: Engines, deadline: Deadline) -> None:
     """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Transfer.connect`."""
-    transfer.connect(engines.hellos(), lambda asked: engines.join(asked, deadline), deadline)
+    transfer.connect(engines.open_replies(), lambda asked: engines.join(asked, deadline), deadline)
 
 
 def release(transfer: Transfer, engines: Engines, urls: Iterable[str], deadline: Deadline) -> None:
@@ -116,7 +116,7 @@ class Change:
             if self._machine.state != "idle":  # else it was interrupted before it began
                 self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
             if transfer is not None:
-                transfer.call_off(error)
+                transfer.cancel(error)
             # An engine that is still in its commit could not be told in time, and ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
                 self._engines.abort(push, self._deadline)
@@ -196,7 +196,7 @@ class Push(Change):
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
         with self._timed("prepare"):
             engines.prepare(requests, deadline)
-            outgoing.meet(engines.peers, deadline)
+            outgoing.await_ranks(engines.peers, deadline)
         self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 
     def _send(self, payload: Payload, outgoing: Outgoing) -> Sent:
@@ -211,7 +211,7 @@ class Push(Change):
             try:
                 sent = self._send(payload, outgoing)
             except BaseException as error:
-                self._through.call_off(error)
+                self._through.cancel(error)
                 # What became of the engines is theirs to say.
                 replies = self._engines.outcome(commits, label, self._deadline)
                 raise TransferFailed(

@@ -40,15 +40,18 @@ class Options(NamedTuple):
 
 
 class PushPlan(NamedTuple):
-    """A push of ``source``. ``lent`` are all tensors where they are read in place, ``mark`` is `Source.mark`; ``ranks``
-    are those of the trainer where they fill one arena together."""
+    """A push of ``source``.
+
+    ``shared`` are its tensors where engines read them in place; ``identity`` is `Source.identity`; ``ranks`` are the
+    trainer's where they fill one arena together.
+    """
 
     source: Source
     request: http.UpdateRequest
     layout: Layout
     choice: Choice
-    lent: list[torch.Tensor] | None
-    mark: object | None
+    shared: list[torch.Tensor] | None
+    identity: object | None
     ranks: Coordinator | None
 
     @property
@@ -63,14 +66,14 @@ class PushPlan(NamedTuple):
 
     def begin(self, transfer: Transfer) -> Outgoing:
         """Have memory for it."""
-        return transfer.begin(self.request, self.layout, self.lent)
+        return transfer.begin(self.request, self.layout, self.shared)
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
         """Send the bytes. Raises as `Outgoing.send`."""
         if self.ranks is not None:
             return outgoing.send_filled(self.ranks, self.source, deadline, progress)
         arenas.synchronize(self.source.device)
-        return outgoing.send(self.source.tensors() if self.lent is None else self.lent, progress, self.mark)
+        return outgoing.send(self.source.tensors() if self.shared is None else self.shared, progress, self.identity)
 
 
 class Repeated(NamedTuple):
@@ -104,9 +107,9 @@ class Planner:
         self._engines, self._options, self._ranks = engines, options, ranks
         self._layout: Layout | None = None
         #: Whether several processes fill the arena.
-        self._shared = False
+        self._assembled = False
         self._chosen: Choice | None = None
-        #: The source that was looked at last, where arenas were then, and its tensors if they can be lent.
+        #: The source that was looked at last, where arenas were then, and its tensors if they can be shared.
         self._looked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
 
     def choose_again(self) -> None:
@@ -115,21 +118,21 @@ class Planner:
 
     def of(self, source: Source, transfer: Transfer) -> PushPlan:
         """What a push of ``source`` is. Raises `SourceError`, or `UnsupportedOption` for what nobody has room for."""
-        manifest, shared = source.specs, False
+        manifest, assembled = source.specs, False
         if self._ranks is not None:
             split = self._ranks.planned(source)
             # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
             alone = not any(split.pieces[1:]) and split.manifest == source.specs
-            shared = not alone or isinstance(source, WeightSourceAdapter)
+            assembled = not alone or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
-        mark = None if shared else source.mark()
-        lent = None if shared else self._lent(source, transfer, mark)
-        layout = self._layout_of(manifest, shared)
-        choice = self._choose(transfer, layout) if lent is None else buckets.in_place(layout.nbytes)
+        identity = None if assembled else source.identity()
+        shared = None if assembled else self._share(source, transfer, identity)
+        layout = self._layout_of(manifest, assembled)
+        choice = self._choose(transfer, layout) if shared is None else buckets.in_place(layout.nbytes)
         request = self._request(transfer, source, layout, choice)
-        return PushPlan(source, request, layout, choice, lent, mark, self._ranks if shared else None)
+        return PushPlan(source, request, layout, choice, shared, identity, self._ranks if assembled else None)
 
-    def _lent(self, source: Source, transfer: Transfer, mark: object | None) -> list[torch.Tensor] | None:
+    def _share(self, source: Source, transfer: Transfer, identity: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them where they are and nobody will want them after the push."""
         here, options = arenas.process_space(), self._options
         alone = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
@@ -137,15 +140,15 @@ class Planner:
             return None
         if not isinstance(source, (MappingSource, ModuleSource)):
             return None  # it makes its tensors as it is read, and beginning to only look may cost a gather
-        seen, device, lent = self._looked
-        if mark is None or mark is not seen or transfer.device != device:
-            lent = shared_parameters.find(source.tensors(), transfer.device, transfer.lent)
-            self._looked = mark, transfer.device, lent
-        return lent
+        seen, device, shared = self._looked
+        if identity is None or identity is not seen or transfer.device != device:
+            shared = shared_parameters.find(source.tensors(), transfer.device, transfer.shared)
+            self._looked = identity, transfer.device, shared
+        return shared
 
-    def _layout_of(self, manifest: tuple[http.TensorSpec, ...], shared: bool) -> Layout:
-        if self._layout is None or self._layout.specs != manifest or shared != self._shared:
-            self._layout, self._shared = Layout(manifest), shared
+    def _layout_of(self, manifest: tuple[http.TensorSpec, ...], assembled: bool) -> Layout:
+        if self._layout is None or self._layout.specs != manifest or assembled != self._assembled:
+            self._layout, self._assembled = Layout(manifest), assembled
             self._chosen = None
         return self._layout
 
@@ -161,7 +164,7 @@ class Planner:
                 options.bucket_bytes,
                 options.staging,
                 options.keep,
-                self._shared,
+                self._assembled,
             )
         return self._chosen
 

@@ -13,7 +13,7 @@ from weightsync.protocol import auth, http
 from weightsync.protocol.names import check_label, plain_url
 from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import Source, open_source
-from weightsync.sources.mapping import MappingSource, Seen
+from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors.layout import ALIGN_BYTES
 from weightsync.trainer.buckets import Staging
@@ -117,7 +117,7 @@ class Sender:
         self._urls = urls
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         #: The module or mapping that was pushed last, which is opened at less cost.
-        self._known: Source | Seen | None = None
+        self._known: Source | Remembered | None = None
         self._ranks = ranks()
         #: What asks for engines to take part waits for a push to end, and the other way round.
         self._turns = Turns()

@@ -11,7 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
-from weightsync.memory.shared_parameters import InPlaceArena
+from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
@@ -44,7 +44,7 @@ class Transfer:
     def free_bytes(self) -> int:
         """Memory that an arena could take, in bytes."""
         free = arenas.free_bytes(self.device) if self.device.type == "cuda" else arenas.free_shared_bytes()
-        return free + sum(arena.bytes.numel() for arena in self._arenas if not isinstance(arena, InPlaceArena))
+        return free + sum(arena.bytes.numel() for arena in self._arenas if not isinstance(arena, SharedParameters))
 
     def connect(self, engines: Mapping[str, tuple[str, http.OpenReply]], post: Post, deadline: Deadline) -> None:
         """Make every engine ready to be pushed to; ``engines`` says by URL over what. Those that are, hear nothing.
@@ -58,14 +58,14 @@ class Transfer:
             if asked := self._ends[name].connect(those, max(deadline.left(), 0.1)):
                 self._ends[name].connected(post(asked), deadline)
 
-    def begin(self, plan: UpdateRequest, layout: Layout, lent: list[torch.Tensor] | None = None) -> Outgoing:
+    def begin(self, plan: UpdateRequest, layout: Layout, shared: list[torch.Tensor] | None = None) -> Outgoing:
         """A push, in the arenas of the push before where those have its size.
 
         ``lent`` are all tensors, if they are to be read where they are.
         """
         self._served = None
-        if lent is not None:
-            self._lend(layout, lent)
+        if shared is not None:
+            self._share(layout, shared)
         else:
             self._provide(plan, layout)
         self._current = Outgoing(self._ends, self._packed, plan, layout, self._arenas[0], self._arenas[1:])
@@ -81,18 +81,18 @@ class Transfer:
         self._current = Outgoing(self._ends, self._packed, plan, was.layout, was.arena, others, was.announced)
         return self._current
 
-    def _lend(self, layout: Layout, lent: list[torch.Tensor]) -> None:
-        arena = self.lent
-        if arena is not None and arena.holds(layout, lent):
-            arena.tensors = lent
+    def _share(self, layout: Layout, shared: list[torch.Tensor]) -> None:
+        arena = self.shared
+        if arena is not None and arena.holds(layout, shared):
+            arena.tensors = shared
         else:
             self._free()
-            self._arenas.append(InPlaceArena(layout, lent))
+            self._arenas.append(SharedParameters(layout, shared))
 
     def _provide(self, plan: UpdateRequest, layout: Layout) -> None:
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and layout.nbytes <= nbytes else 1
-        same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.lent is None
+        same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.shared is None
         if same and all(map(arenas.reachable, self._arenas)):
             return
         self._free()
@@ -101,10 +101,10 @@ class Transfer:
             self._arenas.append(arenas.CudaArena(nbytes, self.device) if cuda else arenas.ShmArena(nbytes))
 
     @property
-    def lent(self) -> InPlaceArena | None:
+    def shared(self) -> SharedParameters | None:
         """The tensors that were read where they are in the push before."""
         arena = self._arenas[0] if self._arenas else None
-        return arena if isinstance(arena, InPlaceArena) else None
+        return arena if isinstance(arena, SharedParameters) else None
 
     def _free(self) -> None:
         self._served = None
@@ -125,21 +125,21 @@ class Transfer:
 
     def revoke(self) -> None:
         """The trainer may write to its parameters again: ranks that still read them where they are find out."""
-        if self.lent is not None:
-            self.lent.revoke()
+        if self.shared is not None:
+            self.shared.revoke()
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """Tell the ranks that no more will come of the push that is under way."""
         if self._current is not None:
-            self._current.call_off(error)
+            self._current.cancel(error)
             self._current = None
-        if self.lent is not None:
+        if self.shared is not None:
             self._free()
 
     def served(self, push: Outgoing) -> None:
         """A push is served: where engines keep the version before, the next push must leave it intact."""
         again, self._current = self._served is not None, None
-        if push.is_whole and self.lent is None:  # what is the trainer's own it changes
+        if push.is_whole and self.shared is None:  # what is the trainer's own it changes
             self._served = push
         if not again:
             self._arenas.reverse()

@@ -65,7 +65,7 @@ class TrainerEnd(Protocol):
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
         """The message that makes an engine's ranks come for the bytes: ``plan`` with this end's address and secret."""
 
-    def meet(
+    def await_ranks(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> None:
         """Return once every peer has come for the bytes, which will lie in the first of ``arenas``, the sender's.
@@ -74,18 +74,18 @@ class TrainerEnd(Protocol):
         """
 
     def acquire(self, bucket: int) -> None:
-        """Wait until the slot of this bucket may be written. Raises as `meet`."""
+        """Wait until the slot of this bucket may be written. Raises as `await_ranks`."""
 
-    def keeps(self) -> Iterable[Subset]:
+    def needs(self) -> Iterable[Subset]:
         """What the ranks that have come keep of the tensors."""
 
     def announce(self, bucket: int, digests: Digests) -> None:
-        """The bucket lies in its slot: let it travel. Raises as `meet`."""
+        """The bucket lies in its slot: let it travel. Raises as `await_ranks`."""
 
     def finish(self) -> float:
-        """Wait until every peer has the stream, verified; seconds that took the slowest. Raises as `meet`."""
+        """Wait until every peer has the stream, verified; seconds that took the slowest. Raises as `await_ranks`."""
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """Tell the peers that no more will come."""
 
     def disconnect(self, engine: str) -> None:
@@ -158,7 +158,7 @@ class EngineEnd(Protocol):
     def check(self, request: UpdateRequest) -> None:
         """Raise `TransferFailed` at once for what must not be dialled."""
 
-    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
+    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> Incoming:
         """Come for the bytes, at least for what is kept of them. ``over`` is set when the push is called off.
 
         Raises `TransferFailed` or `PushTimeout`.

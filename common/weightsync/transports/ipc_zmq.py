@@ -18,7 +18,7 @@ from weightsync.memory import arenas, shared_parameters
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, directories, http
 from weightsync.protocol.control import Offer
-from weightsync.protocol.handles import CudaHandle, InPlaceHandle, ShmHandle
+from weightsync.protocol.handles import CudaHandle, SharedParametersHandle, ShmHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Scattered, Stream
@@ -27,17 +27,17 @@ from weightsync.transports.base import Bucket, Peer, PeerRanks, TransportSpec
 from weightsync.transports.control.engine import EngineControl, RankSession
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 
-_Handle = ShmHandle | CudaHandle | InPlaceHandle | None
+_Handle = ShmHandle | CudaHandle | SharedParametersHandle | None
 _HANDLE: Final[msgspec.msgpack.Decoder[_Handle]] = msgspec.msgpack.Decoder(_Handle)
 
 
-class Trainer:
+class IpcZmqTrainerEnd:
     """Trainer end, see `base.TrainerEnd`."""
 
     def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
         self._control = TrainerControl(remote=False)
         self.address, self.request = self._control.address, self._control.request
-        self._talk: PushSession | None = None
+        self._session: PushSession | None = None
         self._slots, self._last, self._stream = 0, 0, False
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
@@ -47,49 +47,49 @@ class Trainer:
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
 
-    def meet(
+    def await_ranks(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> None:
         """See `base.TrainerEnd`."""
         self._slots, self._last, self._stream = plan.slots, layout.buckets(plan.bucket_bytes) - 1, plan.stream
-        self._talk = PushSession(self._control, plan.push, layout, peers, deadline)
+        self._session = PushSession(self._control, plan.push, layout, peers, deadline)
         alive, arena = tuple(arena.name for arena in arenas), arenas[0]
 
         def offer(mapped: tuple[str, ...]) -> Offer:
             handle = control.raw_handle(None if arena.name in mapped else arena.handle())
             return Offer(push=plan.push, arena=arena.name, handle=handle, alive=alive)
 
-        self._talk.meet(offer)
+        self._session.await_ranks(offer)
         if plan.stream:
-            self._talk.all_prepared("the ranks to map the arena")
+            self._session.all_prepared("the ranks to map the arena")
 
-    def _talking(self) -> PushSession:
-        assert self._talk is not None, "meet() comes first"
-        return self._talk
+    def _pushing(self) -> PushSession:
+        assert self._session is not None, "await_ranks() comes first"
+        return self._session
 
     def acquire(self, bucket: int) -> None:
         """See `base.TrainerEnd`."""
-        self._talking().all_taken(bucket - self._slots)
+        self._pushing().all_taken(bucket - self._slots)
 
-    def keeps(self) -> Iterable[Subset]:
+    def needs(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
-        return self._talking().keeps.values()
+        return self._pushing().needs.values()
 
     def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
-        self._talking().announce(bucket, digests)
+        self._pushing().announce(bucket, digests)
 
     def finish(self) -> float:
         """See `base.TrainerEnd`."""
         if self._stream:
-            self._talking().all_taken(self._last)
-        return self._talking().all_prepared("the ranks to hold and verify everything")
+            self._pushing().all_taken(self._last)
+        return self._pushing().all_prepared("the ranks to hold and verify everything")
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """See `base.TrainerEnd`."""
-        if self._talk is not None:
-            self._talk.call_off(error)
-            self._talk = None
+        if self._session is not None:
+            self._session.cancel(error)
+            self._session = None
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""
@@ -102,7 +102,7 @@ class Trainer:
         self._control.close()
 
 
-class Engine:
+class IpcZmqEngineEnd:
     """Engine end, one a rank. Keeps its socket and its mapping of the arena from push to push.
 
     Used by one thread after another, never by two at once: `receiver.Receiver` sees to that.
@@ -118,15 +118,15 @@ class Engine:
         """No route leads here."""
         raise UnsupportedOption(f"ipc_zmq has no use for {type(asked).__name__}")
 
-    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
+    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> MappedIncoming:
         """See `base.EngineEnd`."""
         if request.address != self._control.address:
             self._arenas.clear()
         layout = parts.layout
-        call, offer = self._control.meet(request, parts, rank, tuple(self._arenas), over)
+        call, offer = self._control.open(request, parts, rank, tuple(self._arenas), cancelled)
         nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
         try:
-            return Incoming(call, request, layout, self._map(offer, nbytes), offer.arena)
+            return MappedIncoming(call, request, layout, self._map(offer, nbytes), offer.arena)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"the arena could not be mapped: {type(error).__name__}: {error}") from error
 
@@ -134,7 +134,7 @@ class Engine:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap what is old before mapping what is new
         handle = control.handle_of(offer.handle, _HANDLE, "the sender")
-        if isinstance(handle, InPlaceHandle):
+        if isinstance(handle, SharedParametersHandle):
             self._arenas[offer.arena] = shared_parameters.attach(handle)
         elif handle is not None:
             self._arenas[offer.arena] = arenas.attach(handle)
@@ -149,7 +149,7 @@ class Engine:
         """See `base.EngineEnd`."""
         if address != self._control.address:
             return False
-        self._control.hang_up()
+        self._control.disconnect()
         self._arenas.clear()
         return True
 
@@ -159,7 +159,7 @@ class Engine:
         self._control.close()
 
 
-class Incoming:
+class MappedIncoming:
     """See `base.Incoming`."""
 
     def __init__(self, call: RankSession, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
@@ -214,8 +214,8 @@ def _apart(hello: http.OpenReply) -> tuple[str, str]:
 SPEC: Final = TransportSpec(
     name="ipc_zmq",
     label="shared memory",
-    trainer_end=Trainer,
-    engine_end=Engine,
+    trainer_end=IpcZmqTrainerEnd,
+    engine_end=IpcZmqEngineEnd,
     local=True,
     preference=10,
     reason="the same host: the ranks read the trainer's memory where it is",

@@ -152,8 +152,8 @@ def arm_post_load(adapter):
 
 
 def engine_control(module):
-    @around(module.EngineControl, "meet")
-    def meet(original, self, request, parts, rank, mapped, over):
+    @around(module.EngineControl, "open")
+    def open_control(original, self, request, parts, rank, mapped, over):
         self.fault_rank = rank
         at("rank meets", rank=rank)
         call, offer = original(self, request, parts, rank, mapped, over)

@@ -67,10 +67,10 @@ class LoadPlan:
     `replay` does all else. Making one raises `Unrecordable`, or what the loader raises, and changes no weight.
     """
 
-    def __init__(self, opened: LoaderHooks, layout: Layout, device: torch.device):
+    def __init__(self, loader_hooks: LoaderHooks, layout: Layout, device: torch.device):
         self.layout, self._device = layout, device
         specs = [entry.spec for entry in layout.entries]
-        self._recording = found = record(opened, specs, device)
+        self._recording = found = record(loader_hooks, specs, device)
         self.memory = found.memory
         _refuse_conflicts(found)
         self.fallen = {owner.name: why for owner, why in found.fallen.items()}
@@ -78,7 +78,7 @@ class LoadPlan:
         if any(not found.touched[owner] for owner in found.fallen):
             owner = next(owner for owner in found.fallen if not found.touched[owner])
             raise Unrecordable(f"{owner.name}: {found.fallen[owner]}, and no tensor is known that it is loaded from")
-        self._check_loader_alone(opened)
+        self._check_loader_alone(loader_hooks)
         self.copies: list[Copy] = []
         for owner, copies in _by_owner(found).items():
             if owner not in found.fallen:
@@ -97,13 +97,13 @@ class LoadPlan:
         #: How often a part was compared: of what is in the model, of what the loader does.
         self._looks = self._shares = 0
 
-    def _check_loader_alone(self, opened: LoaderHooks) -> None:
+    def _check_loader_alone(self, loader_hooks: LoaderHooks) -> None:
         """The loader must do the same with ``loader`` alone as it does with the whole checkpoint."""
         if not self.loader:
             return
         specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
         specs = [spec for spec in specs if spec.name not in self._recording.unfollowed]
-        alone = record(opened, specs, self._device, self.memory)
+        alone = record(loader_hooks, specs, self._device, self.memory)
         for owner in self._recording.fallen:
             if _places(alone, owner) != _places(self._recording, owner):
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
@@ -266,21 +266,21 @@ class LoadPlan:
                     return owner.name if owner is not None else ""
         return ""
 
-    def redone(self, opened: LoaderHooks, share: bool) -> str:
+    def redone(self, loader_hooks: LoaderHooks, share: bool) -> str:
         """Name of something that the loader does otherwise than it did when this was made, recorded again.
 
         With a ``share`` only some of the tensors are, every time others. Raises as `record`.
         """
         specs = [entry.spec for entry in self.layout.entries]
         if not share:
-            return self._recording.differs(record(opened, specs, self._device, self.memory))
+            return self._recording.differs(record(loader_hooks, specs, self._device, self.memory))
         specs = [spec for spec in specs if spec.name not in self.loader]
         specs = [specs[at] for at in _moving(len(specs), self._shares, max(_SHARE, len(specs) // _SHARES))]
         names = frozenset(spec.name for spec in specs)
         self._shares += 1
         if not names:
             return ""
-        return self._recording.differs(record(opened, specs, self._device, self.memory), names)
+        return self._recording.differs(record(loader_hooks, specs, self._device, self.memory), names)
 
 
 def _moving(count: int, turn: int, most: int) -> range:

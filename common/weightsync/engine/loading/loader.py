@@ -19,7 +19,7 @@ from msgspec import structs
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, Sealed
 from weightsync.engine.coverage import packed, passed_over
 from weightsync.engine.loading.load_plan import LoadPlan
-from weightsync.engine.loading.loader_dependencies import Fingerprint
+from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
 from weightsync.engine.loading.recording import record, uncollected
 from weightsync.engine.stage import Staged
@@ -54,11 +54,11 @@ class Loading:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._expected: Expected | ManifestMismatch | None = None
-        self._opened: LoaderHooks | None = None
+        self._hooks: LoaderHooks | None = None
         self._manifest: Sequence[TensorSpec] = ()
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
-        self._fingerprint: Fingerprint | None = None
+        self._dependencies: Dependencies | None = None
         self._machine: Machine[PlanState] = Machine(PLAN, "unrecorded", f"the load plan of rank {adapter.rank}")
         self._why = ""
         #: The loader was seen to keep tensors, or cannot be seen through: what it gets is its own.
@@ -74,7 +74,7 @@ class Loading:
         self._compared: dict[str, Comparison] = {}
 
     @property
-    def way(self) -> str:
+    def path(self) -> str:
         """For `http.RankStatus.loading`; empty before the first push."""
         if self._plan is None:
             return f"{_OWN}: {self._why}" if self._why else ""
@@ -144,24 +144,24 @@ class Loading:
     def _record(self, layout: Layout) -> None:
         start = time.perf_counter()
         self._machine.move("record")
-        self._plan, self._opened, self._pushes = None, None, 0
+        self._plan, self._hooks, self._pushes = None, None, 0
         self._accepted, self._filled = Accepted(), ModelStatus()
         try:
-            opened = self._adapter.opened()
-            if not isinstance(opened, LoaderHooks):
-                self._why = opened.why if isinstance(opened, Sealed) else opened
+            hooks = self._adapter.loader_hooks()
+            if not isinstance(hooks, LoaderHooks):
+                self._why = hooks.why if isinstance(hooks, Sealed) else hooks
                 self._machine.move("sealed")
                 return
             with uncollected():
-                self._plan = LoadPlan(opened, layout, self._adapter.device)
+                self._plan = LoadPlan(hooks, layout, self._adapter.device)
                 self._accepted = self._left_out(self._plan)
-            self._opened = opened
+            self._hooks = hooks
             self._machine.move("recorded")
         except Exception as error:
             self._machine.move("sealed")
             self._plan, self._gives_away = None, True
             self._why = f"it cannot be recorded ({type(error).__name__}: {error})"
-            logger.info("%s", self.way)
+            logger.info("%s", self.path)
         finally:
             self._record_s += time.perf_counter() - start
 
@@ -193,10 +193,10 @@ class Loading:
 
     def _check_optional(self, expected: Expected, manifest: Sequence[TensorSpec]) -> None:
         """A tied tensor may be left out only where the engine gets its weights from the other one."""
-        if self._plan is None or self._opened is None or len(manifest) == len(expected.specs):
+        if self._plan is None or self._hooks is None or len(manifest) == len(expected.specs):
             return
         try:
-            whole = record(self._opened, expected.specs, self._adapter.device, self._plan.memory)
+            whole = record(self._hooks, expected.specs, self._adapter.device, self._plan.memory)
         except Exception as error:
             logger.info("what the engine's loader does with the whole checkpoint cannot be recorded: %s", error)
             return
@@ -211,13 +211,11 @@ class Loading:
 
     def _unmoved(self) -> bool:
         """Whether the plan's memory is still the model's, or that there is no plan."""
-        if self._plan is None or self._opened is None:
+        if self._plan is None or self._hooks is None:
             return True
-        opened = self._adapter.opened()
+        hooks = self._adapter.loader_hooks()
         return (
-            isinstance(opened, LoaderHooks)
-            and opened.model is self._plan.memory.model
-            and self._plan.memory.is_unmoved()
+            isinstance(hooks, LoaderHooks) and hooks.model is self._plan.memory.model and self._plan.memory.is_unmoved()
         )
 
     def _revised(self, layout: Layout, push: str, *, sample: bool) -> bool:
@@ -232,21 +230,21 @@ class Loading:
 
     def _strayed(self, push: str, sample: bool) -> str:
         """Why a trusted plan is not what the loader does; empty if it is, as far as a cheap look can tell."""
-        plan, opened, fingerprint = self._plan, self._opened, self._fingerprint
-        if plan is None or opened is None or fingerprint is None or not self._machine.allows("replay"):
+        plan, hooks, dependencies = self._plan, self._hooks, self._dependencies
+        if plan is None or hooks is None or dependencies is None or not self._machine.allows("replay"):
             return ""
         start, changed = time.perf_counter(), []
         try:
-            changed = fingerprint.changed()
+            changed = dependencies.changed()
             sample = sample and self._is_due()
             if not (changed or sample):
                 return ""
             with uncollected():
-                found = self._sampled(plan, opened) if sample and not changed else "some"
+                found = self._sampled(plan, hooks) if sample and not changed else "some"
                 # A loader may do with a few tensors what it does not do with all: only all of them decide.
-                found = found and plan.redone(opened, share=False)
+                found = found and plan.redone(hooks, share=False)
             if changed and not found:
-                fingerprint.was_harmless(changed)
+                dependencies.was_harmless(changed)
         except Exception as error:
             found = f"all ({type(error).__name__}: {error})"
         finally:
@@ -260,10 +258,10 @@ class Loading:
         self._rest -= 1
         return self._rest < 0
 
-    def _sampled(self, plan: LoadPlan, opened: LoaderHooks) -> str:
+    def _sampled(self, plan: LoadPlan, hooks: LoaderHooks) -> str:
         """As `LoadPlan.redone` of some tensors; where that costs much, the next looks do without."""
         start = time.thread_time()
-        found = plan.redone(opened, share=True)
+        found = plan.redone(hooks, share=True)
         self._rest = min(_RESTS, int((time.thread_time() - start) / _SAMPLE_S))
         return found
 
@@ -337,14 +335,14 @@ class Loading:
 
     def _replay(self, plan: LoadPlan, staged: Staged) -> str:
         """Why what was pushed is not in the model after all; empty if it is, as far as it was looked at."""
-        assert self._opened is not None
-        with self._opened.around():
+        assert self._hooks is not None
+        with self._hooks.around():
             # What is done around a load may bring back other memory than was there when it was looked at.
             moved = not plan.memory.is_unmoved()
             if not moved:
                 plan.replay(staged.data)
                 if plan.loader:
-                    self._opened.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
+                    self._hooks.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
         if moved or not plan.memory.is_unmoved():
             return "its memory moves while it is loaded"
         arenas.synchronize(self._adapter.device)
@@ -355,8 +353,8 @@ class Loading:
         """Through the engine's own path. Raises what that does, or `WrongState` if the model would be the sender's."""
         tensors = staged.tensors()
         self._adapter.load(_given_away(tensors) if self._gives_away else tensors)
-        opened = self._adapter.opened()
-        taken = inside(opened.model, spans(staged.data)) if isinstance(opened, (LoaderHooks, Sealed)) else ""
+        hooks = self._adapter.loader_hooks()
+        taken = inside(hooks.model, spans(staged.data)) if isinstance(hooks, (LoaderHooks, Sealed)) else ""
         if taken:
             self._gives_away = True
             raise WrongState(
@@ -373,7 +371,7 @@ class Loading:
             why = f"what it makes of {name} is not what was recorded: it is worked on after loading"
         else:
             try:
-                self._fingerprint = Fingerprint(plan.memory.model, plan.loads)
+                self._dependencies = Dependencies(plan.memory.model, plan.loads)
             except Exception as error:  # the weights are right, and it is only the plan that nothing can be told of
                 why = f"what it depends on cannot be told ({type(error).__name__}: {error})"
         self._note("what the engine loaded", staged.push, why)
@@ -383,11 +381,11 @@ class Loading:
             plan.bind(staged.data)
             self._rest = 0
             self._machine.move("alike")
-        logger.info("rank %d loads through %s", self._adapter.rank, self.way)
+        logger.info("rank %d loads through %s", self._adapter.rank, self.path)
 
     def _drop(self, why: str) -> None:
         self._machine.move("astray")
-        self._plan, self._opened, self._why = None, None, why
+        self._plan, self._hooks, self._why = None, None, why
 
     def keep(self, stages: Iterable[Stream]) -> None:
         """Let go of all memory but these stages."""

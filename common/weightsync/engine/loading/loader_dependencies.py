@@ -40,7 +40,7 @@ _SIMPLE: Final = (
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
-class Fingerprint:
+class Dependencies:
     """Simple values that a model's modules hold, and what they refer to one step further; and the environment.
 
     These are numbers, names, and small lists, dictionaries and tensors of integers: what says which expert is where.

@@ -110,20 +110,20 @@ class Recording:
 
 
 def record(
-    opened: LoaderHooks, specs: Sequence[TensorSpec], device: torch.device, memory: Memory | None = None
+    loader_hooks: LoaderHooks, specs: Sequence[TensorSpec], device: torch.device, memory: Memory | None = None
 ) -> Recording:
     """Run the loader on data-free tensors like ``specs``, said to be on ``device``.
 
     Changes no weight: what would be written is noted instead, and parameters that are exchanged are put back. Raises
     `Unrecordable`, or whatever the loader raises. ``memory`` is that of the model, if it was found already.
     """
-    memory = memory or Memory(opened.model)
+    memory = memory or Memory(loader_hooks.model)
     unfollowed: dict[str, str] = {}
     for _ in range(_ATTEMPTS):
         recorder = _Recorder(Recording(memory, unfollowed=dict(unfollowed)))
         try:
             with torch.inference_mode(False), torch.no_grad(), recorder:
-                opened.load(recorder.feed([spec for spec in specs if spec.name not in unfollowed], device))
+                loader_hooks.load(recorder.feed([spec for spec in specs if spec.name not in unfollowed], device))
         except Exception:
             if not recorder.stopped:
                 raise

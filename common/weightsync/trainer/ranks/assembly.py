@@ -38,7 +38,7 @@ class Order(NamedTuple):
     alone: bool
 
 
-class Part(NamedTuple):
+class HashPart(NamedTuple):
     """What is to be hashed once all have written: a ``box`` of a tensor, or all of it, at byte ``at`` of the stream."""
 
     tensor: int
@@ -51,7 +51,7 @@ class Orders(NamedTuple):
     """One rank's work: what it writes, then, once all have, what of it is to be hashed."""
 
     write: tuple[Order, ...]
-    hash: tuple[Part, ...]
+    hash: tuple[HashPart, ...]
 
 
 class Work(NamedTuple):
@@ -68,7 +68,7 @@ def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
     providers, entries = plan.providers(), layout.entries
     wanted = [demand.boxes(entry.number) if entry.nbytes else set() for entry in entries]
     later = [
-        Part(entry.number, entry.spec, entry.offset, box)
+        HashPart(entry.number, entry.spec, entry.offset, box)
         for entry in entries
         for box in sorted(wanted[entry.number], key=lambda box: box or ())
         if box is not None or len(providers[entry.number]) > 1
@@ -125,18 +125,18 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
                 # What is hashed is the trainer's own tensor, so that a fault in copying shows too.
                 digests[order.tensor], seconds = _copy_and_hash(target, part, algorithm)
                 hashing_s += seconds
-    mark = time.perf_counter()
+    identity = time.perf_counter()
     for order in orders:
         if algorithm and order.alone and order.tensor not in digests:
             size = _nbytes(source.held[order.held].spec)
             digests[order.tensor] = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
-    hashing_s += time.perf_counter() - mark
+    hashing_s += time.perf_counter() - identity
     found = tuple((tensor, None, value) for tensor, value in digests.items())
     return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s)
 
 
 @torch.no_grad()
-def hash_parts(parts: Sequence[Part], stream: torch.Tensor, algorithm: str) -> Work:
+def hash_parts(parts: Sequence[HashPart], stream: torch.Tensor, algorithm: str) -> Work:
     """Hash what all have written."""
     start = time.perf_counter()
     digests = []
@@ -166,7 +166,7 @@ def _copy_and_hash(target: torch.Tensor, part: torch.Tensor, algorithm: str) -> 
     into, out_of = (one.view(-1).view(torch.uint8) for one in (target, part))
     for left, right in zip(torch.split(into, digest.CHUNK_BYTES), torch.split(out_of, digest.CHUNK_BYTES), strict=True):
         arenas.copy(left, right)
-        mark = time.perf_counter()
+        identity = time.perf_counter()
         hasher.update(right)
-        seconds += time.perf_counter() - mark
+        seconds += time.perf_counter() - identity
     return hasher.value(), seconds

@@ -22,7 +22,7 @@ from weightsync.tensors.layout import DTYPES
 _LISTED: Final = 5
 
 
-class Piece(NamedTuple):
+class Assignment(NamedTuple):
     """What one rank is to provide: ``part`` of the manifest's tensor ``tensor``, which lies in its ``held`` entry's box
     number ``box``."""
 
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     """``manifest`` is every tensor of the model in sending order, ``pieces`` are those of each rank, in that order."""
 
     manifest: tuple[TensorSpec, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[Assignment, ...], ...]
 
     def providers(self) -> list[set[int]]:
         """The ranks that provide each tensor; none for one without elements."""
@@ -77,7 +77,7 @@ def plan(held: Sequence[Sequence[HeldShards]]) -> Plan:
     if gaps:
         more = f"; and {len(gaps) - _LISTED} more" if len(gaps) > _LISTED else ""
         raise SourceError(f"the trainer's ranks do not hold the whole model: {'; '.join(gaps[:_LISTED])}{more}")
-    pieces: list[list[Piece]] = [[] for _ in held]
+    pieces: list[list[Assignment]] = [[] for _ in held]
     chosen = spread([(unit.nbytes, list(unit.pieces)) for unit in units], range(len(held)))
     for unit, rank in zip(units, chosen, strict=True):
         pieces[rank].append(unit.pieces[rank])
@@ -100,7 +100,7 @@ class _Unit(NamedTuple):
     """A part that is provided by one rank; ``pieces`` by rank that could."""
 
     nbytes: int
-    pieces: Mapping[int, Piece]
+    pieces: Mapping[int, Assignment]
 
 
 class _Gap(Exception):
@@ -116,18 +116,18 @@ def _units(number: int, spec: TensorSpec, holders: Sequence[tuple[int, int, Held
         sorted({0, size, *(box.start[d] for box in boxes), *(box.start[d] + box.shape[d] for box in boxes)})
         for d, size in enumerate(spec.shape)
     ]
-    cells: dict[tuple[int, ...], dict[int, Piece]] = {}
+    cells: dict[tuple[int, ...], dict[int, Assignment]] = {}
     for rank, index, one in holders:
         for at, box in enumerate(one.boxes):
             for cell in _cells_of(box, cuts):
-                cells.setdefault(cell, {}).setdefault(rank, Piece(number, index, at, _part(cell, cuts)))
+                cells.setdefault(cell, {}).setdefault(rank, Assignment(number, index, at, _part(cell, cuts)))
     for cell in itertools.product(*(range(len(ends) - 1) for ends in cuts)):
         if cell not in cells:
             have = ", ".join(f"rank {rank} {' '.join(map(str, one.boxes)) or 'nothing'}" for rank, _, one in holders)
             raise _Gap(f"no rank holds {_part(cell, cuts)} of {spec.name} {list(spec.shape)} (held: {have})")
-    alike = all(one.alike for _, _, one in holders if one.boxes)
+    replicated = all(one.replicated for _, _, one in holders if one.boxes)
     for pieces in cells.values():
-        able = pieces if alike else {min(pieces): pieces[min(pieces)]}
+        able = pieces if replicated else {min(pieces): pieces[min(pieces)]}
         part = next(iter(pieces.values())).part
         yield _Unit(math.prod(part.shape) * DTYPES[spec.dtype].itemsize, able)
 

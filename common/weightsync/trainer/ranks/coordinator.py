@@ -36,13 +36,13 @@ from weightsync.trainer.ranks.assignment import Plan, plan
 from weightsync.trainer.ranks.conversation import EARLIER_S, HEARD_S, LOOK_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
-    Done,
     Fill,
     Greeting,
     Hash,
-    Over,
+    Outcome,
     ToRank,
     Welcome,
+    WorkDone,
     raised,
     remote_error_of,
 )
@@ -98,9 +98,9 @@ class Coordinator(Ranks):
             self._ordered.clear()
             if isinstance(error, WeightSyncError) and not error.engines:
                 error.settle(dict(engines(deadline)))
-            self._tell(Over(failure=remote_error_of(error)))
+            self._tell(Outcome(failure=remote_error_of(error)))
             raise
-        self._tell(Over(result=msgspec.Raw(msgspec.json.encode(result))))
+        self._tell(Outcome(result=msgspec.Raw(msgspec.json.encode(result))))
         return result
 
     def _gather(self, what: str, deadline: Deadline) -> None:
@@ -233,7 +233,7 @@ class Coordinator(Ranks):
     def _heard(self) -> list[Work]:
         found: list[Work] = []
         for rank, body in sorted(self._came.items()):
-            done = http.from_json(body, Done)
+            done = http.from_json(body, WorkDone)
             if done.failure is not None:
                 raise raised(done.failure, f"trainer rank {rank}: ")
             if done.work is not None:
@@ -246,11 +246,11 @@ class Coordinator(Ranks):
         self._last[rank] = f"{self._nonces[rank]}/down/{self._count[rank]}"
         self._messages.put(self._last[rank], http.to_json(message), deadline, f"a message to trainer rank {rank}")
 
-    def _tell(self, over: Over) -> None:
+    def _tell(self, outcome: Outcome) -> None:
         """Best effort: who cannot be told finds out by its own deadline."""
         for rank in self._nonces:
             try:
-                self._say(rank, over, Deadline(HEARD_S))
+                self._say(rank, outcome, Deadline(HEARD_S))
             except WeightSyncError:
                 return
 

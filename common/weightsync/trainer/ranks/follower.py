@@ -26,13 +26,13 @@ from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.conversation import GRACE_S, HEARD_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
-    Done,
     Fill,
     Greeting,
     Hash,
-    Over,
+    Outcome,
     ToRank,
     Welcome,
+    WorkDone,
     raised,
     remote_error_of,
 )
@@ -85,7 +85,7 @@ class Follower(Ranks):
                 came: dict[int, bytes] = {}
                 self._messages.take(down, came, patient, f"to {what}")
                 message: ToRank = msgspec.json.decode(came[0], type=ToRank)
-                if isinstance(message, Over):
+                if isinstance(message, Outcome):
                     if message.failure is not None:
                         raise raised(message.failure) from failure
                     self._known = known
@@ -115,14 +115,14 @@ class Follower(Ranks):
         if self._messages.ended(0):
             raise TransferFailed(f"{self._messages.named([0])}: it was to end the push")
 
-    def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[Done, Exception | None]:
+    def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[WorkDone, Exception | None]:
         try:
             if isinstance(message, Assist):
                 self._help(message, check)
-                return Done(), None
-            return Done(self._work(message)), None
+                return WorkDone(), None
+            return WorkDone(self._work(message)), None
         except Exception as error:
-            return Done(failure=remote_error_of(error)), error
+            return WorkDone(failure=remote_error_of(error)), error
 
     def _help(self, message: Assist, check: Callable[[], None]) -> None:
         if message.transport not in self._helpers:

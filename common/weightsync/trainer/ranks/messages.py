@@ -102,21 +102,21 @@ class Assist(Message, frozen=True, tag="assist"):
     body: msgspec.Raw
 
 
-class Over(Message, frozen=True, tag="over"):
+class Outcome(Message, frozen=True, tag="over"):
     """0 -> rank: how it ended."""
 
     result: msgspec.Raw = msgspec.Raw(b"null")
     failure: RemoteError | None = None
 
 
-class Done(Message, frozen=True):
+class WorkDone(Message, frozen=True):
     """rank -> 0: what was asked for is done."""
 
     work: Work | None = None
     failure: RemoteError | None = None
 
 
-ToRank = Welcome | Fill | Hash | Assist | Over
+ToRank = Welcome | Fill | Hash | Assist | Outcome
 
 
 class Messages:

@@ -59,14 +59,14 @@ class EngineControl:
         self.address = ""
         self.close = weakref.finalize(self, close, self._context, self._sockets)
 
-    def meet(
-        self, request: UpdateRequest, parts: Subset, rank: int, mapped: tuple[str, ...], over: Event
+    def open(
+        self, request: UpdateRequest, parts: Subset, rank: int, mapped: tuple[str, ...], cancelled: Event
     ) -> tuple[RankSession, Offer]:
         """Say hello; returns once the sender has said where the bytes are. Raises `TransferFailed`, `PushTimeout`."""
         hello = Register(push=request.push, secret=request.secret, rank=rank, mapped=mapped, keeps=parts.name)
         try:
             socket = self._dial(request)
-            call = RankSession(socket, request, Deadline(request.timeout_s + _GRACE_S), over)
+            call = RankSession(socket, request, Deadline(request.timeout_s + _GRACE_S), cancelled)
             socket.send(control.pack(hello))
         except zmq.ZMQError as error:
             raise TransferFailed(f"the sender could not be met: {type(error).__name__}: {error}") from error
@@ -101,7 +101,7 @@ class EngineControl:
         self.check(request)
         address = request.address
         if not self._sockets or address != self.address:
-            self.hang_up()
+            self.disconnect()
             socket: Socket = self._context.socket(zmq.DEALER)
             limit(socket)
             socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
@@ -119,7 +119,7 @@ class EngineControl:
             self.address = address
         return self._sockets[0]
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Forget the sender."""
         while self._sockets:
             self._sockets.pop().close(linger=0)
@@ -129,8 +129,8 @@ class EngineControl:
 class RankSession:
     """One push, as a rank hears of it."""
 
-    def __init__(self, socket: Socket, request: UpdateRequest, deadline: Deadline, over: Event):
-        self._socket, self._request, self.deadline, self._over = socket, request, deadline, over
+    def __init__(self, socket: Socket, request: UpdateRequest, deadline: Deadline, cancelled: Event):
+        self._socket, self._request, self.deadline, self._over = socket, request, deadline, cancelled
         self._looked = time.monotonic()
 
     def check(self, what: str) -> None:

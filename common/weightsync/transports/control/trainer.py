@@ -157,7 +157,7 @@ class PushSession:
         self._control, self._push, self.peers, self.deadline = control, push, peers, deadline
         self._all, self._known, control.kept = Subset(layout, {}), control.kept, {}
         #: What each rank that has come keeps.
-        self.keeps: dict[Peer, Subset] = {}
+        self.needs: dict[Peer, Subset] = {}
         self._identity: dict[Peer, bytes] = {}
         self._peer: dict[bytes, Peer] = {}
         self._mapped: dict[Peer, tuple[str, ...]] = {}
@@ -168,7 +168,7 @@ class PushSession:
         #: Called now and then while something is waited for: raises where that is in vain.
         self.watch: Callable[[], None] = lambda: None
 
-    def meet(self, offer: Callable[[tuple[str, ...]], Offer]) -> None:
+    def await_ranks(self, offer: Callable[[tuple[str, ...]], Offer]) -> None:
         """Wait until every rank has said hello, then tell each where the bytes are; ``offer`` is given what it has."""
         self.wait(lambda: self.peers - self._identity.keys(), "the ranks to come for the bytes")
         for peer in self._identity:
@@ -178,7 +178,7 @@ class PushSession:
         """Tell every rank that a bucket is full; ``lane`` is the trainer's rank that sends it."""
         self.deadline.check(f"bucket {index} to be packed")
         for peer in self.peers:
-            those = digests.get(self.keeps[peer].name, ())
+            those = digests.get(self.needs[peer].name, ())
             self._send(peer, BucketReady(push=self._push, index=index, digests=those, lane=lane))
 
     def taken(self, peer: Peer, index: int) -> None:
@@ -204,7 +204,7 @@ class PushSession:
         """The ranks that have not taken a bucket."""
         return {peer for peer in self.peers if self._taken[peer] < index}
 
-    def call_off(self, error: BaseException) -> set[Peer]:
+    def cancel(self, error: BaseException) -> set[Peer]:
         """Tell the ranks that are listening that no more will come; returns those that are gone."""
         gone = set()
         message = str(error) or type(error).__name__
@@ -286,5 +286,5 @@ class PushSession:
                 self._control.socket.send_multipart([identity, control.pack(DescribeSubset(self._push))], zmq.DONTWAIT)
             return False
         # Equal ones are one, of which the pieces are counted once.
-        self.keeps[peer] = self._control.kept.setdefault(parts.name, parts)
+        self.needs[peer] = self._control.kept.setdefault(parts.name, parts)
         return True

@@ -25,7 +25,7 @@ from weightsync.transports.nccl.groups import Group, Joining
 from weightsync.transports.nccl.messages import InitNcclGroup
 
 
-class Engine:
+class NcclEngineEnd:
     """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
 
     def __init__(self, device: torch.device):
@@ -36,7 +36,7 @@ class Engine:
         self._joinings: list[Joining] = []
         #: Where buckets go that have no stage: made once.
         self._buckets: list[torch.Tensor] = []
-        self._incoming: Incoming | None = None
+        self._incoming: BroadcastIncoming | None = None
 
     def join(self, asked: Handshake, rank: int) -> http.RankJoined:
         """See `base.EngineEnd`; checks what can be, then joins in a thread."""
@@ -48,22 +48,22 @@ class Engine:
         here = groups.reach(asked, rank)
         self._leave()
         self._joinings = [
-            Joining(parallel_broadcast.lane_of(asked, lane), number, here) for lane in range(asked.senders)
+            Joining(parallel_broadcast.group_of(asked, lane), number, here) for lane in range(asked.senders)
         ]
         uuid = device_uuid(self._device)
         return http.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
 
-    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> Incoming:
+    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> BroadcastIncoming:
         """See `base.EngineEnd`."""
         if not self._joinings:
             raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
         deadline = Deadline(request.timeout_s)
-        joined = [joining.wait(deadline, over) for joining in self._joinings]
+        joined = [joining.wait(deadline, cancelled) for joining in self._joinings]
         name = joined[0].name
-        call, offer = self._control.meet(request, parts, rank, (name,), over)
+        call, offer = self._control.open(request, parts, rank, (name,), cancelled)
         if offer.arena != name:
             raise TransferFailed(f"rank {rank} is in the group {name}, the push comes by {offer.arena}")
-        self._incoming = Incoming(call, request, parts.layout, joined, self._provide)
+        self._incoming = BroadcastIncoming(call, request, parts.layout, joined, self._provide)
         return self._incoming
 
     def _provide(self, nbytes: int) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ class Engine:
         """See `base.EngineEnd`."""
         if address != self._control.address:
             return False
-        self._control.hang_up()
+        self._control.disconnect()
         self._leave()
         return True
 
@@ -107,7 +107,7 @@ class _Posted(NamedTuple):
     place: torch.Tensor
 
 
-class Incoming:
+class BroadcastIncoming:
     """See `base.Incoming`."""
 
     whole: torch.Tensor | None = None

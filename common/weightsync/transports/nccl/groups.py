@@ -155,7 +155,7 @@ class Joining:
     def __init__(self, asked: InitNcclGroup, rank: int, here: str):
         self._asked, self._rank, self._here = asked, rank, here
         self.name = asked.group_name
-        self.over, self.done = Event(), Event()
+        self.cancelled, self.done = Event(), Event()
         self.group: Group | None = None
         self.error: WeightSyncError | None = None
         threading.Thread(target=self._run, name="weightsync-join", daemon=True).start()
@@ -175,7 +175,7 @@ class Joining:
             ours.set(f"{JOINED}/{self._rank}", "1")
 
             def check(missing: Sequence[int]) -> None:
-                if self.over.is_set():
+                if self.cancelled.is_set():
                     raise TransferFailed("joining the group was called off")
                 deadline.check(f"ranks {', '.join(map(str, missing))} of the group {asked.group_name}")
 
@@ -191,13 +191,13 @@ class Joining:
                     dist.PrefixStore(asked.group_name, store).set(f"{FAILED}/{self._rank}", str(told)[:500])
         finally:
             self.done.set()
-            if self.over.is_set() and self.group is not None:
+            if self.cancelled.is_set() and self.group is not None:
                 self.group.drop()
 
-    def wait(self, deadline: Deadline, over: Event) -> Group:
+    def wait(self, deadline: Deadline, cancelled: Event) -> Group:
         """The group, once it is made."""
         while not self.done.wait(0.01):
-            if over.is_set():
+            if cancelled.is_set():
                 raise TransferFailed("the push was aborted")
             deadline.check(f"the group {self.name} to be made")
         if self.error is not None:
@@ -206,7 +206,7 @@ class Joining:
         return self.group
 
     def leave(self, works: Sequence[Any] = ()) -> None:
-        self.over.set()
+        self.cancelled.set()
         if self.group is not None:
             self.group.drop(works)
 

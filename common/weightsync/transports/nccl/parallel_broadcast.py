@@ -59,7 +59,7 @@ def places(lane: int, lanes: int, nbytes: int, bucket_bytes: int) -> list[Place]
     return [Place(start // bucket_bytes, start, min(start + bucket_bytes, nbytes)) for start in starts]
 
 
-def lane_of(asked: InitNcclGroup, lane: int) -> InitNcclGroup:
+def group_of(asked: InitNcclGroup, lane: int) -> InitNcclGroup:
     """What is asked of a rank for one of the lanes."""
     return msgspec.structs.replace(asked, group_name=f"{asked.group_name}-{lane}") if lane else asked
 
@@ -73,7 +73,7 @@ def make(
     """
 
     def wait(lane: int, kind: str) -> None:
-        ours, looked = dist.PrefixStore(lane_of(asked, lane).group_name, store), time.monotonic()
+        ours, looked = dist.PrefixStore(group_of(asked, lane).group_name, store), time.monotonic()
 
         def check(missing: Sequence[int]) -> None:
             nonlocal looked
@@ -105,8 +105,8 @@ def make(
     return group
 
 
-class RankHelper:
-    """What a rank of the trainer, not rank 0, does for a broadcast. See `base.RankHelper`."""
+class BroadcastHelper:
+    """What a rank of the trainer, not rank 0, does for a broadcast. See `base.BroadcastHelper`."""
 
     def __init__(self, rank: int):
         self._rank = rank
@@ -118,7 +118,7 @@ class RankHelper:
         message: Make | Send = msgspec.json.decode(body, type=Make | Send)
         if isinstance(message, Make):
             self.close()
-            asked = lane_of(message.asked, self._rank)
+            asked = group_of(message.asked, self._rank)
             here, deadline = local_address(asked.master_address), Deadline(asked.timeout_s)
             self._joining, self._lanes = Joining(asked, 0, here), asked.senders
             try:
@@ -126,7 +126,7 @@ class RankHelper:
                     check()
                     # The thread that joins cannot tell where a store's process is frozen.
                     deadline.check(f"the group {asked.group_name} to be made")
-                self._joining.wait(deadline, self._joining.over)
+                self._joining.wait(deadline, self._joining.cancelled)
             except BaseException:
                 self.close()
                 raise
@@ -143,7 +143,7 @@ class RankHelper:
     def _send(self, message: Send, stream: torch.Tensor, check: Callable[[], None], works: deque[Any]) -> None:
         assert self._joining is not None
         deadline = Deadline(message.timeout_s)
-        group = self._joining.wait(deadline, self._joining.over)
+        group = self._joining.wait(deadline, self._joining.cancelled)
         looked = time.monotonic()
 
         def end(number: int) -> None:

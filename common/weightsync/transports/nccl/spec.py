@@ -11,9 +11,9 @@ from weightsync.transports.nccl.messages import InitNcclGroup
 SPEC: Final = TransportSpec(
     name=trainer.NAME,
     label="torch.distributed",
-    trainer_end=trainer.Trainer,
-    engine_end=engine.Engine,
-    rank_helper=parallel_broadcast.RankHelper,
+    trainer_end=trainer.NcclTrainerEnd,
+    engine_end=engine.NcclEngineEnd,
+    rank_helper=parallel_broadcast.BroadcastHelper,
     handshake=InitNcclGroup,
     check_handshake=groups.check_world,
     preference=30,

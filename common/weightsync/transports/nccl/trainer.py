@@ -35,7 +35,7 @@ from weightsync.transports.nccl.messages import InitNcclGroup
 NAME: Final = "nccl"
 
 
-class Trainer:
+class NcclTrainerEnd:
     """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is, ``address`` this
     host's own by which the ranks find it, if not that on the way to each."""
 
@@ -118,7 +118,7 @@ class Trainer:
                 self._leave()
                 raise
 
-    def meet(
+    def await_ranks(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> None:
         """See `base.TrainerEnd`."""
@@ -126,7 +126,7 @@ class Trainer:
         name = self._group.name
         talk = PushSession(self._control, plan.push, layout, peers, deadline)
         self._push = _Push(self._group, talk, arenas[0], plan, layout, self._helpers)
-        self._push.talk.meet(lambda _: Offer(push=plan.push, arena=name))
+        self._push.talk.await_ranks(lambda _: Offer(push=plan.push, arena=name))
         if plan.stream:
             self._push.talk.all_prepared("the ranks to be ready")
 
@@ -134,7 +134,7 @@ class Trainer:
     def _pushing(self) -> Iterator[_Push]:
         """The push under way; what goes wrong with it is told as by `_naming`."""
         push = self._push
-        assert push is not None, "meet() comes first"
+        assert push is not None, "await_ranks() comes first"
         with _naming(lambda: push.senders):
             yield push
 
@@ -143,10 +143,10 @@ class Trainer:
         with self._pushing() as push:
             push.sent(bucket - push.plan.slots)
 
-    def keeps(self) -> Iterable[Subset]:
+    def needs(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
         with self._pushing() as push:
-            return push.talk.keeps.values()
+            return push.talk.needs.values()
 
     def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
@@ -158,10 +158,10 @@ class Trainer:
         with self._pushing() as push:
             return push.finish()
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """See `base.TrainerEnd`; what has left here may be half-way at a rank, to which the group is of no use then."""
         if self._push is not None:
-            self._push.talk.call_off(error)
+            self._push.talk.cancel(error)
             self._leave()
             self._push = None
 
@@ -232,7 +232,7 @@ class _Push:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    gone = self.talk.call_off(error) or self.talk.without(number)
+                    gone = self.talk.cancel(error) or self.talk.without(number)
                     raise TransferFailed(
                         f"bucket {number} could not be broadcast to {', '.join(sorted(map(str, gone)))}: {error}"
                     ) from error

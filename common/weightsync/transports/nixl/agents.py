@@ -119,7 +119,7 @@ class Agent:
             memory="VRAM" if self.memory == "VRAM" else "DRAM",
         )
 
-    def know(self, agent: str, metadata: bytes, who: str) -> None:
+    def add_peer(self, agent: str, metadata: bytes, who: str) -> None:
         """Take another agent's metadata, beside what is known of it, and connect."""
         # NIXL takes what it is given at its word: metadata that are damaged end the process.
         checksum, metadata = metadata[:_CHECKSUM_BYTES], metadata[_CHECKSUM_BYTES:]
@@ -132,7 +132,7 @@ class Agent:
                 raise TransferFailed(f"{who} said it was the agent {agent!r}, its metadata are those of {found!r}")
             self.nixl.make_connection(agent)
 
-    def notices(self) -> dict[str, list[bytes]]:
+    def notifications(self) -> dict[str, list[bytes]]:
         """What other agents have sent since; looking keeps transfers going."""
         with translated("NIXL cannot go on"):
             found: dict[str, list[bytes]] = self.nixl.get_new_notifs()
@@ -225,11 +225,11 @@ class Transfers:
         self._sides.clear()
 
 
-class WarmUp(threading.Thread):
+class ConnectionWarmUp(threading.Thread):
     """Sends a notice and waits for the answer: NIXL connects when it is first used."""
 
     #: A thread inside of NIXL when the interpreter ends would take the process down with a signal.
-    running: ClassVar[set[WarmUp]] = set()
+    running: ClassVar[set[ConnectionWarmUp]] = set()
 
     def __init__(self, agent: Agent, trainer: str, timeout_s: float):
         super().__init__(name="weightsync-warm-up", daemon=True)
@@ -243,7 +243,7 @@ class WarmUp(threading.Thread):
         with contextlib.suppress(WeightSyncError):  # the trainer, who waits too, tells
             self._agent.notify(self._trainer, WARM, "the trainer")
             while time.monotonic() < self._until and not self._over.is_set():
-                if self._trainer in self._agent.notices():
+                if self._trainer in self._agent.notifications():
                     break
                 time.sleep(SPIN_S)
         self.running.discard(self)
@@ -256,5 +256,5 @@ class WarmUp(threading.Thread):
 
 @atexit.register
 def _end_warm_ups() -> None:
-    for thread in list(WarmUp.running):
+    for thread in list(ConnectionWarmUp.running):
         thread.end()

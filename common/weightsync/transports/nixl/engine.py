@@ -15,7 +15,7 @@ from weightsync.tensors.subset import Subset
 from weightsync.transports import base
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.sockets import interface_of, way_to
-from weightsync.transports.nixl.agents import Agent, Transfers, WarmUp, spans_of
+from weightsync.transports.nixl.agents import Agent, ConnectionWarmUp, Transfers, spans_of
 from weightsync.transports.nixl.incoming import IN_FLIGHT, Reading, Written
 from weightsync.transports.nixl.messages import HANDLE, NixlHandle, RegisterNixl
 from weightsync.transports.nixl.nics import shares_memory
@@ -25,7 +25,7 @@ from weightsync.transports.nixl.writing import KEPT
 _WARM_S: Final = 30.0
 
 
-class Engine:
+class NixlEngineEnd:
     """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
 
     def __init__(self, device: torch.device):
@@ -38,7 +38,7 @@ class Engine:
         self._written = False
         #: Whether anything may be on its way into this rank's memory.
         self._moving = False
-        self._warming: WarmUp | None = None
+        self._warming: ConnectionWarmUp | None = None
         #: The sender's arenas by name.
         self._arenas: dict[str, NixlHandle] = {}
         #: READs by arena, place and size of the stage, size of the buckets and what is kept, the latest last.
@@ -58,9 +58,9 @@ class Engine:
         agent = self._agent
         near = asked.host == arenas.host_id() and shares_memory()
         self._written = bool(asked.host) and not near and not (agent.nic and asked.rdma)
-        agent.know(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
+        agent.add_peer(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
         self._trainer = asked.agent
-        self._warming = WarmUp(agent, asked.agent, min(asked.timeout_s, _WARM_S))
+        self._warming = ConnectionWarmUp(agent, asked.agent, min(asked.timeout_s, _WARM_S))
         return http.RankJoined(
             rank=rank,
             device=str(self._device),
@@ -69,12 +69,12 @@ class Engine:
             metadata=agent.metadata(),
         )
 
-    def meet(self, request: UpdateRequest, parts: Subset, rank: int, over: Event) -> base.Incoming:
+    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> base.Incoming:
         """See `base.EngineEnd`."""
         if self._agent is None or not self._trainer:
             raise TransferFailed(f"rank {rank} knows no NIXL agent: register_nixl comes before update_weights_via_nixl")
         layout = parts.layout
-        call, offer = self._control.meet(request, parts, rank, tuple(self._arenas), over)
+        call, offer = self._control.open(request, parts, rank, tuple(self._arenas), cancelled)
         if self._written:
             return Written(self, call, request, parts, offer.arena, rank)
         for name in self._arenas.keys() - set(offer.alive):
@@ -84,7 +84,7 @@ class Engine:
             if handle.agent != self._trainer:
                 raise TransferFailed(f"the arena is of the agent {handle.agent}, registered is {self._trainer}")
             with call.explained():
-                self._agent.know(handle.agent, handle.metadata, "the trainer's agent")
+                self._agent.add_peer(handle.agent, handle.metadata, "the trainer's agent")
             self._arenas[offer.arena] = handle
         remote = self._arenas.get(offer.arena)
         if remote is None:
@@ -132,12 +132,12 @@ class Engine:
         """All of the push is here."""
         self._moving = False
 
-    def notices(self) -> list[bytes]:
+    def notifications(self) -> list[bytes]:
         """What the trainer has sent since, once the connection is warm; looking brings in what it writes."""
         assert self._agent is not None
         if self._warming is not None and self._warming.is_alive():
             return []
-        return self._agent.notices().get(self._trainer, [])
+        return self._agent.notifications().get(self._trainer, [])
 
     def _register(self, memory: torch.Tensor) -> None:
         assert self._agent is not None
@@ -184,7 +184,7 @@ class Engine:
         """See `base.EngineEnd`."""
         if address != self._control.address:
             return False
-        self._control.hang_up()
+        self._control.disconnect()
         self._drop()
         return True
 

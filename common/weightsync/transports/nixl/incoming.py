@@ -23,8 +23,8 @@ from weightsync.transports.nixl.messages import NixlHandle
 IN_FLIGHT: Final = 2
 
 
-class End(Protocol):
-    """What a rank's end, `nixl.Engine`, offers a push."""
+class NixlEnd(Protocol):
+    """What a rank's end, `nixl.NixlEngineEnd`, offers a push."""
 
     def reads(self, arena: str, request: UpdateRequest, parts: Subset, stage: torch.Tensor | None) -> Transfers:
         """READs of what is kept of every bucket."""
@@ -35,7 +35,7 @@ class End(Protocol):
     def opened(self, memory: torch.Tensor) -> NixlHandle:
         """What the trainer needs to write there."""
 
-    def notices(self) -> list[bytes]:
+    def notifications(self) -> list[bytes]:
         """What the trainer's agent has sent."""
 
     def arrived(self) -> None:
@@ -47,7 +47,7 @@ class _Push:
 
     whole: torch.Tensor | None = None
 
-    def __init__(self, end: End, call: RankSession, request: UpdateRequest, parts: Subset, arena: str, rank: int):
+    def __init__(self, end: NixlEnd, call: RankSession, request: UpdateRequest, parts: Subset, arena: str, rank: int):
         self._end, self._call, self._request, self._parts, self._rank = end, call, request, parts, rank
         self._layout = parts.layout
         self.arena = arena
@@ -130,7 +130,7 @@ class Written(_Push):
                 self._call.say(WriteWindow(self._request.push, slots, number + 1 + slots))
 
     def _arrived(self) -> Iterator[int]:
-        for notice in self._end.notices():
+        for notice in self._end.notifications():
             try:
                 message = control.unpack_from_rank(notice)
             except msgspec.MsgspecError:

@@ -11,8 +11,8 @@ from weightsync.transports.nixl.messages import RegisterNixl
 SPEC: Final = TransportSpec(
     name="nixl",
     label="NIXL",
-    trainer_end=trainer.Trainer,
-    engine_end=engine.Engine,
+    trainer_end=trainer.NixlTrainerEnd,
+    engine_end=engine.NixlEngineEnd,
     handshake=RegisterNixl,
     preference=20,
     reason="both sides have NIXL",

@@ -32,7 +32,7 @@ from weightsync.transports.nixl.writing import Writer
 _WARM_S: Final = 30.0
 
 
-class Trainer:
+class NixlTrainerEnd:
     """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is, ``address`` this host's own by which the
     ranks find it, if not that on the way to each."""
 
@@ -45,7 +45,7 @@ class Trainer:
         self._registered: dict[str, Any] = {}
         self._known: dict[str, str] = {}
         self._agents: dict[str, Peer] = {}
-        self._talk: PushSession | None = None
+        self._session: PushSession | None = None
         self._plan: UpdateRequest | None = None
         self._writer = Writer(self._agent)
         #: Of this push, the buckets that each rank has read or needs not, and the last before which none is missing.
@@ -80,16 +80,16 @@ class Trainer:
             for rank in reply.ranks:
                 self._writer.drop(rank.agent)
                 self._agent.forget(rank.agent)  # its end of an older connection is gone
-                self._agent.know(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
+                self._agent.add_peer(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
         self._agents.update(silent)
         while silent:
             deadline.check(f"{', '.join(sorted(map(str, silent.values())))} to be reached over NIXL")
-            for agent in self._agent.notices().keys() & silent.keys():
+            for agent in self._agent.notifications().keys() & silent.keys():
                 self._agent.notify(agent, WARM, str(silent.pop(agent)))
             time.sleep(SPIN_S)
         self._known.update({url: reply.instance for url, reply in replies.items()})
 
-    def meet(
+    def await_ranks(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> None:
         """See `base.TrainerEnd`."""
@@ -101,25 +101,25 @@ class Trainer:
         self._read = {}
         alive, first = tuple(memory), arenas[0].name
         self._writer.begin(plan, layout, memory[first])
-        self._talk = PushSession(self._control, plan.push, layout, peers, deadline)
+        self._session = PushSession(self._control, plan.push, layout, peers, deadline)
         handle = control.raw_handle(self._agent.handle(memory[first]))
 
         def offer(mapped: tuple[str, ...]) -> Offer:
             known = control.NO_HANDLE if first in mapped else handle
             return Offer(push=plan.push, arena=first, handle=known, alive=alive)
 
-        self._talk.meet(offer)
-        self._ended = {peer: parts.idle(plan.bucket_bytes) for peer, parts in self._talk.keeps.items()}
+        self._session.await_ranks(offer)
+        self._ended = {peer: parts.idle(plan.bucket_bytes) for peer, parts in self._session.needs.items()}
         if plan.stream:
-            self._talk.all_prepared("the ranks to reach the arena")
+            self._session.all_prepared("the ranks to reach the arena")
 
-    def _talking(self) -> PushSession:
-        assert self._talk is not None, "meet() comes first"
-        return self._talk
+    def _pushing(self) -> PushSession:
+        assert self._session is not None, "await_ranks() comes first"
+        return self._session
 
     def _taken(self, bucket: int) -> None:
         """Wait until every rank has a bucket: NIXL notifies."""
-        talk = self._talking()
+        talk = self._pushing()
 
         def missing() -> set[Peer]:
             self._look()
@@ -130,15 +130,15 @@ class Trainer:
 
     def _look(self) -> None:
         """Looking is also what keeps transfers going, while the trainer packs too."""
-        talk, plan = self._talking(), self._plan
+        talk, plan = self._pushing(), self._plan
         assert plan is not None
-        heard = list(self._agent.notices().items())
+        heard = list(self._agent.notifications().items())
         while not self._writer.heard.empty():
             heard.append(self._writer.heard.get())
-        for agent, notices in heard:
-            for notice in notices:
+        for agent, notifications in heard:
+            for notice in notifications:
                 self._noticed(agent, notice, plan.push, talk)
-        for peer, bucket in self._writer.arrived(talk.rooms, self._agents, talk.keeps).items():
+        for peer, bucket in self._writer.arrived(talk.rooms, self._agents, talk.needs).items():
             talk.taken(peer, bucket)
 
     def _noticed(self, agent: str, notice: bytes, push: str, talk: PushSession) -> None:
@@ -161,31 +161,31 @@ class Trainer:
         self._look()
         self._taken(bucket - self._plan.slots)
 
-    def keeps(self) -> Iterable[Subset]:
+    def needs(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
-        return self._talking().keeps.values()
+        return self._pushing().needs.values()
 
     def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
-        self._talking().announce(bucket, digests)
+        self._pushing().announce(bucket, digests)
         self._writer.filled(bucket)
         self._look()
 
     def finish(self) -> float:
         """See `base.TrainerEnd`."""
         self._taken(self._last)
-        seconds = self._talking().all_prepared("the ranks to hold and verify everything")
+        seconds = self._pushing().all_prepared("the ranks to hold and verify everything")
         self._writer.stop()
         return seconds
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """See `base.TrainerEnd`; the ranks give up their agents, and are to be introduced again."""
         self._writer.stop()
-        if self._talk is not None:
-            self._talk.call_off(error)
-            for peer in self._talk.peers:
+        if self._session is not None:
+            self._session.cancel(error)
+            for peer in self._session.peers:
                 self._known.pop(peer.engine, None)
-            self._talk = None
+            self._session = None
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""

@@ -27,7 +27,7 @@ KEPT: Final = 4
 
 
 @dataclass
-class _Lane:
+class _EngineWriter:
     """The way into one rank's memory: how many buckets were sent on it, and how many have arrived."""
 
     transfers: Transfers
@@ -47,7 +47,7 @@ class Writer:
         self._layout, self._arena = Layout([]), torch.empty(0, dtype=torch.uint8)
         self._filled = 0
         #: Only ever added to while the thread runs.
-        self._lanes: dict[Peer, _Lane] = {}
+        self._lanes: dict[Peer, _EngineWriter] = {}
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         #: What the thread came by: an agent, and what it sent.
@@ -65,7 +65,7 @@ class Writer:
         self._filled = bucket + 1
 
     def arrived(
-        self, rooms: Mapping[Peer, WriteWindow], agents: Mapping[str, Peer], keeps: Mapping[Peer, Subset]
+        self, rooms: Mapping[Peer, WriteWindow], agents: Mapping[str, Peer], needs: Mapping[Peer, Subset]
     ) -> dict[Peer, int]:
         """The last bucket that each rank has, of those that ask to be written to; -1 for none.
 
@@ -75,7 +75,7 @@ class Writer:
         for peer, room in rooms.items():
             lane = self._lanes.get(peer)
             if lane is None:
-                self._lanes = {**self._lanes, peer: self._lane(peer, room, agents, keeps[peer])}
+                self._lanes = {**self._lanes, peer: self._lane(peer, room, agents, needs[peer])}
             else:
                 lane.upto = room.upto
         if self._lanes and self._thread is None:
@@ -107,11 +107,11 @@ class Writer:
                     lane.posted += 1
             busy |= lane.arrived < lane.posted
         if not busy:
-            for heard in self._agent.notices().items():
+            for heard in self._agent.notifications().items():
                 self.heard.put(heard)
         return busy
 
-    def _lane(self, peer: Peer, room: WriteWindow, agents: Mapping[str, Peer], parts: Subset) -> _Lane:
+    def _lane(self, peer: Peer, room: WriteWindow, agents: Mapping[str, Peer], parts: Subset) -> _EngineWriter:
         """The way into the memory that a rank has offered, prepared where it is not yet."""
         assert self._plan is not None
         layout, size, slots = self._layout, self._plan.bucket_bytes, self._plan.slots
@@ -126,11 +126,11 @@ class Writer:
             older = [key for key in self._writes if key[0] == handle.agent]
             for key in older[: max(0, len(older) - KEPT + 1)]:
                 self._writes.pop(key).release()
-            self._agent.know(handle.agent, handle.metadata, str(peer))
+            self._agent.add_peer(handle.agent, handle.metadata, str(peer))
             spans = spans_of(parts, size, room.slots, slots)
             found = Transfers("WRITE", self._agent, handle, self._arena, spans)
         self._writes[handle.agent, place] = found
-        return _Lane(found, room.upto)
+        return _EngineWriter(found, room.upto)
 
     def drop(self, agent: str) -> None:
         """An agent is introduced anew: what was prepared for it holds no more."""
