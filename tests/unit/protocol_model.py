@@ -8,8 +8,7 @@ well), or a *start* that somebody has to want. Steps whose order nobody can tell
 a reply is read, a commit whose reply is missing is looked after. An engine is one machine: some ranks' load fails.
 
 Bounds: two engines; two pushes, by one trainer or one each by two; rollbacks, of one trainer; and what `Model` says of
-faults. No engine is caught up by itself. A rollback cannot be called off: with two of them and three faults one that
-was given up, and said to be unknown, arrives after the next was told to have changed nothing.
+faults. No engine is caught up by itself.
 """
 
 import functools
@@ -146,13 +145,15 @@ class Model:
             p = world.started + 1
             if p <= self.pushes and t == min(p, self.trainers) - 1:
                 begun = Trainer(PUSH["idle"]["push"], p, p, calls=("asked",) * 2)
-                pushes = _with(world, t, begun)._replace(started=p, net=world.net | 0b11 << _bit("prepare", 0, p))
+                settled = self._settled(world, trainer)
+                pushes = _with(settled, t, begun)._replace(started=p, net=settled.net | 0b11 << _bit("prepare", 0, p))
                 yield START, (who, "pushes", p), pushes
             kept = {engine.previous for engine in world.engines}
             if self.rollbacks and kept != {MIXED} and len(kept) == 1 and p <= self.pushes + self.rollbacks:
                 begun = Trainer(PUSH["idle"]["rollback"], p, *kept, calls=("asked",) * 2, confirmed=ALL)
                 back, ready = put(world.back, p - 1, *kept), put(world.ready, p - 1, ALL)
-                asked = _with(world, t, begun)._replace(started=p, net=world.net | 0b11 << _bit("commit", 0, p))
+                settled = self._settled(world, trainer)
+                asked = _with(settled, t, begun)._replace(started=p, net=settled.net | 0b11 << _bit("commit", 0, p))
                 yield START, (who, "goes back to", *kept), asked._replace(back=back, ready=ready)
             if known:
                 yield START, (who, "closes"), _lapse(_with(world, t, trainer._replace(state=PUSH["idle"]["close"])), t)
@@ -165,6 +166,13 @@ class Model:
                 after = _with(world, t, trainer._replace(state=state, **changes))
                 net = world.net | 0b11 << _bit(ask, 0, trainer.push) if ask else world.net
                 yield kind, (who, what, trainer.push, *changes.get("told", ())), after._replace(net=net)
+
+    def _settled(self, world: World, trainer: Trainer) -> World:
+        """Before it begins anything else, a trainer has engines refuse the rollback whose outcome it does not know."""
+        if trainer.push and world.back[trainer.push - 1] and self.wrong != "a rollback that is left to arrive":
+            for e in ENGINES:
+                world = _refusing(world, trainer.push, e)
+        return world
 
     def _decisions(self, world: World, trainer: Trainer) -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
         """What a trainer may do that waits for nobody: kind, words, event, what it asks of engines, what it tells."""
@@ -204,14 +212,13 @@ class Model:
             yield FAULT, (who, "cannot ask engine", e), unknown
             if engine.state.endswith("applying"):
                 continue  # it is asked again until that has ended
-            # A rollback has no push that could be called off.
-            found = "unknown" if world.back[trainer.push - 1] else "unchanged"
-            found = "dirty" if engine.state.startswith("dirty") else found
+            found = "dirty" if engine.state.startswith("dirty") else "unchanged"
             found = "committed" if engine.committed == trainer.push else found
             looked = world
-            if engine.push == trainer.push and self.wrong != "a look without an abort":
+            if self.wrong != "a look without an abort":
                 # It is told to forget the push first, so that the commit, if it still comes, is refused.
-                looked = _set(world, e, _forgotten(engine))
+                looked = _set(world, e, _forgotten(engine) if engine.push == trainer.push else engine)
+                looked = _refusing(looked, trainer.push, e)
             yield late, (who, "finds engine", e, found), _answered(looked, t, e, found)
 
     def _engine(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
@@ -342,6 +349,11 @@ def _taken(world: World, t: int, e: int, p: int, engine: Engine) -> World:
     if trainer.push != p:
         return world
     return _with(world, t, trainer._replace(before=put(trainer.before, e, engine.weights)))
+
+
+def _refusing(world: World, p: int, e: int) -> World:
+    """Engine ``e`` refuses the commit of ``p`` if it still comes."""
+    return world._replace(net=world.net & ~(1 << _bit("commit", e, p)))
 
 
 def _forgotten(engine: Engine) -> Engine:

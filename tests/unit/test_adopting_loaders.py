@@ -77,7 +77,7 @@ def test_a_loader_that_is_seen_to_adopt_tensors_gets_its_own(act, apart):
         for entry in staged.layout.entries:
             entry.view(staged.data).fill_(77)  # as the sender does when it packs the next push
         assert contents(model) == {name: bits(tensor) for name, tensor in pushed(number).items()}
-    assert loading.way.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it exchanges")
+    assert loading.path.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it exchanges")
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -108,7 +108,7 @@ def test_a_sealed_loader_is_looked_at_as_well():
     loading = Loading(Packs(model_of(), loader(as_data), SPECS))
     with pytest.raises(WrongState, match="did not copy odd"):
         push_into(loading, pushed(1))
-    assert loading.way == "the engine's own loader: it packs layers"
+    assert loading.path == "the engine's own loader: it packs layers"
 
 
 ADOPTING = """

@@ -12,7 +12,7 @@ from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.packing import hash_stream
 from weightsync.trainer.ranks.assembly import hash_parts, orders_of, write
 from weightsync.trainer.ranks.assignment import plan
-from weightsync.trainer.ranks.messages import Done, Fill
+from weightsync.trainer.ranks.messages import Fill, WorkDone
 
 HANDLE = ShmHandle(path="/d", nbytes=1)
 
@@ -45,7 +45,7 @@ def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
         orders = [told(Fill("arena", HANDLE, (), "xxh3_64", one)).orders for one in orders_of(made, layout, demand)]
         written = [write(source, one.write, stream, "xxh3_64") for source, one in zip(ranks, orders, strict=True)]
         assert sum(work.nbytes for work in written) == layout.payload_bytes
-        hashed = [told(Done(hash_parts(one.hash, stream, "xxh3_64"))).work for one in orders]
+        hashed = [told(WorkDone(hash_parts(one.hash, stream, "xxh3_64"))).work for one in orders]
         assert all(work.digests for work in hashed)
         every = [digest for work in (*written, *hashed) for digest in work.digests]
         found = {(tensor, box): value for tensor, box, value in every}

@@ -128,12 +128,12 @@ def test_experts_that_change_places_get_their_own_weights_at_the_very_next_push(
     model, loading = rank
     for number in (1, 2):
         push_into(loading, checkpoint(number))
-    assert loading.way.startswith("load plan, 7 copies")
+    assert loading.path.startswith("load plan, 7 copies")
     model.rebalance([3, 4, 5, 0, 1, 2])
     assert served(model) == wanted(2)
     push_into(loading, checkpoint(3), "third")
     assert served(model) == wanted(3)
-    assert loading.way.startswith("load plan, 7 copies"), "it was recorded again, and checked"
+    assert loading.path.startswith("load plan, 7 copies"), "it was recorded again, and checked"
     fault = compared(loading, "what the loader does")
     assert fault.push == "third"
     assert "the loader does not do what was recorded with experts." in fault.fault
@@ -164,9 +164,9 @@ def test_what_changes_all_the_time_and_means_nothing_costs_nothing_in_the_end(ra
         model.busy[1] += 1
         model.config2 = [number]
         assert served(model) == wanted(number)
-        assert loading.way.startswith("load plan, 7 copies")
+        assert loading.path.startswith("load plan, 7 copies")
     assert loading.status().pushes == 7
-    assert loading._fingerprint.changed() == []
+    assert loading._dependencies.changed() == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -278,7 +278,7 @@ def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
         name: bits(tensor) for name, tensor in two_of(3).items()
     }
-    assert loading.way == "the engine's own loader: its memory moves while it is loaded"
+    assert loading.path == "the engine's own loader: its memory moves while it is loaded"
     assert compared(loading, "what is in the model").fault
 
 
@@ -288,7 +288,7 @@ def test_weights_that_are_worked_on_from_some_push_on_are_noticed_and_loaded_by_
     push_into(loading, two_of(3), "third")
     assert bits(model.plain) == bits(two_of(3)["plain"])
     assert bits(model.odd) == bits(two_of(3)["odd"] * 2)
-    assert loading.way == ("the engine's own loader: odd is not what was copied to it: it is worked on after loading")
+    assert loading.path == ("the engine's own loader: odd is not what was copied to it: it is worked on after loading")
     assert compared(loading, "what is in the model").push == "third"
 
 
@@ -317,9 +317,9 @@ def test_every_byte_of_a_large_model_is_looked_at_in_some_push(apart):
         for _ in range(100):
             loading.look_up(staged, "push")
             loading.load(staged)
-            if not loading.way.startswith("load plan"):
+            if not loading.path.startswith("load plan"):
                 break
-        assert f"{name} is not what was copied to it" in loading.way
+        assert f"{name} is not what was copied to it" in loading.path
 
 
 def test_parts_in_memory_that_moves_inside_of_a_load_are_an_error_of_this_rank():

@@ -23,6 +23,9 @@ POINTS = [
     ("rank stops", {}, "raise"),
     ("rank loads", {"tensor": 0}, "raise"),
     ("rank loaded", {}, "raise"),
+    ("trainer asks", {"route": "commit"}, "raise"),
+    ("trainer is cut off", {"route": "commit"}, "cut"),
+    ("trainer was answered", {"route": "commit"}, "raise"),
     ("front end prepares", {}, "raise"),
     ("front end commits", {}, "raise"),
 ]
@@ -61,4 +64,5 @@ def test_every_point_is_passed(rig, transport):
         assert not order.exists(), f"nobody came by {point}"
         assert said["error"], point
         assert action != "raise" or f"injected at {point}" in said["message"], (point, said)
+        assert action != "cut" or "injected before the request" in said["message"], (point, said)
         assert push("clean", transport)["error"] == "", point

@@ -148,16 +148,16 @@ def fail_third(self, weights):
     calls.append(1)
     load(self, (pair for n, pair in enumerate(weights) if len(calls) != 3 or n < 7 or 1 / 0))
 testing.ModelAdapter.load = fail_third
-testing.ModelAdapter.opened = lambda self: "it counts"
+testing.ModelAdapter.loader_hooks = lambda self: "it counts"
 """,
     "plan": """
-opened, calls = testing.ModelAdapter.opened, [1]
+opened, calls = testing.ModelAdapter.loader_hooks, [1]
 @contextlib.contextmanager
 def fail_third():
     yield
     calls.append(1)
     len(calls) != 3 or 1 / 0
-testing.ModelAdapter.opened = lambda self: opened(self)._replace(around=fail_third)
+testing.ModelAdapter.loader_hooks = lambda self: opened(self)._replace(around=fail_third)
 """,
 }
 

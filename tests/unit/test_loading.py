@@ -70,12 +70,12 @@ def push(loading, checkpoint, again=None):
 def test_the_first_push_is_loaded_by_the_engine_and_those_after_by_the_plan(folder, checkpoints):
     adapter = Counting(folder, CPU)
     loading = Loading(adapter)
-    assert loading.way == ""
+    assert loading.path == ""
     tensors = len(checkpoints[1])
     for number, checkpoint in enumerate((*checkpoints, checkpoints[0])):
         staged = push(loading, checkpoint)
         assert adapter.digest() == digest_of(checkpoint.items())
-        assert loading.way == f"load plan, {tensors} copies"
+        assert loading.path == f"load plan, {tensors} copies"
         assert adapter.given == tensors, number
     assert loading.accept([entry.spec for entry in staged.layout.entries]) is staged.layout
 
@@ -127,10 +127,10 @@ def test_memory_that_moves_after_the_push_was_accepted_is_noticed(folder, checkp
     old = adapter.model.lm_head.weight.data
     adapter.model.lm_head.weight.data = torch.zeros_like(old)
     loading.look_up(staged)
-    assert "checked by the first push" in loading.way
+    assert "checked by the first push" in loading.path
     loading.load(staged)
     assert adapter.digest() == digest_of(checkpoints[0].items())
-    assert loading.way.startswith("load plan")
+    assert loading.path.startswith("load plan")
 
 
 class Arithmetic(Counting):
@@ -148,7 +148,7 @@ def test_a_loader_that_computes_one_parameter_loads_that_one_itself(folder, chec
         want = {name: tensor * 2 if name == NAME else tensor for name, tensor in checkpoint.items()}
         assert adapter.digest() == digest_of(want.items())
         assert adapter.given == len(checkpoint) + number
-    assert loading.way == (
+    assert loading.path == (
         f"load plan, {len(checkpoints[0]) - 1} copies; the engine's own loader for {NAME} "
         "(what is copied into it is computed)"
     )
@@ -206,7 +206,7 @@ def test_what_cannot_be_planned_is_loaded_by_the_engine_which_status_says(folder
         negated = {name: -tensor if name == NAME else tensor for name, tensor in checkpoint.items()}
         assert adapter.digest() == digest_of((negated if kind is WorkedOn else checkpoint).items())
         assert adapter.given == (number + 1) * len(checkpoint)
-        assert loading.way.startswith(f"the engine's own loader: {why}")
+        assert loading.path.startswith(f"the engine's own loader: {why}")
 
 
 # --- what a complete push is, without a checkpoint on disk ------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_with_a_checkpoint_what_its_tensors_do_not_fill_is_no_fault(folder, chec
     for checkpoint in checkpoints:
         push(loading, checkpoint)
         assert adapter.digest() == digest_of(checkpoint.items())
-    assert loading.way.startswith("load plan")
+    assert loading.path.startswith("load plan")
 
 
 class Optional(Counting):

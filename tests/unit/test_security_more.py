@@ -362,7 +362,7 @@ class HeldShards:
     def expected(self):
         return Expected(MANIFEST)
 
-    def opened(self):
+    def loader_hooks(self):
         return "it holds nothing"
 
 

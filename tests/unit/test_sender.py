@@ -359,7 +359,7 @@ def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_
         "    next(iter(weights))\n"
         "    raise RuntimeError('out of luck')\n"
         "testing.ModelAdapter.load = fail_once\n"
-        "testing.ModelAdapter.opened = lambda self: 'it fails once'\n"
+        "testing.ModelAdapter.loader_hooks = lambda self: 'it fails once'\n"
         "testing.main()\n"
     )
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:

@@ -100,10 +100,10 @@ def test_a_real_load_plan_goes_every_way_that_its_table_has(monkeypatch):
     push_into(loading, two_of(5))  # recorded anew; the first push is found out
     for checkpoint in (two_of(6), turned(6), two_of(6)):  # recorded anew each time, and not tried
         loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
-    adapter.opened = lambda: "it is sealed by now"
+    adapter.loader_hooks = lambda: "it is sealed by now"
     push_into(loading, turned(7))
     assert taken == {(state, event) for state, edges in PLAN.items() for event in edges}
-    assert loading.way == "the engine's own loader: it is sealed by now"
+    assert loading.path == "the engine's own loader: it is sealed by now"
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -128,7 +128,7 @@ class DictAdapter:
     def expected(self):
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.weights.items()))
 
-    def opened(self):
+    def loader_hooks(self):
         return "it holds a dictionary"
 
     def load(self, weights):

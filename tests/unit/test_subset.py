@@ -194,7 +194,7 @@ class HalfAdapter:
     def expected(self):
         return Expected(tuple(spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()))
 
-    def opened(self):
+    def loader_hooks(self):
         return LoaderHooks(self.model, self.load, torch.no_grad)
 
     def load(self, weights):

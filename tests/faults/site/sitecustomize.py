@@ -234,10 +234,10 @@ def client(module):
             route = path.rpartition("/")[2]
             at("trainer asks", route=route)
             if body and at("trainer is cut off", route=route) == "cut":
-                raise module.exchange.NoAnswer("injected before the request")
+                raise module.http_client.NoAnswer("injected before the request")
             reply = ask(method, path, body, *more, **options)
             if at("trainer was answered", route=route) == "cut":
-                raise module.exchange.NoAnswer("injected before the reply")
+                raise module.http_client.NoAnswer("injected before the reply")
             return reply
 
         self._server.ask = faulty
@@ -262,8 +262,8 @@ PATCHES = {
     "weightsync.engine.loading.load_plan": load_plan,
     "weightsync.transports.control.engine": engine_control,
     "weightsync.transports.control.trainer": trainer_control,
-    "weightsync.transports.ipc_zmq": incoming("Incoming"),
-    "weightsync.transports.nccl.engine": incoming("Incoming"),
+    "weightsync.transports.ipc_zmq": incoming("MappedIncoming"),
+    "weightsync.transports.nccl.engine": incoming("BroadcastIncoming"),
     "weightsync.transports.nixl.incoming": incoming("Reading", "Written"),
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
