@@ -163,10 +163,64 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
     abort = asyncio.ensure_future(front.front_end.abort(FORGET))
     commit = (await queued(front, one.commit("v1"))) if waits else one.commit("v1")
     gate.set()
-    assert await abort == http.Done()
+    assert await abort == http.AbortReply(refused=True)
     with pytest.raises(errors.TransferFailed, match="has not prepared push v1") as raised:
         await commit
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[0])
+
+
+@driven
+async def test_a_rollback_that_comes_behind_its_abort_is_refused(rig):
+    front, one, _ = rig
+    for version, value in (("v1", 1), ("v2", 2)):
+        await one.stage(version, value)
+        await one.commit(version)
+    assert (await front.front_end.abort(http.AbortRequest(push="back", owner="one"))).refused
+    with pytest.raises(errors.TransferFailed, match="its sender aborted rollback back before it arrived") as raised:
+        await one.commit("back", version="v1", rollback=True)
+    assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
+    await one.commit("again", version="v1", rollback=True)
+    assert front.seen() == SERVING[1]
+
+
+@pytest.mark.parametrize("lost", ["request", "reply", "the engine"])
+def test_what_became_of_a_rollback_is_told_or_unknown_until_it_can_no_longer_arrive(made, monkeypatch, lost):
+    engine = made(Engine())
+    sender = made(Sender([engine.url], keep_previous=True))
+    sender.push(WEIGHTS[1], version="v1")
+    sender.push(WEIGHTS[2], version="v2")
+    server, late = sender._driver.engines._clients[0]._server, []
+    ask = server.ask
+
+    def breaking(method, path, *more, **options):
+        if path.endswith("/commit") and not late:
+            late.append(functools.partial(ask, method, path, *more[:1], Deadline(30.0), **options))
+            assert lost != "reply" or late[0]().status == 200
+            raise http_client.NoAnswer("the connection broke")
+        if late and lost == "the engine":
+            raise http_client.NoAnswer("the engine is not to be reached")
+        return ask(method, path, *more, **options)
+
+    monkeypatch.setattr(server, "ask", breaking)
+    if lost == "reply":
+        assert sender.rollback().version == "v1"
+        assert engine.seen() == SERVING[1]
+        return
+    with pytest.raises(errors.WeightSyncError) as raised:
+        sender.rollback()
+    assert raised.value.engines == {engine.url: "unchanged" if lost == "request" else "unknown"}
+    if lost == "the engine":
+        for change in (sender.rollback, lambda: sender.push(WEIGHTS[3]), lambda: sender.push({"a": "no tensor"})):
+            with pytest.raises(errors.WeightSyncError) as raised:
+                change()
+            assert raised.value.engines == {engine.url: "unknown"}, "it may still arrive"
+        lost = "nothing any more"
+        with pytest.raises(errors.ManifestMismatch) as raised:
+            sender.push({"one": torch.zeros(3)})
+        assert raised.value.engines == {engine.url: "unchanged"}
+    assert late[0]().status == 409
+    assert engine.seen() == SERVING[2]
+    assert sender.rollback().version == "v1"
 
 
 @pytest.mark.parametrize("told", ["unchanged", "committed", "unknown"])

@@ -16,7 +16,7 @@ PEERS = {Peer("http://a", 0), Peer("http://a", 1)}
 STATUS = http.to_json(http.StatusRequest())
 
 
-class HeldShards:
+class HeldStages:
     """The stages of a rank, which it does not get out of before it may: as where a large tensor is being hashed."""
 
     def __init__(self, stages):
@@ -36,7 +36,7 @@ class HeldShards:
 @pytest.fixture
 def front(request):
     front = request.param()
-    held = [HeldShards(rank._stages) for rank in front.ranks]
+    held = [HeldStages(rank._stages) for rank in front.ranks]
     for rank, stages in zip(front.ranks, held, strict=True):
         rank._stages = stages
     held[0].inside.set()  # the first rank is never held up

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
@@ -44,6 +45,8 @@ _DIGEST_S: Final = 300.0
 _WATCH_S: Final = 0.5
 #: What is left of a commit's time when its turn comes late: a message cannot ask for less.
 _LEAST_S: Final = 0.01
+#: How many aborts are remembered, so that a rollback that arrives after its abort is refused.
+_ABORTED: Final = 64
 #: The engine's answer comes before its trainer stops waiting for it.
 _ANSWER_S: Final = 0.25
 
@@ -103,6 +106,7 @@ class FrontEnd:
         self._lease = Lease()
         self._turn = asyncio.Lock()
         self._push = self._committed = ""
+        self._aborted: deque[str] = deque(maxlen=_ABORTED)
         self._detail = "it waits for its first push" if front.waits else ""
         self._watch: asyncio.Task[None] | None = None
 
@@ -253,6 +257,8 @@ class FrontEnd:
             self._lease.check(asked.owner)
             event = "rollback" if asked.rollback else "commit"
             if asked.rollback:
+                if asked.push in self._aborted:
+                    raise TransferFailed(f"its sender aborted rollback {asked.push} before it arrived")
                 self._machine.check("rollback")
             elif asked.push != self._push:
                 raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
@@ -289,13 +295,16 @@ class FrontEnd:
             reply.seconds["record"] = record_s
             return reply
 
-    async def abort(self, asked: http.AbortRequest) -> http.Done:
+    async def abort(self, asked: http.AbortRequest) -> http.AbortReply:
         """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
         # A sender that fails, or closes, asks and goes: what it asked for is then done without it.
         deadline = Deadline(max(asked.timeout_s, http.LOOK_S))
         async with self._exclusive("abort", deadline):
+            reply = http.AbortReply(refused=bool(asked.push))
+            if asked.push:  # perhaps a rollback that is still on its way; commits need the prepared push
+                self._aborted.append(asked.push)
             if asked.owner and asked.push and asked.push != self._push:
-                return http.Done()  # it has ended, or never began
+                return reply  # it has ended, or never began
             if asked.owner and not asked.release:
                 self._lease.check(asked.owner)
             # What is kept belongs to the lease: a sender that was refused gives nothing back of another's.
@@ -308,7 +317,7 @@ class FrontEnd:
                 self._lease.drop()
             elif mine:
                 self._lease.idle()
-        return http.Done()
+        return reply
 
     async def _forget(self, detail: str, deadline: Deadline) -> None:
         """Have the ranks forget a push that was not applied. Raises if they cannot be reached."""

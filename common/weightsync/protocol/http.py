@@ -327,6 +327,15 @@ class Done(Message, frozen=True):
     """Empty reply."""
 
 
+class AbortReply(Message, frozen=True):
+    """``refused``: a commit of the aborted push that still arrives will be refused.
+
+    Engines without this field make no such promise for a rollback.
+    """
+
+    refused: bool = False
+
+
 class ErrorReply(Message, frozen=True):
     """A refusal: ``error`` is a class name of `weightsync.errors`, ``weights`` what the engine serves after it."""
 

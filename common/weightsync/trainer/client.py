@@ -109,7 +109,7 @@ class EngineClient:
         """Whether the engine serves what it was asked to commit. Raises what is known where that is not known."""
         # One look is owed even when the time is up: it is the difference between unknown and known.
         until = Deadline(max(until.left(), _OUTCOME_S))
-        called_off = False
+        refused = False
         while until.left():
             try:
                 status = self.status(Deadline(min(until.left(), 2 * _PROBE_S)))
@@ -119,31 +119,33 @@ class EngineClient:
                     return True
                 if status.state.startswith("dirty") and not status.state.endswith("applying"):
                     raise errors.ApplyFailed(f"{self.url}: {status.detail}", weights="dirty") from error
-                if called_off:
+                if refused:
                     return False
                 if status.state.endswith("applying"):
                     time.sleep(min(_PROBE_S / 4, until.left()))
-                elif request.rollback:
-                    break  # it may still be waiting for its turn, and has no push that could be called off
-                else:
-                    # A commit that waits for its turn, or is still on its way, finds nothing to commit after this.
-                    self.abort(request.push, Deadline(until.left()), request.owner)
-                    called_off = True
+                    continue
+                # A commit that waits for its turn, or is still on its way, is refused after this.
+                refused = self.abort(request.push, Deadline(until.left()), request.owner) or not request.rollback
+                if not refused:
+                    break  # an engine of an earlier release may still carry out a rollback
             except (errors.EngineRestarted, errors.ApplyFailed):
                 raise
             except errors.WeightSyncError:
                 break
         raise error
 
-    def abort(self, push: str, deadline: Deadline, owner: str = "") -> None:
-        """Make every rank forget a push; without ``owner`` whoever's push it is, and end its lease."""
+    def abort(self, push: str, deadline: Deadline, owner: str = "") -> bool:
+        """Make every rank forget a push; without ``owner`` whoever's push it is, and end its lease.
+
+        Returns whether the engine will refuse a commit of the push that still arrives.
+        """
         request = http.AbortRequest(push=push, owner=owner, timeout_s=_patience(deadline))
-        self._post("abort", request, http.Done, deadline)
+        return self._post("abort", request, http.AbortReply, deadline).refused
 
     def release(self, address: str, owner: str, deadline: Deadline) -> None:
         """Give the lease back, and make every rank give back what it holds of the sender at ``address``."""
         request = http.AbortRequest(release=address, owner=owner, timeout_s=_patience(deadline))
-        self._post("abort", request, http.Done, deadline)
+        self._post("abort", request, http.AbortReply, deadline)
 
     def close(self) -> None:
         """End the requests that are under way in other threads."""

@@ -14,7 +14,7 @@ from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.trainer import buckets
 from weightsync.trainer.engines import Engines
-from weightsync.trainer.push import Commits, Push, Rollback, connect, release
+from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
 from weightsync.trainer.push_plan import Options, Planner, Repeated
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.results import EngineResult, PushResult
@@ -63,6 +63,7 @@ class Driver:
             return self._push(source, version, deadline, start)
 
     def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
+        settle(self.engines, deadline)
         transfer = self._provide(source)
         plan = self._planner.of(source, transfer)
         label = self._next_version() if version is None else version
@@ -125,12 +126,14 @@ class Driver:
         if self._transfer is None or outgoing is None:
             return None
         with self.engines.only(url):
+            settle(self.engines, deadline)
             _, commits = self._to_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
             return self._results(commits)[url]
 
     def rollback(self, deadline: Deadline) -> PushResult:
         """See `sender.Sender.rollback`."""
         start = time.perf_counter()
+        settle(self.engines, deadline)
         kept = {rank.previous for status in self.status(deadline).values() for rank in status.ranks}
         if len(kept) != 1 or "" in kept:
             raise TransferFailed(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import msgspec
@@ -32,6 +31,7 @@ from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
 from weightsync.trainer.client import EngineClient, check_other, weights_at_open
+from weightsync.trainer.engine import Engine
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
 
@@ -57,36 +57,6 @@ _MAX_THREADS: Final = 1 << 16
 
 Commit = Future[http.CommitReply | WeightSyncError]
 _T = TypeVar("_T")
-
-
-@dataclass
-class Engine:
-    """One engine: what it said when it was opened, and the version it served when it was last heard of.
-
-    ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
-    ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
-    ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
-    ``committed``: which instance of it was the last to commit what this sender pushed. ``record_s``: how long it stood
-    still to find out what its loader does with that.
-    """
-
-    client: EngineClient
-    hello: http.OpenReply
-    version: str
-    transport: str
-    reason: str
-    stopped: bool = False
-    leased: bool = False
-    noticed: list[str] = field(default_factory=list)
-    interfaces: str = ""
-    manifest: str = ""
-    committed: str = ""
-    record_s: float = 0.0
-
-    @property
-    def peers(self) -> set[Peer]:
-        """Its ranks."""
-        return {Peer(self.client.url, rank.rank) for rank in self.hello.ranks}
 
 
 class Engines:
@@ -147,7 +117,7 @@ class Engines:
     def untouched(self) -> dict[str, Weights]:
         """What each engine serves, by URL, if a push has not changed it."""
         known = self.by_url  # not all of them while this is built
-        return {c.url: "dirty" if c.url in known and known[c.url].stopped else "unchanged" for c in self._clients}
+        return {c.url: known[c.url].weights if c.url in known else "unchanged" for c in self._clients}
 
     def look(self, deadline: Deadline) -> dict[str, Weights]:
         """As `untouched`, of what engines say now; of one that does not, of what it said last."""
@@ -215,7 +185,9 @@ class Engines:
                 continue
             engine = self.by_url[client.url]
             engine.noticed, engine.committed = before.noticed, before.committed
-            if hello.instance != before.hello.instance:
+            if hello.instance == before.hello.instance:
+                engine.unsettled = before.unsettled
+            else:
                 engine.noticed.append("restarted since this sender last met it")
         return failed
 
@@ -288,6 +260,8 @@ class Engines:
 
     def commit(self, request: http.CommitRequest, deadline: Deadline) -> list[Commit]:
         """Ask every engine to commit, each in a thread."""
+        for engine in self.by_url.values():
+            engine.unsettled = request.push
 
         def ask(client: EngineClient) -> http.CommitReply:
             asked = msgspec.structs.replace(request, instance=self.by_url[client.url].hello.instance)
@@ -300,16 +274,18 @@ class Engines:
         replies: dict[str, http.CommitReply] = {}
         failed: dict[str, WeightSyncError] = {}
         for client, future in zip(self._clients, futures, strict=True):
+            engine = self.by_url[client.url]
             try:
                 reply = future.result(deadline.extended(_OUTCOME_S).left())
             except FutureTimeout:
                 reply = PushTimeout(f"no thread came to ask {client.url} about its commit", weights="unknown")
+            if not isinstance(reply, WeightSyncError) or reply.weights != "unknown":
+                engine.unsettled = ""
             if isinstance(reply, WeightSyncError):
                 failed[client.url] = reply
-                self.by_url[client.url].stopped |= reply.weights == "dirty"
+                engine.stopped |= reply.weights == "dirty"
             else:
                 replies[client.url] = reply
-                engine = self.by_url[client.url]
                 engine.version, engine.stopped, engine.committed = version, False, engine.hello.instance
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))

@@ -21,9 +21,11 @@ from weightsync.errors import (
     TransferFailed,
     Weights,
     WeightSyncError,
+    joined,
 )
 from weightsync.protocol import http
 from weightsync.protocol.states import Machine
+from weightsync.trainer.client import EngineClient
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
@@ -43,6 +45,28 @@ def release(transfer: Transfer, engines: Engines, urls: Iterable[str], deadline:
     engines.release({url: transfer.address(url, transport) for url, transport in by.items()}, deadline)
     for url, transport in by.items():
         transfer.disconnect(url, transport)
+
+
+def settle(engines: Engines, deadline: Deadline) -> None:
+    """Make sure that no engine still carries out a commit whose outcome is not known: it will refuse it.
+
+    It comes before anything else is asked of them: what is told of that would not stay true. Raises `WeightSyncError`,
+    with ``weights="unknown"`` for the engines that cannot be told.
+    """
+
+    def run(client: EngineClient) -> None:
+        engine = engines.by_url[client.url]
+        if engine.unsettled:
+            client.abort(engine.unsettled, deadline, engines.owner)
+            engine.unsettled = ""
+
+    if any(engine.unsettled for engine in engines.by_url.values()):
+        outcome = zip(engines.by_url, engines.try_all(run), strict=True)
+        failed = {url: error for url, error in outcome if isinstance(error, WeightSyncError)}
+        for error in failed.values():
+            error.weights = "unknown"
+        if failed:
+            raise joined(failed, engines.untouched())
 
 
 class Payload(Protocol):
