@@ -132,6 +132,8 @@ WAITING = {
     "sglang": ["--checkpoint-engine-wait-weights-before-ready"],
 }
 STREAMS, LENGTH = 8, 32_768
+#: Longer than anything takes, on a busy machine too: what has not come by then never does.
+PATIENCE_S = 300
 #: Each is asked for more than an engine makes before it is told to end, however slow the test and its push are. SGLang
 #: sends all logprobs so far with each token, is slow by that, and begins no more than it has room for to their ends.
 STREAM_TOKENS = {"vllm": 30_000, "sglang": 3_000}
@@ -150,7 +152,7 @@ class Streams:
         self.began = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
-        assert all(self.began.acquire(timeout=60) for _ in range(STREAMS))
+        assert all(self.began.acquire(timeout=PATIENCE_S) for _ in range(STREAMS))
 
     def __enter__(self):
         return self
@@ -174,7 +176,7 @@ class Streams:
         """Every stream's tokens, when all have ended; with ``more``, once each has so many more than now."""
         with self.process.stdin as told:
             told.write("" if more is None else f"{more}\n")
-        self.process.wait(180)
+        self.process.wait(PATIENCE_S)
         self.thread.join(10)
         self.process.stdout.close()
         return self.results

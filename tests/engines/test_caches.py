@@ -12,6 +12,7 @@ from weightsync.errors import PushTimeout
 from .conftest import (
     CACHES,
     NEW_TOKENS,
+    PATIENCE_S,
     PROMPT,
     STREAM_TOKENS,
     STREAMS,
@@ -73,7 +74,7 @@ def test_a_push_that_waits_for_streams_commits_when_they_have_ended(served):
             time.sleep(0.05)
         assert streams.running() == STREAMS
         assert lengths(streams.read(more=MORE)) == [True] * STREAMS
-        pushing.result(60)
+        pushing.result(PATIENCE_S)
     assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
     assert served.state().version == "waited"
 
@@ -108,7 +109,7 @@ def test_the_engines_own_version_is_the_pushed_one(served):
         sender.push(models.load_reference(served.b), version="seen-by-users")
     if served.server.engine == "vllm":
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, "temperature": 0}}
-        reply = requests.post(f"{served.server.url}/inference/v1/generate", json=body, timeout=60)
+        reply = requests.post(f"{served.server.url}/inference/v1/generate", json=body, timeout=PATIENCE_S)
         assert reply.ok, reply.text
         spans = reply.json()["choices"][0]["weight_versions"]
         assert [span["version"] for span in spans] == ["seen-by-users"]

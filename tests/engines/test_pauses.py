@@ -10,7 +10,7 @@ from tools import models, servers
 from weightsync.errors import UnsupportedOption, WeightSyncError
 from weightsync.trainer.packing import Packer
 
-from .conftest import CACHES, NEW_TOKENS, PROMPT, STREAM_TOKENS, assert_agrees, assert_same, configurations
+from .conftest import CACHES, NEW_TOKENS, PATIENCE_S, PROMPT, STREAM_TOKENS, assert_agrees, assert_same, configurations
 
 pytestmark = configurations(CACHES)
 
@@ -39,7 +39,7 @@ QUIET_S = 3.0
 
 
 def call(served, route, body):
-    return requests.post(served.server.url + route, json=body, timeout=60)
+    return requests.post(served.server.url + route, json=body, timeout=PATIENCE_S)
 
 
 def calls(served, table):
@@ -83,7 +83,7 @@ def test_an_engine_that_somebody_has_paused_stays_paused(served):
             assert (served.state().version, served.state().state) == ("while-paused", "serving")
         assert not wait([answer], timeout=QUIET_S).done
         assert call(served, *RESUME[served.server.engine]).ok
-        assert_same(answer.result(60), served.fresh_b.short)
+        assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
 @pytest.mark.parametrize("pause", ["retract", "wait"])
@@ -112,7 +112,7 @@ def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
         assert len(tokens) == seen
         enough = seen + 50
         assert call(served, *RESUME[served.server.engine]).ok
-        reading.result(60)
+        reading.result(PATIENCE_S)
     assert len(tokens) == enough
     # The prompt's KV is in the cache from a prefill of thousands of tokens, which rounds otherwise than its own.
     assert_agrees(served.server, models.load_reference(served.b), greedy(served))
@@ -140,16 +140,16 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
         assert served.state().state == "serving"
         if engine == "vllm":
             assert call(served, "/resume", None).ok  # it was paused by the calls above
-        assert_same(answer.result(60), served.fresh_b.short)
+        assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
 def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypatch):
     make_dirty(served, monkeypatch)
     for route in ("/health", "/ping"):
-        assert requests.get(served.server.url + route, timeout=30).status_code == 503
+        assert requests.get(served.server.url + route, timeout=PATIENCE_S).status_code == 503
     served.push(served.b)
     for route in ("/health", "/ping"):
-        assert requests.get(served.server.url + route, timeout=30).status_code == 200
+        assert requests.get(served.server.url + route, timeout=PATIENCE_S).status_code == 200
 
 
 def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, 
         assert served.state().state == "serving"
         assert not wait([answer], timeout=QUIET_S).done
         assert call(served, *RESUME[served.server.engine]).ok
-        assert_same(answer.result(60), served.fresh_b.short)
+        assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
 def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(served):
@@ -181,7 +181,7 @@ def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(
         assert not wait([answer], timeout=QUIET_S).done
         calls(served, {key: table[1:] for key, table in WAKE.items()})
         assert call(served, *RESUME[served.server.engine]).ok
-        assert_same(answer.result(60), served.fresh_b.short)
+        assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
 def test_status_says_nothing_is_off(served):

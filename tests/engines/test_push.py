@@ -12,6 +12,7 @@ from weightsync.protocol.names import START_LINES
 from .conftest import (
     ALL,
     NEW_TOKENS,
+    PATIENCE_S,
     PROMPT,
     STREAMS,
     Streams,
@@ -117,7 +118,7 @@ def test_a_users_own_extension_class_keeps_its_methods(served):
     if (served.server.engine, served.kind) != ("vllm", "llama"):
         pytest.skip("one configuration runs a user's own extension class: vllm-llama-1")
     body = {"method": "framework_says", "args": ["hello"]}
-    reply = requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=30)
+    reply = requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=PATIENCE_S)
     assert reply.json()["results"] == ["hello from rank 0"]
     served.push(served.b)
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
@@ -127,12 +128,12 @@ def test_an_open_session_of_somebody_else_is_left_alone(served):
     if served.server.engine != "sglang":
         pytest.skip("weight-update sessions are SGLang's: sglang configurations run this")
     served.push(served.a)
-    assert requests.post(f"{served.server.url}/begin_weight_update", json={}, timeout=60).ok
+    assert requests.post(f"{served.server.url}/begin_weight_update", json={}, timeout=PATIENCE_S).ok
     with pytest.raises(TransferFailed, match="session of somebody else is open") as raised:
         served.push(served.b)
     assert raised.value.weights == "unchanged"
     assert served.state().state == "serving"
-    assert requests.post(f"{served.server.url}/end_weight_update", json={}, timeout=60).ok
+    assert requests.post(f"{served.server.url}/end_weight_update", json={}, timeout=PATIENCE_S).ok
     served.push(served.b)
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
@@ -140,13 +141,13 @@ def test_an_open_session_of_somebody_else_is_left_alone(served):
 def test_wrong_keys_and_rubbish_reach_nothing(served):
     url = f"{served.server.url}/weightsync"
     for route in ("status", "open", "update_weights_via_ipc_zmq", "commit", "abort"):
-        assert requests.post(f"{url}/{route}", data=b"{}", timeout=30).status_code == 401
+        assert requests.post(f"{url}/{route}", data=b"{}", timeout=PATIENCE_S).status_code == 401
         wrong = {"Authorization": "Bearer wrong"}
-        assert requests.post(f"{url}/{route}", data=b"{}", headers=wrong, timeout=30).status_code == 401
+        assert requests.post(f"{url}/{route}", data=b"{}", headers=wrong, timeout=PATIENCE_S).status_code == 401
         right = {"Authorization": f"Bearer {engine_token()}"}
         for body in (b"", b"{", b"[]", b"\x80\x04\x95.", b'{"push":[],"digest":1,"protocol":0}'):
-            status = requests.post(f"{url}/{route}", data=body, headers=right, timeout=30).status_code
+            status = requests.post(f"{url}/{route}", data=body, headers=right, timeout=PATIENCE_S).status_code
             assert 400 <= status < 500, (route, body, status)
-    assert requests.get(f"{served.server.url}/health", timeout=30).status_code == 200
+    assert requests.get(f"{served.server.url}/health", timeout=PATIENCE_S).status_code == 200
     served.push(served.b)
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
