@@ -68,7 +68,7 @@ class Trainer:
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
         self._folder = tempfile.mkdtemp(prefix="weightsync-files-")
-        self._others, self._known, self._session = others, {}, None
+        self._others, self._known = others, {}
 
     def connect(self, engines, timeout_s):
         return {
@@ -80,12 +80,30 @@ class Trainer:
     def connected(self, replies, deadline):
         self._known.update({url: reply.instance for url, reply in replies.items()})
 
-    def await_ranks(self, plan, layout, arenas, peers, deadline):
-        self._plan, self._layout, self._stream = plan, layout, arenas[0].bytes
+    def begin(self, plan, layout, arenas, peers, deadline):
+        session = PushSession(self._control, plan.push, layout, peers, deadline)
+        return Sending(session, plan, layout, arenas[0].bytes, self._folder, self._others)
+
+    def disconnect(self, engine):
+        self._known.pop(engine, None)
+
+    def forget(self):
+        pass
+
+    def close(self):
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._control.close()
+
+
+class Sending:
+    def __init__(self, session, plan, layout, stream, folder, others):
+        self._session, self._plan, self._layout, self._stream = session, plan, layout, stream
+        self._folder, self._others = folder, others
         self._sources, self._gone = 1, -1
-        self._session = PushSession(self._control, plan.push, layout, peers, deadline)
-        self._session.await_ranks(lambda _: Offer(push=plan.push, arena=self._folder))
-        if plan.stream:
+
+    def await_ranks(self):
+        self._session.await_ranks(lambda _: Offer(push=self._plan.push, arena=self._folder))
+        if self._plan.stream:
             self._session.all_prepared("the ranks to be ready")
 
     def needs(self):
@@ -126,21 +144,9 @@ class Trainer:
         return seconds
 
     def cancel(self, error):
-        if self._session is not None:
-            self._session.cancel(error)
-            self._session = None
-            for path in Path(self._folder).iterdir():
-                path.unlink(missing_ok=True)
-
-    def disconnect(self, engine):
-        self._known.pop(engine, None)
-
-    def forget(self):
-        self._stream = None
-
-    def close(self):
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._control.close()
+        self._session.cancel(error)
+        for path in Path(self._folder).iterdir():
+            path.unlink(missing_ok=True)
 
 
 class Source:

@@ -1,14 +1,12 @@
 """Trainers, engines and the messages between them, as `explorer` walks through them.
 
 The model takes what is legal from `states.ENGINE` and `states.PUSH`, and the order of calls from the drivers:
-prepare all, transfer, commit all, on failure abort all. A request may arrive at any time, also when its trainer has
-given up on it, or never; so may its reply. A step is *fair* if it happens by itself sooner or later (a delivery, an end
-of waiting in vain, a load that ends), a *fault* (a loss, a crash, a failed load, a deadline that passes although all is
-well), or a *start* that somebody has to want. Steps whose order nobody can tell are one: bytes arrive and are verified,
-a reply is read, a commit whose reply is missing is looked after. An engine is one machine: some ranks' load fails.
-
-Bounds: two engines; two pushes, by one trainer or one each by two; rollbacks, of one trainer; and what `Model` says of
-faults. No engine is caught up by itself.
+prepare all, transfer, commit all, on failure abort all. A request may arrive at any time, or never; so may its reply.
+A step is *fair* if it happens by itself sooner or later (a delivery, the end of a wait in vain, a load that ends), a
+*fault* (a loss, a crash, a failed load, a deadline that passes although all is well), or a *start* that somebody has
+to want. Steps whose order nobody can tell are one: bytes arrive and are verified, a reply is read, a commit whose
+reply is missing is looked after. An engine is one machine: some ranks' load fails. Bounds: two engines; two pushes, by
+one trainer or one each by two; rollbacks, by one trainer; what `Model` says of faults; nobody catches up.
 """
 
 import functools
@@ -145,16 +143,14 @@ class Model:
             p = world.started + 1
             if p <= self.pushes and t == min(p, self.trainers) - 1:
                 begun = Trainer(PUSH["idle"]["push"], p, p, calls=("asked",) * 2)
-                settled = self._settled(world, trainer)
-                pushes = _with(settled, t, begun)._replace(started=p, net=settled.net | 0b11 << _bit("prepare", 0, p))
-                yield START, (who, "pushes", p), pushes
+                at = _with(self._settled(world, trainer), t, begun)
+                yield START, (who, "pushes", p), at._replace(started=p, net=at.net | 0b11 << _bit("prepare", 0, p))
             kept = {engine.previous for engine in world.engines}
             if self.rollbacks and kept != {MIXED} and len(kept) == 1 and p <= self.pushes + self.rollbacks:
                 begun = Trainer(PUSH["idle"]["rollback"], p, *kept, calls=("asked",) * 2, confirmed=ALL)
                 back, ready = put(world.back, p - 1, *kept), put(world.ready, p - 1, ALL)
-                settled = self._settled(world, trainer)
-                asked = _with(settled, t, begun)._replace(started=p, net=settled.net | 0b11 << _bit("commit", 0, p))
-                yield START, (who, "goes back to", *kept), asked._replace(back=back, ready=ready)
+                at = _with(self._settled(world, trainer), t, begun)._replace(started=p, back=back, ready=ready)
+                yield START, (who, "goes back to", *kept), at._replace(net=at.net | 0b11 << _bit("commit", 0, p))
             if known:
                 yield START, (who, "closes"), _lapse(_with(world, t, trainer._replace(state=PUSH["idle"]["close"])), t)
         elif trainer.state not in RESTING:
@@ -168,11 +164,9 @@ class Model:
                 yield kind, (who, what, trainer.push, *changes.get("told", ())), after._replace(net=net)
 
     def _settled(self, world: World, trainer: Trainer) -> World:
-        """Before it begins anything else, a trainer has engines refuse the rollback whose outcome it does not know."""
-        if trainer.push and world.back[trainer.push - 1] and self.wrong != "a rollback that is left to arrive":
-            for e in ENGINES:
-                world = _refusing(world, trainer.push, e)
-        return world
+        """Engines refuse the rollback whose outcome a trainer does not know, before it begins anything else."""
+        left = self.wrong == "a rollback that is left to arrive" or not (trainer.push and world.back[trainer.push - 1])
+        return world if left else _refusing(world, trainer.push, *ENGINES)
 
     def _decisions(self, world: World, trainer: Trainer) -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
         """What a trainer may do that waits for nobody: kind, words, event, what it asks of engines, what it tells."""
@@ -215,10 +209,9 @@ class Model:
             found = "dirty" if engine.state.startswith("dirty") else "unchanged"
             found = "committed" if engine.committed == trainer.push else found
             looked = world
-            if self.wrong != "a look without an abort":
-                # It is told to forget the push first, so that the commit, if it still comes, is refused.
-                looked = _set(world, e, _forgotten(engine) if engine.push == trainer.push else engine)
-                looked = _refusing(looked, trainer.push, e)
+            if self.wrong != "a look without an abort":  # after which a commit that still comes is refused
+                mine = engine.push == trainer.push
+                looked = _refusing(_set(world, e, _forgotten(engine) if mine else engine), trainer.push, e)
             yield late, (who, "finds engine", e, found), _answered(looked, t, e, found)
 
     def _engine(self, world: World, e: int, engine: Engine) -> Iterator[Step]:
@@ -351,9 +344,9 @@ def _taken(world: World, t: int, e: int, p: int, engine: Engine) -> World:
     return _with(world, t, trainer._replace(before=put(trainer.before, e, engine.weights)))
 
 
-def _refusing(world: World, p: int, e: int) -> World:
-    """Engine ``e`` refuses the commit of ``p`` if it still comes."""
-    return world._replace(net=world.net & ~(1 << _bit("commit", e, p)))
+def _refusing(world: World, p: int, *engines: int) -> World:
+    """These engines refuse the commit of ``p`` if it still comes."""
+    return world._replace(net=world.net & ~sum(1 << _bit("commit", e, p) for e in engines))
 
 
 def _forgotten(engine: Engine) -> Engine:

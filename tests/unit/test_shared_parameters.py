@@ -197,7 +197,7 @@ def test_what_was_found_by_a_push_that_ended_there_is_not_taken_for_what_is_mapp
             sender.push(trained)
         parameter = next(trained.parameters())
         parameter.data = (parameter.data * 2).share_memory_()
-        assert sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer).lent is not None
+        assert sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer).shared is not None
         sender.push(trained)
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
@@ -246,9 +246,9 @@ def test_a_slice_lies_in_one_part():
 def in_another_process(handle, code):
     begin = (
         "import resource, sys\nfrom weightsync.memory import shared_parameters\nfrom weightsync.protocol import http\n"
-        "from weightsync.protocol.handles import InPlaceHandle\n"
+        "from weightsync.protocol.handles import SharedParametersHandle\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "found = shared_parameters.attach(http.from_json(sys.stdin.read(), InPlaceHandle))\n"
+        "found = shared_parameters.attach(http.from_json(sys.stdin.read(), SharedParametersHandle))\n"
     )
     command = [sys.executable, "-c", begin + code]
     return subprocess.run(command, check=False, input=http.to_json(handle), stderr=subprocess.PIPE)

@@ -20,7 +20,7 @@ from weightsync.tensors.subset import Digests, Wanted
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
 from weightsync.trainer.packing import Packer, hash_stream
 from weightsync.trainer.ranks import Coordinator
-from weightsync.transports.base import Peer, Progress, TrainerEnd
+from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
 
 Packed = dict[int, tuple[tuple[object, ...], PackPlan | None, bool]]
 """By arena, what was packed last, and how to do so again if it was planned."""
@@ -55,8 +55,8 @@ class Outgoing:
     ):
         self.plan, self.layout, self.arena, self.announced = plan, layout, arena, list(announced)
         self._by_name, self._packed, self._others = ends, packed, others
-        #: Those that carry this push.
-        self._ends: list[TrainerEnd] = []
+        #: This push, in each of the transports that carry it.
+        self._sendings: list[Sending] = []
         #: What is to be hashed for those who came.
         self.demand = Wanted(())
 
@@ -72,10 +72,10 @@ class Outgoing:
     def await_ranks(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
         """Return once every rank, by transport, has come for the bytes. Raises `TransferFailed` or `PushTimeout`."""
         for name, those in peers.items():
-            end = self._by_name[name]
-            self._ends.append(end)
-            end.await_ranks(self.plan, self.layout, [self.arena, *self._others], those, deadline)
-        self.demand = Wanted(parts for end in self._ends for parts in end.needs())
+            sending = self._by_name[name].begin(self.plan, self.layout, [self.arena, *self._others], those, deadline)
+            self._sendings.append(sending)
+            sending.await_ranks()
+        self.demand = Wanted(parts for sending in self._sendings for parts in sending.needs())
 
     def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, identity: object | None = None) -> Sent:
         """Pack and send the stream; returns once every rank has it, and verified. Raises as `await_ranks`.
@@ -142,20 +142,20 @@ class Outgoing:
         return self._finish()
 
     def _announce(self, number: int, digests: Digests) -> None:
-        for end in self._ends:
-            end.announce(number, digests)
+        for sending in self._sendings:
+            sending.announce(number, digests)
 
     def _finish(self) -> float:
-        return max(end.finish() for end in self._ends)
+        return max(sending.finish() for sending in self._sendings)
 
     def _acquire(self, bucket: int) -> None:
-        for end in self._ends:
-            end.acquire(bucket)
+        for sending in self._sendings:
+            sending.acquire(bucket)
 
     def cancel(self, error: BaseException) -> None:
         """Tell the ranks that no more will come."""
-        while self._ends:
-            self._ends.pop().cancel(error)
+        while self._sendings:
+            self._sendings.pop().cancel(error)
 
 
 def _noted(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:

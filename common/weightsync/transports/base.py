@@ -47,6 +47,31 @@ class Bucket(NamedTuple):
     digests: tuple[int, ...]
 
 
+class Sending(Protocol):
+    """One push as a trainer end sends it."""
+
+    def await_ranks(self) -> None:
+        """Return once every rank has connected. Raises `TransferFailed` or `PushTimeout`, naming the ranks."""
+
+    def acquire(self, bucket: int) -> None:
+        """Wait until the slot of this bucket may be written. Raises as `await_ranks`."""
+
+    def needs(self) -> Iterable[Subset]:
+        """What the ranks that have connected need of the tensors."""
+
+    def announce(self, bucket: int, digests: Digests) -> None:
+        """The bucket lies in its slot: let it travel. Raises as `await_ranks`."""
+
+    def finish(self) -> float:
+        """Wait until every rank holds the stream, verified; returns the seconds that the slowest took to verify.
+
+        Raises as `await_ranks`.
+        """
+
+    def cancel(self, error: BaseException) -> None:
+        """Tell the ranks that have connected that no more will come, because of ``error``."""
+
+
 class TrainerEnd(Protocol):
     """Sends; lives as long as the sender, or until a push fails."""
 
@@ -65,28 +90,13 @@ class TrainerEnd(Protocol):
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
         """The message that makes an engine's ranks come for the bytes: ``plan`` with this end's address and secret."""
 
-    def await_ranks(
+    def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
-    ) -> None:
-        """Return once every peer has come for the bytes, which will lie in the first of ``arenas``, the sender's.
+    ) -> Sending:
+        """A push of the stream of ``layout`` to ``peers``; its bytes will lie in the first of ``arenas``.
 
-        Raises `TransferFailed` or `PushTimeout`, naming the peers.
+        The other ``arenas`` are the sender's too, and ranks may still read them.
         """
-
-    def acquire(self, bucket: int) -> None:
-        """Wait until the slot of this bucket may be written. Raises as `await_ranks`."""
-
-    def needs(self) -> Iterable[Subset]:
-        """What the ranks that have come keep of the tensors."""
-
-    def announce(self, bucket: int, digests: Digests) -> None:
-        """The bucket lies in its slot: let it travel. Raises as `await_ranks`."""
-
-    def finish(self) -> float:
-        """Wait until every peer has the stream, verified; seconds that took the slowest. Raises as `await_ranks`."""
-
-    def cancel(self, error: BaseException) -> None:
-        """Tell the peers that no more will come."""
 
     def disconnect(self, engine: str) -> None:
         """The engine at this URL was told to forget this end: it is to be introduced again."""

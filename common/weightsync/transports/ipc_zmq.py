@@ -37,8 +37,6 @@ class IpcZmqTrainerEnd:
     def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
         self._control = TrainerControl(remote=False)
         self.address, self.request = self._control.address, self._control.request
-        self._session: PushSession | None = None
-        self._slots, self._last, self._stream = 0, 0, False
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """There is nothing to prepare."""
@@ -47,49 +45,11 @@ class IpcZmqTrainerEnd:
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
 
-    def await_ranks(
+    def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
-    ) -> None:
+    ) -> MappedSending:
         """See `base.TrainerEnd`."""
-        self._slots, self._last, self._stream = plan.slots, layout.buckets(plan.bucket_bytes) - 1, plan.stream
-        self._session = PushSession(self._control, plan.push, layout, peers, deadline)
-        alive, arena = tuple(arena.name for arena in arenas), arenas[0]
-
-        def offer(mapped: tuple[str, ...]) -> Offer:
-            handle = control.raw_handle(None if arena.name in mapped else arena.handle())
-            return Offer(push=plan.push, arena=arena.name, handle=handle, alive=alive)
-
-        self._session.await_ranks(offer)
-        if plan.stream:
-            self._session.all_prepared("the ranks to map the arena")
-
-    def _pushing(self) -> PushSession:
-        assert self._session is not None, "await_ranks() comes first"
-        return self._session
-
-    def acquire(self, bucket: int) -> None:
-        """See `base.TrainerEnd`."""
-        self._pushing().all_taken(bucket - self._slots)
-
-    def needs(self) -> Iterable[Subset]:
-        """See `base.TrainerEnd`."""
-        return self._pushing().needs.values()
-
-    def announce(self, bucket: int, digests: Digests) -> None:
-        """See `base.TrainerEnd`."""
-        self._pushing().announce(bucket, digests)
-
-    def finish(self) -> float:
-        """See `base.TrainerEnd`."""
-        if self._stream:
-            self._pushing().all_taken(self._last)
-        return self._pushing().all_prepared("the ranks to hold and verify everything")
-
-    def cancel(self, error: BaseException) -> None:
-        """See `base.TrainerEnd`."""
-        if self._session is not None:
-            self._session.cancel(error)
-            self._session = None
+        return MappedSending(PushSession(self._control, plan.push, layout, peers, deadline), plan, layout, arenas)
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""
@@ -100,6 +60,48 @@ class IpcZmqTrainerEnd:
     def close(self) -> None:
         """Release socket and directory; idempotent."""
         self._control.close()
+
+
+class MappedSending:
+    """See `base.Sending`; ranks map the first of ``arenas``."""
+
+    def __init__(self, session: PushSession, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena]):
+        self._session, self._plan, self._arenas = session, plan, arenas
+        self._last = layout.buckets(plan.bucket_bytes) - 1
+
+    def await_ranks(self) -> None:
+        """See `base.Sending`."""
+        alive, arena = tuple(arena.name for arena in self._arenas), self._arenas[0]
+
+        def offer(mapped: tuple[str, ...]) -> Offer:
+            handle = control.raw_handle(None if arena.name in mapped else arena.handle())
+            return Offer(push=self._plan.push, arena=arena.name, handle=handle, alive=alive)
+
+        self._session.await_ranks(offer)
+        if self._plan.stream:
+            self._session.all_prepared("the ranks to map the arena")
+
+    def acquire(self, bucket: int) -> None:
+        """See `base.Sending`."""
+        self._session.all_taken(bucket - self._plan.slots)
+
+    def needs(self) -> Iterable[Subset]:
+        """See `base.Sending`."""
+        return self._session.needs.values()
+
+    def announce(self, bucket: int, digests: Digests) -> None:
+        """See `base.Sending`."""
+        self._session.announce(bucket, digests)
+
+    def finish(self) -> float:
+        """See `base.Sending`."""
+        if self._plan.stream:
+            self._session.all_taken(self._last)
+        return self._session.all_prepared("the ranks to hold and verify everything")
+
+    def cancel(self, error: BaseException) -> None:
+        """See `base.Sending`."""
+        self._session.cancel(error)
 
 
 class IpcZmqEngineEnd:

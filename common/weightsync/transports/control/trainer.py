@@ -164,7 +164,7 @@ class PushSession:
         self._taken = dict.fromkeys(peers, -1)
         self._prepared: dict[Peer, float] = {}
         #: The ranks that are to be written to, and where.
-        self.rooms: dict[Peer, WriteWindow] = {}
+        self.windows: dict[Peer, WriteWindow] = {}
         #: Called now and then while something is waited for: raises where that is in vain.
         self.watch: Callable[[], None] = lambda: None
 
@@ -262,10 +262,10 @@ class PushSession:
         elif isinstance(message, Prepared):
             self._prepared[sender] = message.verify_s
         elif isinstance(message, WriteWindow):
-            known = self.rooms.get(sender)
+            known = self.windows.get(sender)
             again = known is not None and message.handle == control.NO_HANDLE
             handle = known.handle if known is not None and again else message.handle
-            self.rooms[sender] = msgspec.structs.replace(message, handle=handle)
+            self.windows[sender] = msgspec.structs.replace(message, handle=handle)
         else:
             raise named(message, str(sender))
 

@@ -50,7 +50,8 @@ class NcclTrainerEnd:
         self._known: dict[str, str] = {}
         self._names: list[str] = []
         self._here = ""
-        self._push: _Push | None = None
+        #: The broadcasts of the last push.
+        self._works: list[Any] = []
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
@@ -118,52 +119,16 @@ class NcclTrainerEnd:
                 self._leave()
                 raise
 
-    def await_ranks(
+    def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
-    ) -> None:
-        """See `base.TrainerEnd`."""
-        assert self._group is not None, "introduced() comes first"
-        name = self._group.name
-        talk = PushSession(self._control, plan.push, layout, peers, deadline)
-        self._push = _Push(self._group, talk, arenas[0], plan, layout, self._helpers)
-        self._push.talk.await_ranks(lambda _: Offer(push=plan.push, arena=name))
-        if plan.stream:
-            self._push.talk.all_prepared("the ranks to be ready")
-
-    @contextlib.contextmanager
-    def _pushing(self) -> Iterator[_Push]:
-        """The push under way; what goes wrong with it is told as by `_naming`."""
-        push = self._push
-        assert push is not None, "await_ranks() comes first"
-        with _naming(lambda: push.senders):
-            yield push
-
-    def acquire(self, bucket: int) -> None:
-        """See `base.TrainerEnd`."""
-        with self._pushing() as push:
-            push.sent(bucket - push.plan.slots)
-
-    def needs(self) -> Iterable[Subset]:
-        """See `base.TrainerEnd`."""
-        with self._pushing() as push:
-            return push.talk.needs.values()
-
-    def announce(self, bucket: int, digests: Digests) -> None:
-        """See `base.TrainerEnd`."""
-        with self._pushing() as push:
-            push.send(bucket, digests)
-
-    def finish(self) -> float:
-        """See `base.TrainerEnd`."""
-        with self._pushing() as push:
-            return push.finish()
-
-    def cancel(self, error: BaseException) -> None:
-        """See `base.TrainerEnd`; what has left here may be half-way at a rank, to which the group is of no use then."""
-        if self._push is not None:
-            self._push.talk.cancel(error)
-            self._leave()
-            self._push = None
+    ) -> BroadcastSending:
+        """See `base.TrainerEnd`. Raises `TransferFailed` where the group has been left since `connected`."""
+        if self._group is None:
+            raise TransferFailed("the process group was left before the push began; push again")
+        session = PushSession(self._control, plan.push, layout, peers, deadline)
+        sending = BroadcastSending(self._group, session, arenas[0], plan, layout, self._helpers, self._leave)
+        self._works = sending.works
+        return sending
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`; the group is one short."""
@@ -172,13 +137,13 @@ class NcclTrainerEnd:
 
     def forget(self) -> None:
         """See `base.TrainerEnd`."""
-        self._push = None
+        self._works = []
 
     def _leave(self) -> None:
         if self._group is not None:
-            self._group.drop(self._push.works if self._push is not None else ())
+            self._group.drop(self._works)
         self._group = self._asked = self._store = None
-        self._known = {}
+        self._known, self._works = {}, []
 
     def close(self) -> None:
         """Leave the group, release the socket; idempotent."""
@@ -186,72 +151,97 @@ class NcclTrainerEnd:
         self._control.close()
 
 
-class _Push:
-    """One push of the trainer end."""
+class BroadcastSending:
+    """See `base.Sending`; ``leave`` gives up the group, which is of no use to a rank that a broadcast has failed at."""
 
     def __init__(
         self,
         group: Group,
-        talk: PushSession,
+        session: PushSession,
         arena: Arena,
         plan: UpdateRequest,
         layout: Layout,
         helpers: PeerRanks | None,
+        leave: Callable[[], None],
     ):
-        self._group, self.talk, self._arena, self.plan, self._layout = group, talk, arena, plan, layout
-        #: By bucket; none for what is empty, or travels in another rank's lane.
+        self._group, self._session, self._arena, self._plan, self._layout = group, session, arena, plan, layout
+        self._helpers, self._leave = helpers, leave
+        #: By bucket; none for what is empty, or is broadcast by another rank of the trainer.
         self.works: list[Any] = []
         self._sent = -1
-        self._helpers = helpers
         #: How many ranks send.
-        self._lanes = 1
+        self._senders = 1
 
-    def send(self, bucket: int, digests: Digests) -> None:
-        size, nbytes, deadline = self.plan.bucket_bytes, self._layout.nbytes, self.talk.deadline
-        if not bucket and (helpers := self._helpers) is not None and helpers.filled:
-            self._lanes = helpers.size
-            helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
-            self.talk.watch = lambda: helpers.check(deadline)
-        lane = bucket % self._lanes
-        self.talk.announce(bucket, digests, lane)
-        slot = (bucket % self.plan.slots) * size
-        data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
-        own = not lane and data.numel()
-        self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
+    def await_ranks(self) -> None:
+        """See `base.Sending`."""
+        with self._naming():
+            self._session.await_ranks(lambda _: Offer(push=self._plan.push, arena=self._group.name))
+            if self._plan.stream:
+                self._session.all_prepared("the ranks to be ready")
 
-    def sent(self, bucket: int) -> None:
-        """Wait until a bucket, and all before it, have left; those of the other ranks are not looked at."""
+    def needs(self) -> Iterable[Subset]:
+        """See `base.Sending`."""
+        return self._session.needs.values()
+
+    def acquire(self, bucket: int) -> None:
+        """See `base.Sending`."""
+        with self._naming():
+            self._await_broadcasts(bucket - self._plan.slots)
+
+    def announce(self, bucket: int, digests: Digests) -> None:
+        """See `base.Sending`."""
+        size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
+        with self._naming():
+            if not bucket and (helpers := self._helpers) is not None and helpers.filled:
+                self._senders = helpers.size
+                helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
+                self._session.watch = lambda: helpers.check(deadline)
+            sender = bucket % self._senders
+            self._session.announce(bucket, digests, sender)
+            slot = (bucket % self._plan.slots) * size
+            data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
+            own = not sender and data.numel()
+            self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
+
+    def _await_broadcasts(self, bucket: int) -> None:
+        """Wait until rank 0's broadcasts of a bucket, and of all before it, have ended."""
+        session = self._session
         while self._sent < bucket:
             work, number = self.works[self._sent + 1], self._sent + 1
             if work is not None:
-                self.talk.wait(
-                    lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
+                session.wait(
+                    lambda: set() if work.is_completed() else session.without(number),  # noqa: B023 - called here
                     f"bucket {number} to be broadcast",
                     parallel_broadcast.LOOK_S,
                 )
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    gone = self.talk.cancel(error) or self.talk.without(number)
+                    gone = session.cancel(error) or session.without(number)
                     raise TransferFailed(
                         f"bucket {number} could not be broadcast to {', '.join(sorted(map(str, gone)))}: {error}"
                     ) from error
             self._sent += 1
 
     def finish(self) -> float:
+        """See `base.Sending`."""
         last = len(self.works) - 1
-        self.sent(last)
-        if self.plan.stream:
-            self.talk.all_taken(last)
-        verify_s = self.talk.all_prepared("the ranks to hold and verify everything")
-        if (senders := self.senders) is not None:
-            senders.answered("to broadcast its part", self.talk.deadline)
+        with self._naming():
+            self._await_broadcasts(last)
+            if self._plan.stream:
+                self._session.all_taken(last)
+            verify_s = self._session.all_prepared("the ranks to hold and verify everything")
+            if self._helpers is not None and self._senders > 1:
+                self._helpers.answered("to broadcast its part", self._session.deadline)
         return verify_s
 
-    @property
-    def senders(self) -> PeerRanks | None:
-        """The others, where they send too."""
-        return self._helpers if self._lanes > 1 else None
+    def cancel(self, error: BaseException) -> None:
+        """See `base.Sending`; a rank may have part of a broadcast, and the group is of no use to it then."""
+        self._session.cancel(error)
+        self._leave()
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        return _naming(lambda: self._helpers if self._senders > 1 else None)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,8 @@ from weightsync.transports.nixl.messages import NixlHandle
 IN_FLIGHT: Final = 2
 
 
-class NixlEnd(Protocol):
-    """What a rank's end, `nixl.NixlEngineEnd`, offers a push."""
+class Link(Protocol):
+    """What `engine.Link` offers a push."""
 
     def reads(self, arena: str, request: UpdateRequest, parts: Subset, stage: torch.Tensor | None) -> Transfers:
         """READs of what is kept of every bucket."""
@@ -47,8 +47,8 @@ class _Push:
 
     whole: torch.Tensor | None = None
 
-    def __init__(self, end: NixlEnd, call: RankSession, request: UpdateRequest, parts: Subset, arena: str, rank: int):
-        self._end, self._call, self._request, self._parts, self._rank = end, call, request, parts, rank
+    def __init__(self, link: Link, call: RankSession, request: UpdateRequest, parts: Subset, arena: str, rank: int):
+        self._link, self._call, self._request, self._parts, self._rank = link, call, request, parts, rank
         self._layout = parts.layout
         self.arena = arena
         self._announced: list[BucketReady] = []
@@ -63,7 +63,7 @@ class _Push:
 
     def _bucket(self, number: int, memory: torch.Tensor, slots: int) -> Bucket:
         if number + 1 == self._layout.buckets(self._request.bucket_bytes):
-            self._end.arrived()
+            self._link.arrived()
         at, nbytes = number % slots * self._request.bucket_bytes, self._nbytes(number)
         return Bucket(number, memory[at : at + nbytes], self._announced[number].digests)
 
@@ -79,7 +79,7 @@ class Reading(_Push):
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
         with self._call.explained():
-            reads = self._end.reads(self.arena, self._request, self._parts, stage)
+            reads = self._link.reads(self.arena, self._request, self._parts, stage)
         # Without a stage the other buffer is still being looked at.
         ahead = IN_FLIGHT if stage is not None else 1
         posted = 0
@@ -116,8 +116,8 @@ class Written(_Push):
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
-        memory, slots = self._end.memory(self._request, stage), count if stage is not None else IN_FLIGHT
-        window = control.raw_handle(self._end.opened(memory))
+        memory, slots = self._link.memory(self._request, stage), count if stage is not None else IN_FLIGHT
+        window = control.raw_handle(self._link.opened(memory))
         self._call.say(WriteWindow(self._request.push, slots, slots, window))
         here = self._parts.idle(self._request.bucket_bytes)
         for number in range(count):
@@ -130,7 +130,7 @@ class Written(_Push):
                 self._call.say(WriteWindow(self._request.push, slots, number + 1 + slots))
 
     def _arrived(self) -> Iterator[int]:
-        for notice in self._end.notifications():
+        for notice in self._link.notifications():
             try:
                 message = control.unpack_from_rank(notice)
             except msgspec.MsgspecError:

@@ -40,18 +40,12 @@ class NixlTrainerEnd:
         self._device, self._given = device, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
-        self._agent = Agent(device, 0)
+        self.agent = Agent(device, 0)
         #: What is registered, by the name of the arena.
         self._registered: dict[str, Any] = {}
         self._known: dict[str, str] = {}
-        self._agents: dict[str, Peer] = {}
-        self._session: PushSession | None = None
-        self._plan: UpdateRequest | None = None
-        self._writer = Writer(self._agent)
-        #: Of this push, the buckets that each rank has read or needs not, and the last before which none is missing.
-        self._ended: dict[Peer, set[int]] = {}
-        self._read: dict[Peer, int] = {}
-        self._last = 0
+        self.agents: dict[str, Peer] = {}
+        self.writer = Writer(self.agent)
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
@@ -61,13 +55,13 @@ class NixlTrainerEnd:
             if self._known.get(url) != hello.instance:
                 self._known.pop(url, None)
                 asked[url] = RegisterNixl(
-                    agent=self._agent.name,
-                    metadata=self._agent.metadata(),
+                    agent=self.agent.name,
+                    metadata=self.agent.metadata(),
                     timeout_s=timeout_s,
                     address=self.address(url),
                     instance=hello.instance,
                     host=arenas.host_id(),
-                    rdma=bool(self._agent.nic),
+                    rdma=bool(self.agent.nic),
                 )
         return asked
 
@@ -75,130 +69,141 @@ class NixlTrainerEnd:
         """See `base.TrainerEnd`; returns once every rank has been heard of by NIXL itself, both ways."""
         silent: dict[str, Peer] = {}
         for url, reply in replies.items():
-            self._agents = {agent: peer for agent, peer in self._agents.items() if peer.engine != url}
+            self.agents = {agent: peer for agent, peer in self.agents.items() if peer.engine != url}
             silent.update({rank.agent: Peer(url, rank.rank) for rank in reply.ranks})
             for rank in reply.ranks:
-                self._writer.drop(rank.agent)
-                self._agent.forget(rank.agent)  # its end of an older connection is gone
-                self._agent.add_peer(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
-        self._agents.update(silent)
+                self.writer.drop(rank.agent)
+                self.agent.forget(rank.agent)  # its end of an older connection is gone
+                self.agent.add_peer(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
+        self.agents.update(silent)
         while silent:
             deadline.check(f"{', '.join(sorted(map(str, silent.values())))} to be reached over NIXL")
-            for agent in self._agent.notifications().keys() & silent.keys():
-                self._agent.notify(agent, WARM, str(silent.pop(agent)))
+            for agent in self.agent.notifications().keys() & silent.keys():
+                self.agent.notify(agent, WARM, str(silent.pop(agent)))
             time.sleep(SPIN_S)
         self._known.update({url: reply.instance for url, reply in replies.items()})
 
-    def await_ranks(
+    def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
-    ) -> None:
+    ) -> NixlSending:
         """See `base.TrainerEnd`."""
         memory = {arena.name: arena.bytes for arena in arenas if isinstance(arena.bytes, torch.Tensor)}
         assert len(memory) == len(arenas), "only ranks on this host read parameters where they are"
         for name in memory.keys() - self._registered.keys():
-            self._registered[name] = self._agent.register(memory[name])
-        self._plan, self._last = plan, layout.buckets(plan.bucket_bytes) - 1
-        self._read = {}
-        alive, first = tuple(memory), arenas[0].name
-        self._writer.begin(plan, layout, memory[first])
-        self._session = PushSession(self._control, plan.push, layout, peers, deadline)
-        handle = control.raw_handle(self._agent.handle(memory[first]))
-
-        def offer(mapped: tuple[str, ...]) -> Offer:
-            known = control.NO_HANDLE if first in mapped else handle
-            return Offer(push=plan.push, arena=first, handle=known, alive=alive)
-
-        self._session.await_ranks(offer)
-        self._ended = {peer: parts.idle(plan.bucket_bytes) for peer, parts in self._session.needs.items()}
-        if plan.stream:
-            self._session.all_prepared("the ranks to reach the arena")
-
-    def _pushing(self) -> PushSession:
-        assert self._session is not None, "await_ranks() comes first"
-        return self._session
-
-    def _taken(self, bucket: int) -> None:
-        """Wait until every rank has a bucket: NIXL notifies."""
-        talk = self._pushing()
-
-        def missing() -> set[Peer]:
-            self._look()
-            return talk.without(bucket)
-
-        if bucket >= 0:
-            talk.wait(missing, f"bucket {bucket} to arrive", SPIN_S)
-
-    def _look(self) -> None:
-        """Looking is also what keeps transfers going, while the trainer packs too."""
-        talk, plan = self._pushing(), self._plan
-        assert plan is not None
-        heard = list(self._agent.notifications().items())
-        while not self._writer.heard.empty():
-            heard.append(self._writer.heard.get())
-        for agent, notifications in heard:
-            for notice in notifications:
-                self._noticed(agent, notice, plan.push, talk)
-        for peer, bucket in self._writer.arrived(talk.rooms, self._agents, talk.needs).items():
-            talk.taken(peer, bucket)
-
-    def _noticed(self, agent: str, notice: bytes, push: str, talk: PushSession) -> None:
-        peer = self._agents.get(agent)
-        try:
-            message = control.unpack_from_rank(notice)
-        except msgspec.MsgspecError:
-            return
-        ended = self._ended.get(peer) if peer is not None else None
-        if peer is not None and ended is not None and isinstance(message, BucketDone) and message.push == push:
-            # READs that are under way together may end, and be told of, in any order.
-            ended.add(message.index)
-            while self._read.get(peer, -1) + 1 in ended:
-                self._read[peer] = self._read.get(peer, -1) + 1
-            talk.taken(peer, self._read.get(peer, -1))
-
-    def acquire(self, bucket: int) -> None:
-        """See `base.TrainerEnd`."""
-        assert self._plan is not None
-        self._look()
-        self._taken(bucket - self._plan.slots)
-
-    def needs(self) -> Iterable[Subset]:
-        """See `base.TrainerEnd`."""
-        return self._pushing().needs.values()
-
-    def announce(self, bucket: int, digests: Digests) -> None:
-        """See `base.TrainerEnd`."""
-        self._pushing().announce(bucket, digests)
-        self._writer.filled(bucket)
-        self._look()
-
-    def finish(self) -> float:
-        """See `base.TrainerEnd`."""
-        self._taken(self._last)
-        seconds = self._pushing().all_prepared("the ranks to hold and verify everything")
-        self._writer.stop()
-        return seconds
-
-    def cancel(self, error: BaseException) -> None:
-        """See `base.TrainerEnd`; the ranks give up their agents, and are to be introduced again."""
-        self._writer.stop()
-        if self._session is not None:
-            self._session.cancel(error)
-            for peer in self._session.peers:
-                self._known.pop(peer.engine, None)
-            self._session = None
+            self._registered[name] = self.agent.register(memory[name])
+        session = PushSession(self._control, plan.push, layout, peers, deadline)
+        return NixlSending(self, session, plan, layout, memory)
 
     def disconnect(self, engine: str) -> None:
-        """See `base.TrainerEnd`."""
+        """See `base.TrainerEnd`; the engine is sent a handshake again."""
         self._known.pop(engine, None)
 
     def forget(self) -> None:
         """See `base.TrainerEnd`."""
-        self._writer.forget()
+        self.writer.forget()
         for registered in self._registered.values():
-            self._agent.deregister(registered)
+            self.agent.deregister(registered)
         self._registered.clear()
 
     def close(self) -> None:
         """Release registrations and socket; idempotent. The agent goes with its last reference."""
         self.forget()
         self._control.close()
+
+
+class NixlSending:
+    """See `base.Sending`. ``memory`` are the registered arenas by name; the stream goes through the first."""
+
+    def __init__(
+        self,
+        end: NixlTrainerEnd,
+        session: PushSession,
+        plan: UpdateRequest,
+        layout: Layout,
+        memory: Mapping[str, torch.Tensor],
+    ):
+        self._end, self._session, self._plan = end, session, plan
+        self._alive, self._arena = tuple(memory), next(iter(memory))
+        self._last = layout.buckets(plan.bucket_bytes) - 1
+        #: The buckets that each rank has read or does not need, and the last before which none is missing.
+        self._ended: dict[Peer, set[int]] = {}
+        self._read: dict[Peer, int] = {}
+        self._writing = end.writer.begin(plan, layout, memory[self._arena])
+        self._handle = control.raw_handle(end.agent.handle(memory[self._arena]))
+
+    def await_ranks(self) -> None:
+        """See `base.Sending`."""
+
+        def offer(mapped: tuple[str, ...]) -> Offer:
+            handle = control.NO_HANDLE if self._arena in mapped else self._handle
+            return Offer(push=self._plan.push, arena=self._arena, handle=handle, alive=self._alive)
+
+        self._session.await_ranks(offer)
+        self._ended = {peer: subset.idle(self._plan.bucket_bytes) for peer, subset in self._session.needs.items()}
+        if self._plan.stream:
+            self._session.all_prepared("the ranks to reach the arena")
+
+    def _await_bucket(self, bucket: int) -> None:
+        """Wait until every rank has a bucket: NIXL notifies."""
+
+        def missing() -> set[Peer]:
+            self._look()
+            return self._session.without(bucket)
+
+        if bucket >= 0:
+            self._session.wait(missing, f"bucket {bucket} to arrive", SPIN_S)
+
+    def _look(self) -> None:
+        """Looking is also what keeps transfers going, while the trainer packs too."""
+        writing, session = self._writing, self._session
+        heard = list(self._end.agent.notifications().items())
+        while not writing.heard.empty():
+            heard.append(writing.heard.get())
+        for agent, notifications in heard:
+            for notification in notifications:
+                self._notified(self._end.agents.get(agent), notification)
+        for peer, bucket in writing.arrived(session.windows, self._end.agents, session.needs).items():
+            session.taken(peer, bucket)
+
+    def _notified(self, peer: Peer | None, notification: bytes) -> None:
+        try:
+            message = control.unpack_from_rank(notification)
+        except msgspec.MsgspecError:
+            return
+        ended = self._ended.get(peer) if peer is not None else None
+        if peer is None or ended is None or not isinstance(message, BucketDone) or message.push != self._plan.push:
+            return
+        # READs that are under way together may end, and be notified of, in any order.
+        ended.add(message.index)
+        while self._read.get(peer, -1) + 1 in ended:
+            self._read[peer] = self._read.get(peer, -1) + 1
+        self._session.taken(peer, self._read.get(peer, -1))
+
+    def acquire(self, bucket: int) -> None:
+        """See `base.Sending`."""
+        self._look()
+        self._await_bucket(bucket - self._plan.slots)
+
+    def needs(self) -> Iterable[Subset]:
+        """See `base.Sending`."""
+        return self._session.needs.values()
+
+    def announce(self, bucket: int, digests: Digests) -> None:
+        """See `base.Sending`."""
+        self._session.announce(bucket, digests)
+        self._writing.filled(bucket)
+        self._look()
+
+    def finish(self) -> float:
+        """See `base.Sending`."""
+        self._await_bucket(self._last)
+        seconds = self._session.all_prepared("the ranks to hold and verify everything")
+        self._writing.stop()
+        return seconds
+
+    def cancel(self, error: BaseException) -> None:
+        """See `base.Sending`; the ranks give up their agents, so that their engines are sent a handshake again."""
+        self._writing.stop()
+        self._session.cancel(error)
+        for peer in self._session.peers:
+            self._end.disconnect(peer.engine)
