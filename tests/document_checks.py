@@ -275,12 +275,12 @@ def engine_line(words):
 
 
 def check_plugin(engine, first, arguments, where):
-    """The plugin is this package's, and the worker extension is there."""
+    """The plugin is this package's, and so is a worker extension."""
     variable, _, plugin = first.partition("=")
     groups = [group for group in PROJECT["entry-points"] if group.startswith(engine)]
     check(variable == f"{engine.upper()}_PLUGINS", where, f"{first} loads no plugin")
     check(all(plugin in PROJECT["entry-points"][group] for group in groups), where, f"no plugin is called {plugin}")
-    if engine == "vllm":
+    if "--worker-extension-cls" in arguments:
         module, _, name = arguments[arguments.index("--worker-extension-cls") + 1].rpartition(".")
         check(hasattr(__import__(module), name), where, f"{module} has no {name}")
 

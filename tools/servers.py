@@ -112,7 +112,7 @@ def start(
     """
     model = Path(model).resolve()
     port = free_port() if port is None else port
-    command = [*_COMMANDS[engine](model, tp, port, max_model_len, plugin), *args]
+    command = [*_COMMANDS[engine](model, tp, port, max_model_len), *args]
     path = Path(log) if log is not None else _new_log(engine)
     path.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
@@ -220,17 +220,15 @@ def _events(server: Server, route: str, body: dict[str, Any]) -> Iterator[dict[s
 # ---- how each engine is launched -------------------------------------------------------------------------------------
 
 
-def _vllm_command(model: Path, tp: int, port: int, max_model_len: int, plugin: bool) -> list[str]:
-    extension = ["--worker-extension-cls", "vllm_weightsync.WorkerExtension"] if plugin else []
+def _vllm_command(model: Path, tp: int, port: int, max_model_len: int) -> list[str]:
     return [
         str(ROOT / ".venv-vllm" / "bin" / "vllm"),
         *("serve", str(model), "--host", HOST, "--port", str(port), "--tensor-parallel-size", str(tp)),
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(max_model_len)),
-        *extension,
     ]
 
 
-def _sglang_command(model: Path, tp: int, port: int, max_model_len: int, plugin: bool) -> list[str]:
+def _sglang_command(model: Path, tp: int, port: int, max_model_len: int) -> list[str]:
     return [
         str(ROOT / ".venv-sglang" / "bin" / "python"),
         *(

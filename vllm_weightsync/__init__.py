@@ -2,7 +2,7 @@
 
 Start the server as::
 
-    VLLM_PLUGINS=weightsync vllm serve MODEL --worker-extension-cls vllm_weightsync.WorkerExtension
+    VLLM_PLUGINS=weightsync vllm serve MODEL
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ def endpoint_plugin() -> object:
 
 
 def general_plugin() -> None:
-    """``vllm.general_plugins`` entry point, run in every process: what a push asks of the engine core.
+    """``vllm.general_plugins`` entry point, run in every process: what a push asks of the engine core and of workers.
 
     vLLM does not guard the call. What went wrong is told by the routes, which then refuse every push.
     """
     try:
-        from vllm_weightsync import compat_pause
+        from vllm_weightsync import compat_pause, compat_workers
 
+        compat_workers.install()
         compat_pause.install()
     except Exception:
-        logging.getLogger(__name__).exception("weightsync's part of the engine core is not in place")
+        logging.getLogger(__name__).exception("weightsync's part of the engine core and of the workers is not in place")

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat_pause
+from vllm_weightsync import compat_pause, compat_workers
 from weightsync.engine import fresh_model
 from weightsync.engine.private_names import Names, PrivateNames
 from weightsync.engine.rank_calls import COMMIT_CALL_S
@@ -44,7 +44,7 @@ SERVER: Final[Names] = {
     "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_ALL"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.pause_state", "Scheduler.set_pause_state"),
     "vllm.v1.executor.abstract": ("Executor.is_sleeping",),
-    "vllm.utils.import_utils": ("resolve_obj_by_qualname",),
+    "vllm.v1.worker.worker_base": ("WorkerWrapperBase.init_worker",),
 }
 
 #: Where the weights are.
@@ -245,17 +245,8 @@ def waits_for_initial_weights(engine_client: Any) -> bool:
     return bool(ours.get(_WAIT, False))
 
 
-def extension_class(engine_client: Any) -> type | None:
-    """The worker extension that the engine was started with."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    name = parallel_config(engine_client).worker_extension_cls
-    found = resolve_obj_by_qualname(name) if name else None
-    return found if isinstance(found, type) else None
-
-
 def can_ask_core() -> bool:
-    """Whether this package's part of the engine core is in place; the core loads the plugins that this process does."""
+    """Whether the general plugin is in place; core and workers load the plugins that this process does."""
     from vllm.v1.engine.core import EngineCore
 
     return hasattr(EngineCore, compat_pause.HOLD)
@@ -285,11 +276,11 @@ async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
 
 
 async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:
-    """Run a method of the worker extension on every worker. Raises as `answer`.
+    """Run a worker method on every worker. Raises as `answer`.
 
     The call itself gets no timeout: replies carry no number, and after a late one every call gets its predecessor's.
     """
-    call = engine_client.collective_rpc(method, args=(payload,))
+    call = engine_client.collective_rpc(compat_workers.CALL, args=(method, payload))
     replies: Sequence[str] = await answer(engine_client, call, method, COMMIT_CALL_S)
     return replies
 

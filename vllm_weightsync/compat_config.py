@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from weightsync.engine import refusals
@@ -20,6 +22,19 @@ _ASKED: Final = (
 )
 #: Ways to draft tokens without a model.
 _WITHOUT_MODEL: Final = ("ngram", "ngram_gpu", "suffix")
+
+
+def switched_off() -> list[str]:
+    """Installed plugins that vLLM leaves out because its allow-list does not name them."""
+    if "VLLM_PLUGINS" not in os.environ:
+        return []
+    allowed = os.environ["VLLM_PLUGINS"].split(",")
+    return sorted(
+        plugin.name
+        for group in ("vllm.general_plugins", "vllm.endpoint_plugins")
+        for plugin in entry_points(group=group)
+        if plugin.name not in allowed
+    )
 
 
 def unsupported(config: Any, servers: int) -> str:

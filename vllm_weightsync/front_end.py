@@ -13,14 +13,12 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config
-from vllm_weightsync.rank import WorkerExtension
 from weightsync.engine import refusals
 from weightsync.engine.front_end import FrontEnd, restored
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.engine.routes import HealthGuard, admin_routes
-from weightsync.errors import ApplyFailed, PluginNotLoaded, PushTimeout, UnsupportedOption, WeightSyncError
+from weightsync.errors import ApplyFailed, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http
-from weightsync.protocol.names import START_LINES
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +37,8 @@ class EndpointPlugin:
 
     def __init__(self) -> None:
         self._found: FrontEnd | None = None
+        if left_out := compat_config.switched_off():
+            logger.warning("VLLM_PLUGINS does not name these plugins, which vLLM leaves out: %s", ", ".join(left_out))
 
     def attach_router(self, app: Starlette) -> None:
         """Add the admin routes; without a key there are none."""
@@ -103,22 +103,13 @@ class VllmFrontEnd:
         await compat.hold(self._client, mode, refused, timeout_s)
 
     async def call(self, method: str, payload: bytes) -> Sequence[str]:
-        """Through the worker extension."""
-        self._check_loaded()
+        """Through the worker methods that the general plugin brings."""
+        # Before any worker is called: a call that workers do not know would upset vLLM's own bookkeeping of replies.
+        if self._unsupported:
+            raise UnsupportedOption(self._unsupported)
         if method.startswith(http.UPDATE) or method == "weightsync_ready":
             await self._check_awake()
         return await compat.call_workers(self._client, method, payload.decode())
-
-    def _check_loaded(self) -> None:
-        # Before any worker is called: a call that workers do not know would upset vLLM's own bookkeeping of replies.
-        extension = compat.extension_class(self._client)
-        if extension is None or not issubclass(extension, WorkerExtension):
-            raise PluginNotLoaded(
-                "the routes are loaded, the worker extension is not. Start it as: "
-                f"{START_LINES['vllm'].format(model=self.model)} (or derive your own extension class from it)"
-            )
-        if self._unsupported:
-            raise UnsupportedOption(self._unsupported)
 
     async def _check_awake(self) -> None:
         # KV may sleep: it is dropped anyway.

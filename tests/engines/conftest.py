@@ -185,13 +185,18 @@ class Streams:
         return STREAMS - len(self.results)
 
 
-def without_plugin(engine, kind):
-    """How to start a server that cannot be pushed to: without our plugin, or in one case with the routes alone."""
+#: By kind and ranks, what takes vLLM's slot for a worker extension; nothing is needed there.
+EXTENSIONS = {
+    ("llama", 1): "user_extension.UserExtension",
+    ("qwen3_moe", 2): "vllm_weightsync.WorkerExtension",
+    ("qwen3", 1): "user_extension.ForeignExtension",
+}
+
+
+def without_plugin(engine):
+    """How to start a server that cannot be pushed to."""
     # SGLang loads every plugin that is installed, unless told which.
-    env = {"SGLANG_PLUGINS": "others"}
-    if (engine, kind) == ("vllm", "llama"):
-        env = {"VLLM_PLUGINS": "weightsync"}
-    return {"args": CACHING[engine], "plugin": False, "env": env}
+    return {"args": CACHING[engine], "plugin": False, "env": {"SGLANG_PLUGINS": "others"}}
 
 
 def with_plugin(engine, kind, tp, folder, scratch):
@@ -204,14 +209,11 @@ def with_plugin(engine, kind, tp, folder, scratch):
             if file.suffix != ".safetensors":
                 shutil.copy(file, scratch)
         return scratch, {"args": [*CACHING[engine], "--load-format", "dummy"], "env": env}
-    if kind == "llama":
-        args = [*NO_CACHING[engine], *WAITING[engine]]
-        if engine == "vllm":
-            # A user's own extension class, derived from ours.
-            args = [*args, "--worker-extension-cls", "user_extension.UserExtension"]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-        return folder, {"args": args, "env": env}
-    return folder, {"args": CACHING[engine], "env": env}
+    args = [*NO_CACHING[engine], *WAITING[engine]] if kind == "llama" else CACHING[engine]
+    if engine == "vllm":
+        args = [*args, "--worker-extension-cls", EXTENSIONS[kind, tp]]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    return folder, {"args": args, "env": env}
 
 
 @pytest.fixture(scope="package")
@@ -219,7 +221,7 @@ def served(request, model_folder, tmp_path_factory):
     """A `Served` for the configuration (engine, kind, tp) that the module asks for."""
     engine, kind, tp = request.param
     a, b = model_folder(kind, 0), model_folder(kind, 1)
-    with servers.start(engine, b, tp=tp, max_model_len=LENGTH, **without_plugin(engine, kind)) as fresh:
+    with servers.start(engine, b, tp=tp, max_model_len=LENGTH, **without_plugin(engine)) as fresh:
         fresh_b = ask(fresh)
         with pytest.raises(PluginNotLoaded) as refusal:
             Sender([fresh.url])

@@ -107,20 +107,33 @@ def test_a_server_without_the_plugin_is_named_with_its_start_line(served):
     if served.server.engine == "sglang":
         line = "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path"
     else:
-        line = "--worker-extension-cls vllm_weightsync.WorkerExtension"
+        line = "VLLM_PLUGINS=weightsync vllm serve"
     assert f"Start it as: {START_LINES[served.server.engine].partition('{')[0]}" in str(served.refusal)
     assert line in str(served.refusal)
-    if (served.server.engine, served.kind) == ("vllm", "llama"):
-        assert "the routes are loaded, the worker extension is not" in str(served.refusal)
 
 
-def test_a_users_own_extension_class_keeps_its_methods(served):
-    if (served.server.engine, served.kind) != ("vllm", "llama"):
+def ask_workers(served, method, *args):
+    body = {"method": method, "args": args}
+    return requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=PATIENCE_S).json()["results"]
+
+
+def test_a_users_own_extension_class_keeps_its_methods_and_may_override_ours(served):
+    if (served.server.engine, served.kind, served.tp) != ("vllm", "llama", 1):
         pytest.skip("one configuration runs a user's own extension class: vllm-llama-1")
-    body = {"method": "framework_says", "args": ["hello"]}
-    reply = requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=PATIENCE_S)
-    assert reply.json()["results"] == ["hello from rank 0"]
+    assert ask_workers(served, "framework_says", "hello") == ["hello from rank 0"]
     served.push(served.b)
+    before = ask_workers(served, "times_asked")
+    served.state()
+    assert int(ask_workers(served, "times_asked")[0]) == int(before[0]) + 1
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_another_packages_extension_class_keeps_its_methods(served):
+    if (served.server.engine, served.kind, served.tp) != ("vllm", "qwen3", 1):
+        pytest.skip("one configuration runs another package's extension class: vllm-qwen3-1")
+    served.push(served.b)
+    assert ask_workers(served, "framework_says", "hello") == ["hello from rank 0"]
+    assert ask_workers(served, "update_weights_via_ipc_zmq") == ["theirs on rank 0"]
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 

@@ -11,7 +11,7 @@ from weightsync.protocol.codec import MAX_TEXT_CHARS
 
 #: How each engine is started with the plugin; errors and documents say it in the same words.
 START_LINES: Final = {
-    "vllm": "VLLM_PLUGINS=weightsync vllm serve {model} --worker-extension-cls vllm_weightsync.WorkerExtension",
+    "vllm": "VLLM_PLUGINS=weightsync vllm serve {model}",
     "sglang": "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path {model}",
 }
 
