@@ -13,7 +13,7 @@
     ├── ManifestUnknown         the engine does not remember the manifest that the sender refers to
     ├── EngineRestarted         another instance of the engine answers than the one that was opened
     ├── LeaseHeld               another trainer pushes into the engine; the message names it
-    ├── WrongState              a message that is not legal in the engine's state
+    ├── WrongState              not legal in the state of the engine, or of the sender
     ├── TransferFailed          bytes did not arrive, or not as announced
     │   └── DigestMismatch      a tensor is not what the trainer held
     ├── ApplyFailed             the engine could not load what had arrived
@@ -96,7 +96,7 @@ class LeaseHeld(WeightSyncError):
 
 
 class WrongState(WeightSyncError):
-    """A message came that is not legal in the state the engine is in; it changed nothing."""
+    """What was asked for is not legal in the state that an engine or a sender is in; it changed nothing."""
 
 
 class TransferFailed(WeightSyncError):

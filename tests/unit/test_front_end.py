@@ -169,6 +169,30 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[0])
 
 
+@pytest.mark.parametrize("by", ["another sender", "nobody"])
+def test_a_push_that_expects_another_version_changes_nothing(made, by):
+    engines = [made(Engine()), made(Engine())]
+    sender = made(Sender([engine.url for engine in engines]))
+    sender.push(WEIGHTS[1], version="v1")
+    if by == "another sender":
+        sender.close()
+        with Sender([engines[1].url]) as another:
+            another.push(WEIGHTS[2], version="v2")
+        sender = made(Sender([engine.url for engine in engines]))
+    expected = "v1" if by == "another sender" else "v0"
+    with pytest.raises(
+        errors.WrongState, match=rf"{engines[1].url} serves version 'v.', and this push expects"
+    ) as raised:
+        sender.push(WEIGHTS[3], version="v3", expected=expected)
+    assert raised.value.engines == {engine.url: "unchanged" for engine in engines}
+    assert [engine.seen() for engine in engines] == [SERVING[1], SERVING[2 if by == "another sender" else 1]]
+    with pytest.raises(errors.UnsupportedOption, match="is no label"):
+        sender.push(WEIGHTS[3], expected=5)
+    sender.push(WEIGHTS[3], version="v3")
+    sender.push(WEIGHTS[1], version="v4", expected="v3")
+    assert [engine.seen() for engine in engines] == [SERVING[1]] * 2
+
+
 @driven
 async def test_a_rollback_that_comes_behind_its_abort_is_refused(rig):
     front, one, _ = rig

@@ -52,22 +52,26 @@ class Driver:
         """What each engine says that it serves, by URL."""
         return self.engines.look(deadline)
 
-    def push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
+    def push(
+        self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float
+    ) -> PushResult:
         """See `sender.Sender.push`; ``start`` is when that was called, by `time.perf_counter`."""
         try:
-            return self._push(source, version, deadline, start)
+            return self._push(source, version, expected, deadline, start)
         except EngineRestarted as error:
             if error.weights == "unknown":
                 raise
             self.engines.reopen(deadline)
-            return self._push(source, version, deadline, start)
+            return self._push(source, version, expected, deadline, start)
 
-    def _push(self, source: Source, version: str | None, deadline: Deadline, start: float) -> PushResult:
+    def _push(
+        self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float
+    ) -> PushResult:
         settle(self.engines, deadline)
         transfer = self._provide(source)
         plan = self._planner.of(source, transfer)
         label = self._next_version() if version is None else version
-        push = self._to_push(transfer, deadline)
+        push = self._to_push(transfer, deadline, expected)
         sent, commits = push.run(plan, label)
         self.served = label
         seconds = {**push.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
@@ -77,9 +81,9 @@ class Driver:
             label, nbytes, seconds, self._results(commits), plan.request.verify, choice.staging, choice.reason
         )
 
-    def _to_push(self, transfer: Transfer, deadline: Deadline) -> Push:
-        options = self._options
-        return Push(self.engines, transfer, self._machine, deadline, options.pause, progress=options.progress)
+    def _to_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
+        pause, progress = self._options.pause, self._options.progress
+        return Push(self.engines, transfer, self._machine, deadline, pause, progress=progress, expected=expected)
 
     def _results(self, commits: Commits) -> dict[str, EngineResult]:
         results = {}

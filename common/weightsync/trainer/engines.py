@@ -24,6 +24,7 @@ from weightsync.errors import (
     UnsupportedOption,
     Weights,
     WeightSyncError,
+    WrongState,
     joined,
 )
 from weightsync.memory import processes
@@ -228,8 +229,11 @@ class Engines:
             self.by_url[url].interfaces = ", ".join(sorted({rank.interface for rank in reply.ranks} - {""}))
         return replies
 
-    def prepare(self, requests: Mapping[str, http.UpdateRequest], deadline: Deadline) -> None:
-        """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened."""
+    def prepare(self, requests: Mapping[str, http.UpdateRequest], expected: str | None, deadline: Deadline) -> None:
+        """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened.
+
+        Raises `WrongState` for an engine that does not serve the version ``expected``, if one is given.
+        """
         for engine in self.by_url.values():
             engine.leased = False
 
@@ -241,6 +245,9 @@ class Engines:
             reply = self._prepared(engine, request, deadline)
             engine.leased, engine.stopped = True, reply.stopped
             engine.record_s = reply.record_s or 0.0
+            if expected is not None and (reply.stopped or reply.version != expected):
+                serves = "nothing" if reply.stopped else f"version {reply.version!r}"
+                raise WrongState(f"{client.url} serves {serves}, and this push expects version {expected!r}")
             if reply.version != engine.version:
                 engine.noticed.append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
 

@@ -190,9 +190,10 @@ class Push(Change):
         pause: http.PauseMode,
         *,
         progress: bool = False,
+        expected: str | None = None,
     ):
         super().__init__(engines, transfer, machine, deadline, pause)
-        self._through, self._progress = transfer, progress
+        self._through, self._progress, self._expected = transfer, progress, expected
 
     def run(self, payload: Payload, label: str) -> tuple[Sent, Commits]:
         """Prepare, send and commit. Raises `WeightSyncError`."""
@@ -219,7 +220,7 @@ class Push(Change):
         # Here, and not in the threads that ask the engines: a socket is not for several.
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
         with self._timed("prepare"):
-            engines.prepare(requests, deadline)
+            engines.prepare(requests, self._expected, deadline)
             outgoing.await_ranks(engines.peers, deadline)
         self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 

@@ -173,8 +173,10 @@ class Sender:
     def _look(self, deadline: Deadline) -> dict[str, Weights]:
         return dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.look(deadline)
 
-    def push(self, model: object, *, version: str | None = None) -> PushResult:
+    def push(self, model: object, *, version: str | None = None, expected: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
+
+        With ``expected``, a label, it raises `WrongState` and changes nothing where an engine serves another version.
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, or an object in the shape
         of vLLM's ``WeightSource``. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
@@ -183,13 +185,14 @@ class Sender:
         start = time.perf_counter()
 
         def offer() -> Source:
-            if version is not None:  # before any engine is asked for anything
-                check_label(version)
+            for label in (version, expected):  # before any engine is asked for anything
+                if label is not None:
+                    check_label(label)
             return self._source_of(model)
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"
-            return self._at_rank_0.push(source, version, deadline, start)
+            return self._at_rank_0.push(source, version, expected, deadline, start)
 
         return self._together("push", PushResult, act, offer)
 
