@@ -190,6 +190,11 @@ def refused(scheduler: Any) -> str:
     return ""
 
 
+def asleep(scheduler: Any) -> list[str]:
+    """SGLang's tags of the memory that sleeps."""
+    return sorted(scheduler.weight_updater.offload_tags)
+
+
 def is_idle(scheduler: Any) -> bool:
     """Whether nothing holds KV, requests that merely wait aside."""
     return bool(scheduler.is_fully_idle(ignore_waiting=True))

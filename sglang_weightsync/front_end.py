@@ -67,7 +67,7 @@ class SglangFrontEnd:
             await self._gate.open()
         last = self._last
         seconds = {"pause": held_s, "apply": last.apply_s, "caches": last.pause_s - last.apply_s}
-        return http.CommitReply(version=request.version, pause_s=held_s + last.pause_s, seconds=seconds)
+        return http.CommitReply(request.version, held_s + last.pause_s, seconds, tuple(last.asleep))
 
     async def stay_stopped(self, why: str) -> None:
         """The schedulers have stopped by themselves; no request reaches them, and whoever resumes is told why."""

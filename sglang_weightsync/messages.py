@@ -5,6 +5,8 @@ from __future__ import annotations
 # msgspec reads the annotations at run time: SGLang decodes these structs by name.
 from typing import TYPE_CHECKING, List  # noqa: UP035
 
+import msgspec
+
 if TYPE_CHECKING:
     from msgspec import Struct as BaseReq  # which SGLang's derives from; types are checked where SGLang is not
 else:
@@ -23,7 +25,7 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
     """Every rank's reply, gathered by the first; ``pause_s`` and ``apply_s`` are seconds of a commit.
 
     ``restored``: the commit failed, and every rank has the version before again. ``dirty``: it failed, and the ranks do
-    not generate any more.
+    not generate any more. ``asleep``: SGLang's tags of the memory that sleeps.
     """
 
     call: str
@@ -32,3 +34,4 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
     apply_s: float = 0.0
     restored: bool = False
     dirty: bool = False
+    asleep: List[str] = msgspec.field(default_factory=list)  # noqa: UP006

@@ -126,6 +126,7 @@ class Handler:
             apply_s=done - mark,
             restored=event == "untouched",
             dirty=(before, self._together.state) == ("serving", "dirty"),
+            asleep=compat.asleep(self._scheduler),
         )
 
     def _brought_back(

@@ -71,6 +71,7 @@ class VllmFrontEnd:
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
+        self._asleep: tuple[str, ...] = ()
         self._unsupported = compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config, servers)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
         if reason := compat.VLLM.check(compat.DEEP):
@@ -113,7 +114,8 @@ class VllmFrontEnd:
 
     async def _check_awake(self) -> None:
         # KV may sleep: it is dropped anyway.
-        if "weights" in await compat.asleep(self._client, COMMIT_CALL_S):
+        self._asleep = tuple(await compat.asleep(self._client, COMMIT_CALL_S))
+        if "weights" in self._asleep:
             raise UnsupportedOption(
                 "the memory of this vLLM's weights sleeps, and cannot be written: wake it first, with "
                 'POST /wake_up?tags=weights or LLM.wake_up(tags=["weights"])'
@@ -153,7 +155,7 @@ class VllmFrontEnd:
             raise failed
         end = time.perf_counter()
         seconds["resume"] = end - mark
-        return http.CommitReply(version=request.version, pause_s=end - begin, seconds=seconds)
+        return http.CommitReply(request.version, end - begin, seconds, self._asleep)
 
     async def stay_stopped(self, why: str) -> None:
         """Hold the engine core, and have it say why to whoever resumes it."""

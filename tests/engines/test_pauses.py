@@ -175,7 +175,8 @@ def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(
     assert raised.value.engines == {served.server.url: "unchanged"}
     assert served.state().version == "awake"
     calls(served, {key: table[:1] for key, table in WAKE.items()})
-    served.push(served.b)
+    noticed = served.push(served.b).engines[served.server.url].noticed
+    assert noticed == ("its memory for kv_cache sleeps, and has to be woken",)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(greedy, served)
         assert not wait([answer], timeout=QUIET_S).done

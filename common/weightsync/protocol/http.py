@@ -238,11 +238,15 @@ class CommitRequest(Message, frozen=True):
 
 
 class CommitReply(Message, frozen=True):
-    """``seconds`` per step (``pause``, ``apply``, ``caches``, ``resume``); ``pause_s`` from stop to go."""
+    """``seconds`` per step (``pause``, ``apply``, ``caches``, ``resume``); ``pause_s`` from stop to go.
+
+    ``asleep`` are the engine's tags of its memory that sleeps, so that it does not generate before it is woken.
+    """
 
     version: str
     pause_s: float
     seconds: dict[str, float]
+    asleep: tuple[str, ...] = ()
 
 
 class LeaseRequest(Message, frozen=True):

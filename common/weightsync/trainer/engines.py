@@ -293,6 +293,8 @@ class Engines:
                 engine.stopped |= reply.weights == "dirty"
             else:
                 replies[client.url] = reply
+                if reply.asleep:
+                    engine.noticed.append(f"its memory for {', '.join(reply.asleep)} sleeps, and has to be woken")
                 engine.version, engine.stopped, engine.committed = version, False, engine.hello.instance
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
