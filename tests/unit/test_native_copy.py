@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from weightsync.tensors import native_copy
-from weightsync.tensors.native_copy import Copies, Hashes, Piece, Run
+from weightsync.tensors.native_copy import Block, Copies, Hashes, Run
 
 LARGE = native_copy.LARGE_BYTES
 
@@ -41,7 +41,7 @@ def test_every_byte_is_copied_and_none_beside(threads, monkeypatch):
 
 def test_hashes_come_in_order(threads):
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (9, 2 * LARGE, 0, LARGE + 1, 7, LARGE)]
-    hashes = Hashes([Piece(part.data_ptr(), part.numel()) for part in parts])
+    hashes = Hashes([Block(part.data_ptr(), part.numel()) for part in parts])
     for _ in range(3):
         parts[3].add_(1)
         assert hashes.make() == [xxhash.xxh3_64_intdigest(part.numpy().tobytes()) for part in parts]
