@@ -187,7 +187,7 @@ def test_who_maps_parameters_is_told_that_they_may_change():
     found = shared_parameters.attach(arena.handle())
     found.check()
     arena.close()
-    with pytest.raises(TransferFailed, match="gave the push up and may have changed its parameters"):
+    with pytest.raises(TransferFailed, match="cancelled the push and may have changed its parameters"):
         found.check()
 
 
@@ -197,7 +197,7 @@ def test_what_was_found_by_a_push_that_ended_there_is_not_taken_for_what_is_mapp
             sender.push(trained)
         parameter = next(trained.parameters())
         parameter.data = (parameter.data * 2).share_memory_()
-        assert sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer).lent is not None
+        assert sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer).shared is not None
         sender.push(trained)
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
@@ -239,16 +239,16 @@ def test_a_slice_lies_in_one_part():
     assert stream[1536:1536].tolist() == []
     assert stream[3:3].view(torch.float64).tolist() == []
     for start, stop in ((999, 1001), (0, 1030), (1000, 1024), (1030, 1040), (1536, 1537)):
-        with pytest.raises(TransferFailed, match=f"bytes {start} to {stop} of the stream are not in one part"):
+        with pytest.raises(TransferFailed, match=f"bytes {start} to {stop} of the stream do not lie in one part"):
             stream[start:stop]
 
 
 def in_another_process(handle, code):
     begin = (
         "import resource, sys\nfrom weightsync.memory import shared_parameters\nfrom weightsync.protocol import http\n"
-        "from weightsync.protocol.handles import InPlaceHandle\n"
+        "from weightsync.protocol.handles import SharedParametersHandle\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "found = shared_parameters.attach(http.from_json(sys.stdin.read(), InPlaceHandle))\n"
+        "found = shared_parameters.attach(http.from_json(sys.stdin.read(), SharedParametersHandle))\n"
     )
     command = [sys.executable, "-c", begin + code]
     return subprocess.run(command, check=False, input=http.to_json(handle), stderr=subprocess.PIPE)
