@@ -13,7 +13,7 @@
     ├── ManifestUnknown         the engine does not remember the manifest that the sender refers to
     ├── EngineRestarted         the engine was restarted after the sender opened it
     ├── LeaseHeld               another trainer holds the engine's lease; the message names it
-    ├── WrongState              a message is not legal in the engine's state
+    ├── WrongState              not legal in the current state of the engine or the sender
     ├── TransferFailed          bytes did not arrive, or differ from what was announced
     │   └── DigestMismatch      a tensor differs from what the trainer held
     ├── ApplyFailed             the engine could not load the weights that it had received
@@ -96,7 +96,7 @@ class LeaseHeld(WeightSyncError):
 
 
 class WrongState(WeightSyncError):
-    """A message is not legal in the engine's current state; it changed nothing."""
+    """What was asked for is not legal in the current state of an engine or a sender; it changed nothing."""
 
 
 class TransferFailed(WeightSyncError):
