@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineResult", "Fused", "LocalShard", "PushResult", "Rule", "Sender", "__version__"]
 
-#: Where each public name is imported from, on first use: `weightsync.errors` alone does not wait for torch.
-_HOMES: Final = {
+#: The module of each public name. It is imported on first use, so that `weightsync.errors` alone does not load torch.
+_MODULES: Final = {
     "EngineResult": "weightsync.trainer.results",
     "Fused": "weightsync.sources",
     "LocalShard": "weightsync.sources",
@@ -28,9 +28,9 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("weightsync.protocol.http").package_version()
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``weightsync status URL ...``, ``abort URL ...`` and ``join TRAINER URL ...``, for whoever looks after engines."""
+"""``weightsync status URL ...``, ``abort URL ...`` and ``join TRAINER URL ...``, for operators of engines."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from weightsync.trainer.client import EngineClient
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns 0 if every engine did as it was asked."""
+    """Run the command line; returns 0 if the command succeeded for every engine, else 1."""
     parser = argparse.ArgumentParser(prog="weightsync", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (
+    for name, summary in (
         ("status", "print what engines serve and what they are doing"),
-        ("abort", "forget a push that is stuck, and end the lease of whoever began it"),
+        ("abort", "drop a push that is stuck, and end the lease of its trainer"),
     ):
-        command = commands.add_parser(name, help=what, description=what)
+        command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine")
         command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS")
-    what = "have a trainer that listens (Sender.listen) bring engines to the version that it serves"
-    command = commands.add_parser("join", help=what, description=what)
-    command.add_argument("trainer", metavar="TRAINER", help="where the trainer listens")
+    summary = "ask a listening trainer (Sender.listen) to bring engines to its current version"
+    command = commands.add_parser("join", help=summary, description=summary)
+    command.add_argument("trainer", metavar="TRAINER", help="base URL that the trainer listens at")
     command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine, as the trainer reaches it")
     command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     failed = 0
-    for url in asked.urls:
+    for url in options.urls:
         try:
-            client = EngineClient(getattr(asked, "trainer", url), auth.sender_token())
-            print(_RUN[asked.command](client, url, Deadline(asked.timeout)))
+            client = EngineClient(getattr(options, "trainer", url), auth.sender_token())
+            print(_RUN[options.command](client, url, Deadline(options.timeout)))
         except WeightSyncError as error:
             failed += 1
             print(f"{url}: {error}", file=sys.stderr)
@@ -49,7 +49,7 @@ def _status(client: EngineClient, url: str, deadline: Deadline) -> str:
     why = f" ({status.detail})" if status.detail else ""
     off = [f"  {name}: off ({reason})" for name, reason in status.off.items()]
     lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *off, *ranks]
-    return "\n".join(map(_shown, lines))
+    return "\n".join(map(_printable, lines))
 
 
 def _rank(rank: http.RankStatus) -> Iterator[str]:
@@ -64,16 +64,17 @@ def _rank(rank: http.RankStatus) -> Iterator[str]:
             f"    {model.written} of {model.parameters} parameters are loaded"
             + _names("not", model.parameters - model.written, model.unwritten)
             + _names("tensors that it does not read:", model.unread_tensors, model.unread)
-            + f"; pushes by this plan: {model.pushes}"
+            + f"; pushes loaded by this plan: {model.pushes}"
         )
-    for one in model.compared:
-        found = f"no, {one.fault}" if one.fault else "yes"
-        yield f"    as planned, {one.what}: {found}" + (f" (push {one.push})" if one.push else "")
+    for comparison in model.compared:
+        result = f"no, {comparison.fault}" if comparison.fault else "yes"
+        push = f" (push {comparison.push})" if comparison.push else ""
+        yield f"    {comparison.what} matches the load plan: {result}{push}"
 
 
-def _names(what: str, count: int, few: Sequence[str]) -> str:
+def _names(label: str, count: int, few: Sequence[str]) -> str:
     more = f" and {count - len(few)} more" if count > len(few) else ""
-    return f"; {what} {', '.join(few)}{more}" if few else ""
+    return f"; {label} {', '.join(few)}{more}" if few else ""
 
 
 def _abort(client: EngineClient, url: str, deadline: Deadline) -> str:
@@ -83,12 +84,12 @@ def _abort(client: EngineClient, url: str, deadline: Deadline) -> str:
 
 def _join(trainer: EngineClient, url: str, deadline: Deadline) -> str:
     version = trainer.add_engine(url, deadline)
-    return _shown(f"{url}: serves version {version}" if version else f"{url}: waits for the next push")
+    return _printable(f"{url}: serves version {version}" if version else f"{url}: waits for the next push")
 
 
-def _shown(line: str) -> str:
-    """Versions and holders are what trainers called them: nothing that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+def _printable(line: str) -> str:
+    """Replace control characters: trainers choose versions and holders, and these must not control the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 _RUN = {"status": _status, "abort": _abort, "join": _join}

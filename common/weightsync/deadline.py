@@ -1,9 +1,9 @@
-"""One budget of seconds for everything that a call waits for.
+"""One time budget for everything that a call waits for.
 
-A call of a `Sender` has one, which starts before anything is waited for, another thread's turn included. Each request
-tells the engine how long to wait for its ranks, a little less than is left, so that the engine can still say whom it
-waited for. After the deadline a failed call has 0.9 s in all: 0.5 s for the engines to say that a commit is not over,
-0.25 s to ask what became of it, the rest to have them forget it.
+Every call of a `Sender` has one deadline. It starts before the call waits for anything, another thread's call included.
+Each request tells the engine how long to wait for its ranks: a little less than the time left, so that the engine can
+still report which rank did not answer. After the deadline a failed call takes at most 0.9 s more: 0.5 s for the engines
+to report that a commit is still running, 0.25 s to ask for its outcome, the rest to abort the push.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weightsync.errors import PushTimeout, WeightSyncError
 
 
 class Deadline:
-    """One budget of seconds, handed down to every wait. Another thread may end it early, with the reason."""
+    """A time budget of ``seconds``, passed to every wait. Another thread may end it early, with a reason."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -22,30 +22,30 @@ class Deadline:
         self._reason: WeightSyncError | None = None
 
     def left(self) -> float:
-        """Seconds left, never negative."""
+        """Seconds left, never negative; 0 once the deadline was ended."""
         return 0.0 if self._reason else max(0.0, self._end - time.monotonic())
 
     def extended(self, seconds: float) -> Deadline:
-        """One that ends ``seconds`` after this one would have, ended early or not."""
+        """A new deadline, ``seconds`` after this one's original end, even if this one was ended early."""
         later = Deadline(self.seconds)
         later._end = self._end + seconds
         return later
 
     @property
     def moment(self) -> float:
-        """When it is over, by this host's `time.monotonic`."""
+        """When the deadline passes, in seconds of this host's `time.monotonic`."""
         return self._end
 
     def advance(self, moment: float) -> None:
-        """Be over by then at the latest."""
+        """Bring the deadline forward to ``moment``, in seconds of `time.monotonic`; never push it back."""
         self._end = min(self._end, moment)
 
     def end(self, reason: WeightSyncError) -> None:
-        """Spend the budget at once: what is waited for will not come."""
+        """End the deadline now, because what is awaited will not come; the first reason is kept."""
         self._reason = self._reason or reason
 
     def check(self, waiting_for: str) -> None:
-        """Raise, once the budget is spent, the reason it was ended for, else `PushTimeout` naming what was awaited."""
+        """Raise once no time is left: the reason given to `end`, else `PushTimeout` that names ``waiting_for``."""
         if self._reason is not None:
             raise self._reason
         if self.left() == 0.0:

@@ -1,25 +1,25 @@
-"""Every error of the package.
+"""All errors of the package.
 
 ::
 
     WeightSyncError
     ├── EngineUnreachable       nothing answers at the URL
-    ├── PluginNotLoaded         a server answers, without our routes or our worker extension
+    ├── PluginNotLoaded         a server answers, but without weightsync's routes
     ├── AuthenticationFailed    the key is missing or wrong
     ├── ProtocolMismatch        the two sides speak different major versions
-    ├── UnsupportedOption       the engine or host cannot do what the sender was asked for
-    ├── SourceError             the model handed to `push` cannot be read as weights
+    ├── UnsupportedOption       the engine or its host does not support an option of the sender
+    ├── SourceError             the model passed to `push` cannot be read as weights
     ├── ManifestMismatch        names, shapes or dtypes do not fit the engine's model
     ├── ManifestUnknown         the engine does not remember the manifest that the sender refers to
-    ├── EngineRestarted         another instance of the engine answers than the one that was opened
-    ├── LeaseHeld               another trainer pushes into the engine; the message names it
-    ├── WrongState              not legal in the state of the engine, or of the sender
-    ├── TransferFailed          bytes did not arrive, or not as announced
-    │   └── DigestMismatch      a tensor is not what the trainer held
-    ├── ApplyFailed             the engine could not load what had arrived
+    ├── EngineRestarted         the engine was restarted after the sender opened it
+    ├── LeaseHeld               another trainer holds the engine's lease; the message names it
+    ├── WrongState              not legal in the current state of the engine or the sender
+    ├── TransferFailed          bytes did not arrive, or differ from what was announced
+    │   └── DigestMismatch      a tensor differs from what the trainer held
+    ├── ApplyFailed             the engine could not load the weights that it had received
     └── PushTimeout             a deadline passed (also a `TimeoutError`)
 
-Every one of them carries ``weights`` and ``engines``: what the engines serve now (see `WeightSyncError`).
+All of them carry ``weights`` and ``engines``: what the engines serve now (see `WeightSyncError`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Final, Literal
 
 Weights = Literal["unchanged", "committed", "dirty", "unknown"]
 
-#: From harmless to worst: `WeightSyncError.weights` is the worst over the engines.
+#: From harmless to worst; `WeightSyncError.weights` is the worst over all engines.
 SEVERITY: Final[tuple[Weights, ...]] = ("unchanged", "committed", "unknown", "dirty")
 
 
 class WeightSyncError(Exception):
     """Base of all errors of this package.
 
-    ``engines`` says for each engine URL what it serves after the failure, ``weights`` the worst of them:
+    ``engines`` maps each engine URL to what the engine serves after the failure, ``weights`` is the worst of them:
 
-    - ``"unchanged"``: the old version, bit-identical, serving.
-    - ``"committed"``: the pushed version, serving.
-    - ``"dirty"``: neither; the engine does not generate until a full push commits.
+    - ``"unchanged"``: the engine serves the old version, bit-identical.
+    - ``"committed"``: the engine serves the pushed version.
+    - ``"dirty"``: the engine holds neither version, and does not generate until a full push commits.
     - ``"unknown"``: the engine could not be asked.
     """
 
@@ -50,7 +50,7 @@ class WeightSyncError(Exception):
         self.weights: Weights = max([weights, *self.engines.values()], key=SEVERITY.index)
 
     def settle(self, engines: Mapping[str, Weights]) -> None:
-        """Say what every engine serves, once that is known."""
+        """Set ``engines`` to what each engine serves now, and ``weights`` to the worst of them."""
         self.engines = dict(engines)
         self.weights = max(engines.values(), key=SEVERITY.index)
 
@@ -72,11 +72,11 @@ class ProtocolMismatch(WeightSyncError):
 
 
 class UnsupportedOption(WeightSyncError):
-    """The engine, or the place it runs at, cannot do what the sender was asked for."""
+    """The engine, or the host it runs on, does not support what the sender was asked to do."""
 
 
 class SourceError(WeightSyncError):
-    """The object handed to `push` is not a source of weights, or cannot be read."""
+    """The object passed to `push` is not a source of weights, or cannot be read."""
 
 
 class ManifestMismatch(WeightSyncError):
@@ -84,48 +84,52 @@ class ManifestMismatch(WeightSyncError):
 
 
 class ManifestUnknown(WeightSyncError):
-    """An engine does not remember the manifest that a sender refers to; the sender then sends it by itself."""
+    """An engine does not remember the manifest that a sender refers to; the sender then sends the manifest again."""
 
 
 class EngineRestarted(WeightSyncError):
-    """The engine at the URL is not the instance that was opened; a sender opens it again by itself."""
+    """The engine at the URL is not the instance that the sender opened; the sender opens the new one by itself."""
 
 
 class LeaseHeld(WeightSyncError):
-    """Another trainer holds the engine's lease, or took it over; the message names the holder."""
+    """Another trainer holds the engine's lease, or has taken it over; the message names the holder."""
 
 
 class WrongState(WeightSyncError):
-    """What was asked for is not legal in the state that an engine or a sender is in; it changed nothing."""
+    """What was asked for is not legal in the current state of an engine or a sender; it changed nothing."""
 
 
 class TransferFailed(WeightSyncError):
-    """The bytes did not arrive at an engine rank, or not as announced."""
+    """Bytes did not arrive at an engine rank, or differ from what was announced."""
 
 
 class DigestMismatch(TransferFailed):
-    """A tensor in a rank's stage is not, bit for bit, what the trainer held."""
+    """A tensor in a rank's stage is not bit-identical to what the trainer held."""
 
 
 class ApplyFailed(WeightSyncError):
-    """An engine could not load weights that had arrived whole."""
+    """An engine could not load weights that had arrived in full."""
 
 
 class PushTimeout(WeightSyncError, TimeoutError):
-    """A push did not finish within ``timeout_s``; the message names the phase and who was waited for."""
+    """A push did not finish within ``timeout_s``; the message names the phase and what was waited for."""
 
 
 def named(name: str, otherwise: type[WeightSyncError] = WeightSyncError) -> type[WeightSyncError]:
-    """The class that the other side of a connection named; ``otherwise`` for a name that is none of ours."""
+    """The error class called ``name``, as the other side of a connection sent it; ``otherwise`` if there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, WeightSyncError) else otherwise
 
 
 def joined(failed: Mapping[str, WeightSyncError], others: Mapping[str, Weights]) -> WeightSyncError:
-    """One error for what went wrong at several engines, with the state of each."""
+    """One error for several failed engines, of the class of the first.
+
+    ``failed`` maps the URLs of the engines that failed to their errors, ``others`` the remaining URLs to what those
+    engines serve.
+    """
     states = dict(others)
     states.update({url: error.weights for url, error in failed.items()})
     first = next(iter(failed.values()))
-    one = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
-    one.__cause__ = first
-    return one
+    combined = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
+    combined.__cause__ = first
+    return combined

@@ -1,11 +1,11 @@
-"""A reference engine: a small real server around a transformers model, with the same routes as the big engines.
+"""A reference engine: a small real server around a transformers model, with the same routes as vLLM and SGLang.
 
-For your own tests, and for ours where an engine cannot run::
+For your own tests, and for weightsync's where neither engine can run::
 
     with ReferenceEngine("path/to/model") as engine:
         Sender([engine.url]).push(model)
 
-or, in a terminal, ``python -m weightsync.testing MODEL --port 8000``. Needs the extra ``weightsync[testing]``.
+or, in a terminal, ``python -m weightsync.testing MODEL --port 8000``. This needs the extra ``weightsync[testing]``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STOP_S: Final = 10.0
 
 
 class ModelAdapter:
-    """A transformers model as a sink: every checkpoint name is a parameter's name (dense models)."""
+    """Adapter of a transformers model whose checkpoint names are its parameter names (dense models)."""
 
     rank = 0
 
@@ -53,26 +53,26 @@ class ModelAdapter:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
 
     def expected(self) -> Expected:
-        """The checkpoint in the folder."""
+        """What a complete push consists of: the checkpoint in the model's folder."""
         return expected_of(str(self._folder), None, self.model.dtype)
 
     def loader_hooks(self) -> LoaderHooks | str:
-        """`load`, with nothing to be done before or after."""
+        """`load`, with nothing to do before or after it."""
         return LoaderHooks(self.model, self.load, contextlib.nullcontext)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy each tensor over the one of its name."""
+        """Copy each tensor over the model's tensor of the same name."""
         state = self.model.state_dict()
         for name, tensor in weights:
             state[name].copy_(tensor)
 
     def digest(self) -> str:
-        """Of the model's state."""
+        """Digest of the model's state."""
         return digest_of(self.model.state_dict().items())
 
     def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """Of a copy of the model that loads them."""
+        """Digest of a copy of the model's state after loading ``weights``."""
         fresh = copy.deepcopy(self.model.state_dict())
         for name, tensor in weights:
             fresh[name].copy_(tensor)
@@ -80,7 +80,7 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy continuation and the logprob of each of its tokens."""
+        """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
         sequence, logprobs = list(prompt), []
         for _ in range(tokens):
             logits = self.model(torch.tensor([sequence], device=self.device)).logits[0, -1].float()
@@ -91,7 +91,7 @@ class ModelAdapter:
 
 
 class ReferenceFrontEnd:
-    """See `weightsync.engine.front_end.EngineFrontEnd`. One thread is the engine's loop, for generation and weights."""
+    """See `weightsync.engine.front_end.EngineFrontEnd`. One thread runs the engine's loop: generation and loading."""
 
     engine = "reference"
     engine_version = "1"
@@ -111,12 +111,12 @@ class ReferenceFrontEnd:
         return self._version
 
     async def call(self, method: str, payload: bytes) -> Sequence[bytes]:
-        """On the one rank there is."""
+        """Call ``method`` on the engine's only rank."""
         loop = asyncio.get_running_loop()
         return [await loop.run_in_executor(self._loop, handle, lambda: self._receiver, method, payload)]
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
-        """Apply between two generations."""
+        """Load the prepared push between two generations."""
         begin = time.perf_counter()
         payload = http.to_json(request)
         try:
@@ -128,10 +128,10 @@ class ReferenceFrontEnd:
         return http.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
 
     async def stay_stopped(self, why: str) -> None:
-        """Nothing to be done: what generates looks at the rank's state."""
+        """Nothing to do: `generate` checks the rank's state."""
 
     async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
-        """Greedy continuation of a prompt; None if a load failed while the request waited for its turn."""
+        """Greedy continuation of a prompt; None if a load failed while the request was queued."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loop, self._generate, prompt, tokens)
 
@@ -141,7 +141,10 @@ class ReferenceFrontEnd:
 
 
 def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, host: str = "127.0.0.1") -> None:
-    """Serve the model of ``adapter``, which is in ``folder``, at this host's address ``host`` until told to stop."""
+    """Serve the model of ``adapter``, loaded from ``folder``, on address ``host`` of this machine until terminated.
+
+    With ``waits`` the engine generates nothing before its first push.
+    """
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -154,10 +157,10 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
     front_end = FrontEnd(front)
 
     async def generate(request: Request) -> JSONResponse:
-        asked = await request.json()
+        body = await request.json()
         if reason := front_end.stopped:
             return JSONResponse({"error": reason}, 503)
-        answer = await front.generate(asked["prompt"], int(asked["tokens"]))
+        answer = await front.generate(body["prompt"], int(body["tokens"]))
         if answer is None:
             return JSONResponse({"error": "a push failed half-way"}, 503)
         return JSONResponse({"tokens": answer[0], "logprobs": answer[1], "version": await front.version()})
@@ -175,9 +178,10 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
 
 
 class ReferenceEngine:
-    """The server above as a child process, for a ``with`` block; ``url`` once entered, ``process`` its `Popen`.
+    """The server as a child process, for a ``with`` block: ``url`` is its address, ``process`` its `Popen`.
 
-    ``launcher`` is the command that runs this module, for engines that need something around them; ``args`` follow it.
+    ``launcher`` is the command that runs this module, for tests that need a wrapper around it; ``args`` are appended.
+    Entering the block raises `EngineUnreachable` if the server does not answer within two minutes.
     """
 
     def __init__(
@@ -199,7 +203,7 @@ class ReferenceEngine:
         end = time.monotonic() + _START_S
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                requests.get(f"{self.url}/health", timeout=1)  # 503 where it waits for its first weights
+                requests.get(f"{self.url}/health", timeout=1)  # 503 while it waits for its first weights
                 return self
             except requests.RequestException:
                 time.sleep(0.1)
@@ -207,12 +211,12 @@ class ReferenceEngine:
         raise EngineUnreachable(f"the reference engine did not come up within {_START_S:g} s")
 
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy continuation and the logprob of each of its tokens."""
-        asked = {"prompt": list(prompt), "tokens": tokens}
-        reply = requests.post(f"{self.url}/generate", json=asked, timeout=_START_S)
-        reply.raise_for_status()
-        body = reply.json()
-        return body["tokens"], body["logprobs"]
+        """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
+        body = {"prompt": list(prompt), "tokens": tokens}
+        response = requests.post(f"{self.url}/generate", json=body, timeout=_START_S)
+        response.raise_for_status()
+        reply = response.json()
+        return reply["tokens"], reply["logprobs"]
 
     def close(self) -> None:
         """End the process; idempotent."""
@@ -239,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weightsync.testing", description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--host", default="127.0.0.1", help="this host's address that it listens at")
+    parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--wait-for-initial-weights", action="store_true", help="serve nothing before the first push")
     args = parser.parse_args()

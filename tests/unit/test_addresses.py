@@ -39,7 +39,7 @@ def test_an_address_by_number_and_with_a_key_passes(address):
 
 @pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, "\u00e9" * 40, "\n" * 40, f"{KEY[:-1]}\0"])
 def test_without_its_key_no_address_passes(key):
-    with pytest.raises(TransferFailed, match="by number and with its key"):
+    with pytest.raises(TransferFailed, match="not a numeric TCP address of a sender, with its key"):
         addresses.check_tcp_address("tcp://127.0.0.1:5000", key)
 
 

@@ -74,8 +74,8 @@ def test_status_tells_what_is_filled_and_what_was_compared(engine, trained, caps
         assert all(one.push for one in rank.model.compared)
     assert main(["status", engine.url]) == 0
     shown = capsys.readouterr().out
-    assert f"{len(names)} of {len(names)} parameters are loaded; pushes by this plan: 2" in shown
-    assert "as planned, what the loader does: yes (push " in shown
+    assert f"{len(names)} of {len(names)} parameters are loaded; pushes loaded by this plan: 2" in shown
+    assert "what the loader does matches the load plan: yes (push " in shown
 
 
 @pytest.mark.parametrize(

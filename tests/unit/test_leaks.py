@@ -166,6 +166,6 @@ def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained,
 def test_memory_that_no_arena_can_be_made_of_leaves_no_file():
     before = held()
     for _ in range(3):
-        with pytest.raises(TransferFailed, match="shared memory could not be had"):
+        with pytest.raises(TransferFailed, match="shared memory could not be allocated"):
             arenas.ShmArena(1 << 60)
     assert held() == before

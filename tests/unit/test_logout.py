@@ -51,10 +51,10 @@ def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folde
             Sender([engine.url])
         auth.engine_token()  # another engine's
         with pytest.raises(
-            AuthenticationFailed, match=f"this side's is that in {own_homes[0]}/token, and the engine's log"
+            AuthenticationFailed, match=f"this side's is the one in {own_homes[0]}/token, and the engine's log"
         ):
             Sender([engine.url])
-        assert "weightsync asks for the key of WEIGHTSYNC_TOKEN" in log.read_text()
+        assert "weightsync requires the key in WEIGHTSYNC_TOKEN" in log.read_text()
 
 
 def log_out(pid):

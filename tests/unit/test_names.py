@@ -26,8 +26,8 @@ PLAIN = {
     "http://proxy/Engines/7/": "http://proxy/Engines/7",
 }
 UNUSABLE = {
-    "": "does not say http:// or https://",
-    "localhost:8000": "does not say http:// or https://",
+    "": "does not begin with http:// or https://",
+    "localhost:8000": "does not begin with http:// or https://",
     "ftp://engine": "begins with ftp://",
     "http://": "names no host",
     "http://engine:eight": "Port could not be cast",
@@ -35,12 +35,12 @@ UNUSABLE = {
     "http://engine:0": "no server has port 0",
     "http://::1:8000": r"give http://HOST:PORT, or http://\[IPV6\]:PORT",
     "http://[::1": "Invalid IPv6 URL",
-    "http://[1::2::3]:80": "its host is none|does not appear",
+    "http://[1::2::3]:80": "its host is not valid|does not appear",
     "http://engine?x=1": "query",
     "http://engine/ä": "ASCII",
     "http://two words": "white space",
     "http://engine/\x07": "control characters",
-    "http://" + "x" * 64: "its host is none",
+    "http://" + "x" * 64: "its host is not valid",
     "http://engine/" + "x" * 1024: "longer than 1024",
 }
 
@@ -60,12 +60,12 @@ def test_what_is_no_address_is_refused_by_name(url):
 
 @pytest.mark.parametrize("url", [None, 7, b"http://engine"])
 def test_what_is_no_text_is_no_address(url):
-    with pytest.raises(UnsupportedOption, match="is no URL"):
+    with pytest.raises(UnsupportedOption, match="is not a URL"):
         Sender([url])
 
 
 def test_a_password_is_refused_and_not_told():
-    with pytest.raises(UnsupportedOption, match="the key is the option token") as raised:
+    with pytest.raises(UnsupportedOption, match="pass the key as the option token") as raised:
         Sender(["http://me:hush@engine:8000"])
     assert "hush" not in str(raised.value)
 
@@ -139,7 +139,7 @@ def test_a_label_that_is_none_is_refused_and_engines_are_asked_what_they_serve_a
         with monkeypatch.context() as patch:
             patch.setattr(http_client.Server, "ask", lambda *args, **more: asked.append(args[2]) or ask(*args, **more))
             with pytest.raises(
-                UnsupportedOption, match=f"version {re.escape(repr(label)[:60])}.* is no label"
+                UnsupportedOption, match=f"version {re.escape(repr(label)[:60])}.* is not a valid label"
             ) as raised:
                 sender.push(WEIGHTS[2], version=label)
         assert asked == ["/weightsync/status"]

@@ -100,7 +100,7 @@ def test_at_ctrl_c_parameters_that_are_read_in_place_are_not_served(engines, ver
         frozen.thaw()
         reply = frozen.settled()
         assert (reply.state, reply.version != "interrupted") == ("dirty", True)
-        assert "gave the push up" in reply.detail
+        assert "cancelled the push" in reply.detail
         sender.push(shared, version="mended")
         assert frozen.settled().ranks[0].digest == digest(shared)
 
@@ -149,7 +149,7 @@ def test_parameters_whose_pusher_was_killed_while_an_engine_loaded_are_not_serve
     frozen.thaw()
     reply = frozen.settled()
     assert (reply.state, reply.version != "killed") == ("dirty", True)
-    assert "the process that pushed has ended" in reply.detail
+    assert "the trainer's process has ended" in reply.detail
     frozen.heal(model)
 
 

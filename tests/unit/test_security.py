@@ -89,10 +89,10 @@ def test_the_variable_comes_first(monkeypatch):
 
 def test_an_engine_says_at_start_which_key_it_asks_for(homes, caplog, monkeypatch):
     token = auth.engine_token()
-    assert caplog.messages == [f"weightsync asks for the key in {homes[0] / 'token'}"]
+    assert caplog.messages == [f"weightsync requires the key in {homes[0] / 'token'}"]
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
     auth.engine_token()
-    assert caplog.messages[1:] == ["weightsync asks for the key of WEIGHTSYNC_TOKEN"]
+    assert caplog.messages[1:] == ["weightsync requires the key in WEIGHTSYNC_TOKEN"]
     assert token not in caplog.text
 
 
@@ -100,10 +100,10 @@ def test_a_sender_can_say_where_its_key_is_from(homes, monkeypatch):
     none = auth.origin("")
     assert all(str(home / "token") in none for home in homes)
     auth.engine_token()
-    assert auth.origin(auth.sender_token()) == f"that in {homes[0] / 'token'}"
+    assert auth.origin(auth.sender_token()) == f"the one in {homes[0] / 'token'}"
     assert auth.origin("given") == "the one that the sender was given"
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
-    assert auth.origin(auth.sender_token()) == "that of WEIGHTSYNC_TOKEN"
+    assert auth.origin(auth.sender_token()) == "the one in WEIGHTSYNC_TOKEN"
 
 
 def test_a_key_file_that_others_can_read_is_refused(homes):
@@ -244,7 +244,7 @@ def test_a_forgotten_arena_is_removed():
 
 def test_a_full_mount_is_an_error_that_says_so():
     mount = os.statvfs(arenas.SHM_DIRECTORY)
-    with pytest.raises(TransferFailed, match="shared memory could not be had"):
+    with pytest.raises(TransferFailed, match="shared memory could not be allocated"):
         arenas.ShmArena(mount.f_blocks * mount.f_frsize + (1 << 30))
 
 
@@ -265,7 +265,7 @@ def test_files_that_are_not_a_senders_arena_are_not_mapped(tmp_path):
             with pytest.raises(TransferFailed):
                 arenas.attach(handle)
         path.chmod(0o644)
-        with pytest.raises(TransferFailed, match="not this user's alone"):
+        with pytest.raises(TransferFailed, match="not private to this user"):
             arenas.attach(arena.handle())
     finally:
         link.unlink()

@@ -117,7 +117,7 @@ def test_what_belongs_to_somebody_else_is_refused(own_homes):
     auth.engine_token()
     token = own_homes[0] / "token"
     os.chown(token, 65534, 65534)
-    with pytest.raises(AuthenticationFailed, match="not this user's alone"):
+    with pytest.raises(AuthenticationFailed, match="not private to this user"):
         auth.sender_token()
     os.chown(token.parent, 65534, 65534)
     with pytest.raises(AuthenticationFailed, match="belongs to user 65534"):
@@ -258,7 +258,7 @@ def test_a_linked_socket_is_refused(tmp_path):
     with socket.socket(socket.AF_UNIX) as elsewhere:
         elsewhere.bind(str(tmp_path / "elsewhere"))
         (directory / "control").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(TransferFailed, match="it is a link"):
+        with pytest.raises(TransferFailed, match="it is a symbolic link"):
             addresses.check_ipc_address(f"ipc://{directory}/control")
 
 

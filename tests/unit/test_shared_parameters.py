@@ -187,7 +187,7 @@ def test_who_maps_parameters_is_told_that_they_may_change():
     found = shared_parameters.attach(arena.handle())
     found.check()
     arena.close()
-    with pytest.raises(TransferFailed, match="gave the push up and may have changed its parameters"):
+    with pytest.raises(TransferFailed, match="cancelled the push and may have changed its parameters"):
         found.check()
 
 
@@ -239,7 +239,7 @@ def test_a_slice_lies_in_one_part():
     assert stream[1536:1536].tolist() == []
     assert stream[3:3].view(torch.float64).tolist() == []
     for start, stop in ((999, 1001), (0, 1030), (1000, 1024), (1030, 1040), (1536, 1537)):
-        with pytest.raises(TransferFailed, match=f"bytes {start} to {stop} of the stream are not in one part"):
+        with pytest.raises(TransferFailed, match=f"bytes {start} to {stop} of the stream do not lie in one part"):
             stream[start:stop]
 
 

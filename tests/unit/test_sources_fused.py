@@ -42,16 +42,20 @@ def test_one_process_sends_it_alone():
 @pytest.mark.parametrize(
     ("weights", "rules", "said"),
     [
-        ({"a": (4,)}, [Rule("b", "b")], r"a: no rule is for it; Rule\('a', None\)"),
-        ({"a": (5,)}, [Rule("a", {"b": 2, "c": 1})], r"a: dimension 0 of \[5\] is not units of \[2, 1\] rows"),
-        ({"a": (5,)}, [Rule("a", {"b": None, "c": None})], r"a: dimension 0 of \[5\] is not units"),
-        ({"a": (5,)}, [Rule("a", "b", 1)], r"a: dimension 1 of \[5\] is not units"),
-        ({"a1": (5,)}, [Rule("a{layer}", "b{expert}")], r"b\{expert\}: a\{layer\} does not say what 'expert' is"),
+        ({"a": (4,)}, [Rule("b", "b")], r"a: no rule matches it; Rule\('a', None\)"),
+        (
+            {"a": (5,)},
+            [Rule("a", {"b": 2, "c": 1})],
+            r"a: dimension 0 of \[5\] cannot be divided into units of \[2, 1\] rows",
+        ),
+        ({"a": (5,)}, [Rule("a", {"b": None, "c": None})], r"a: dimension 0 of \[5\] cannot be divided into units"),
+        ({"a": (5,)}, [Rule("a", "b", 1)], r"a: dimension 1 of \[5\] cannot be divided into units"),
+        ({"a1": (5,)}, [Rule("a{layer}", "b{expert}")], r"b\{expert\}: 'expert' has no value, since a\{layer\} does"),
         ({"a": (4,), "b": (4,)}, [Rule("a", "c"), Rule("b", "c")], "c"),
         ({"a": (4,)}, [Rule("a", None)], "holds no tensors"),
-        ({"a": (0,)}, [Rule("a", {"b": 2, "c": 1})], r"a: dimension 0 of \[0\] is not units"),
-        ({"a": (4,)}, [Rule("a{0}", "b")], r"a\{0\}: what stands in braces must be different words"),
-        ({"a": (4,)}, [Rule("a{x}{x}", "b")], "must be different words"),
+        ({"a": (0,)}, [Rule("a", {"b": 2, "c": 1})], r"a: dimension 0 of \[0\] cannot be divided into units"),
+        ({"a": (4,)}, [Rule("a{0}", "b")], r"a\{0\}: the words in braces must be different identifiers"),
+        ({"a": (4,)}, [Rule("a{x}{x}", "b")], "must be different identifiers"),
     ],
 )
 def test_what_a_table_does_not_explain_is_refused_by_name(weights, rules, said):
@@ -63,7 +67,7 @@ def test_a_part_of_a_trainer_cannot_be_sent_alone():
     source = open_source(megatron(checkpoint(), 0, 2))
     with pytest.raises(SourceError, match="one of 2 that share the weights"):
         next(source.tensors())
-    with pytest.raises(SourceError, match="rank 2 of 2 is none"):
+    with pytest.raises(SourceError, match="rank 2 is out of range: size is 2"):
         open_source(Fused({"a": torch.zeros(4)}, [Rule("a", "a")], rank=2, size=2))
 
 

@@ -180,7 +180,7 @@ def test_a_weight_source_may_hold_some_of_its_names(others):
     with pytest.raises(SourceError, match="b: this process holds nothing of"):
         list(source.tensors())
     stream.held_names = lambda: ["c"]
-    with pytest.raises(SourceError, match=r"Stream.held_names\(\) lists 'c' and metadata\(\) does not"):
+    with pytest.raises(SourceError, match=r"Stream.held_names\(\) lists 'c', but metadata\(\) does not"):
         open_source(stream)
 
 
@@ -274,9 +274,9 @@ def test_shards_without_an_index_are_read_where_no_name_comes_twice(tmp_path):
         ({INDEX: b'{"weight_map": {"a": 3}}'}, "no weight_map"),
         (
             {INDEX: b'{"weight_map": {"a": "gone.safetensors"}}'},
-            "a is said to lie in gone.safetensors, which is missing",
+            "a is listed in gone.safetensors, which is missing",
         ),
-        ({INDEX: b'{"weight_map": {"a": "../up.safetensors"}}'}, "outside of the folder"),
+        ({INDEX: b'{"weight_map": {"a": "../up.safetensors"}}'}, "outside the folder"),
         ({INDEX: b'{"weight_map": {}}'}, "holds no tensors"),
     ],
 )

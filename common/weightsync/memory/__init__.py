@@ -1,1 +1,1 @@
-"""Memory that several processes map, and what can be seen of those processes."""
+"""Memory that several processes map, and what a process can find out about other processes and memory limits."""

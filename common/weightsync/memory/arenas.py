@@ -1,12 +1,12 @@
-"""Arenas: memory that a sender fills and engine ranks map, kept as long as the sender.
+"""Arenas: memory that a sender fills and engine ranks map. An arena lives as long as its sender.
 
-An arena holds buckets side by side. It is touched once when made, mapped once by each rank, and reused by every
-push; nothing of it is allocated, opened or registered again while the model keeps its size.
+An arena holds adjacent buckets. Its pages are touched once when it is made, each rank maps it once, and every push
+reuses it; nothing is allocated, opened or registered again while the model keeps its size.
 
-Where the free memory, at the trainer and at the ranks beside it, has room for the whole stream, the arena is the stage:
-nobody on this host copies it out. Otherwise it holds two buckets, and the sender packs one while the ranks copy the
-other into stages of their own. What a killed sender leaves is removed by the next: its file is no longer locked. A
-login manager may remove files when their user logs out; the next push makes new ones.
+If the free memory suffices for the whole stream, for the trainer and the ranks on its host, the arena is the stage: no
+rank on this host copies it. Otherwise the arena holds two buckets, and the sender packs one while the ranks copy the
+other into their own stages. The next sender removes the files of a killed one, which are no longer locked. A login
+manager may remove a user's files at logout; the next push then makes new ones.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from weightsync.protocol.directories import OWN_NAME, SHM_DIRECTORY
 from weightsync.protocol.handles import CudaHandle, ShmHandle
 
 _SHM_PREFIX: Final = "weightsync-"
-#: Between making and locking its file an owner looks dead; that takes far less than this.
+#: In seconds: a younger file may not be locked by its owner yet, who would look dead.
 _SWEEP_AFTER_S: Final = 10.0
 
 
 def host_id() -> str:
-    """Equal for two processes of one user that can share memory: same boot, same shared-memory mount."""
+    """Equal for two processes of one user that can share memory: same boot and same shared-memory mount."""
     return f"{_boot()}:{SHM_DIRECTORY.stat().st_dev}"
 
 
 def network_id() -> str:
-    """Equal for two processes that have the same network interfaces, the loopback too; empty where none can tell."""
+    """Equal for two processes with the same network interfaces, loopback included; empty if that is unknown."""
     try:
         return f"{_boot()}:{os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -55,7 +55,7 @@ def _boot() -> str:
 
 
 def process_space() -> str:
-    """Equal for two processes that know each other by the same process numbers."""
+    """Equal for two processes in the same process namespace, where process numbers mean the same."""
     return os.readlink("/proc/self/ns/pid")
 
 
@@ -73,21 +73,22 @@ def _free_host_bytes() -> int:
 
 
 def free_shared_bytes() -> int:
-    """Memory that an arena could take, in bytes: free in the mount, in the machine and in the container."""
+    """Memory that an arena could take, in bytes: the least of what the mount, the machine and the container have."""
     mount = os.statvfs(SHM_DIRECTORY)
     return min(mount.f_bavail * mount.f_frsize, _free_host_bytes())
 
 
 def _map(descriptor: int, nbytes: int) -> torch.Tensor:
-    # MAP_POPULATE takes every page now: a first touch during a push would cost ten times the copy.
+    # MAP_POPULATE maps every page now: a first touch during a push would take ten times as long as the copy.
     memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class ShmArena:
-    """Shared memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CPU tensor.
+    """Shared host memory of ``nbytes``, made by the sender; ``bytes`` is a 1-D uint8 CPU tensor.
 
-    Its file is locked as long as its owner lives, so that the next sender can tell and remove what a dead one left.
+    Its file stays locked as long as its owner lives, so that the next sender can remove the files of a dead one. Raises
+    `TransferFailed` if the memory cannot be allocated.
     """
 
     def __init__(self, nbytes: int):
@@ -95,13 +96,13 @@ class ShmArena:
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = forks.own(lambda: os.open(path, flags, 0o600))
-        #: Removes the file; also runs when the arena is forgotten and when the interpreter exits.
+        #: Removes the file; also runs when the arena is garbage-collected and at exit.
         self.close = weakref.finalize(self, _remove, path, descriptor, os.getpid())
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserves the pages, so that a full mount is an error here and not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
-            # By a descriptor of its own: Python's mmap keeps one, and a forked child would inherit that with the lock.
+            # With another descriptor: Python's mmap keeps a copy, and a forked child would inherit that with the lock.
             mapped = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 self.bytes = _map(mapped, nbytes)
@@ -110,26 +111,26 @@ class ShmArena:
         except OSError as error:
             self.close()
             raise TransferFailed(
-                f"{nbytes} bytes of shared memory could not be had from {SHM_DIRECTORY}: {error.strerror}; "
+                f"{nbytes} bytes of shared memory could not be allocated in {SHM_DIRECTORY}: {error.strerror}; "
                 "free some, or pass a smaller bucket_bytes"
             ) from error
         self.name = path.name
         self._handle = ShmHandle(path=str(path), nbytes=nbytes)
 
     def handle(self) -> ShmHandle:
-        """What a rank needs to map the arena."""
+        """The handle with which ranks map the arena."""
         return self._handle
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
-    if os.getpid() == owner:  # and not a forked child that forgets what is its parent's
+    if os.getpid() == owner:  # not in a forked child, whose copy of the arena goes while the parent still uses the file
         path.unlink(missing_ok=True)
         forks.disown(descriptor)
         os.close(descriptor)
 
 
 def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
-    """Remove this user's arenas whose owners have died; nothing that a sender has not made."""
+    """Remove the files of this user's arenas whose owners have died. Leaves alone whatever no sender has created."""
     for path in SHM_DIRECTORY.iterdir():
         if not OWN_NAME.fullmatch(path.name):
             continue
@@ -146,24 +147,24 @@ def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
 
 
 def plain(nbytes: int, device: torch.device) -> torch.Tensor:
-    """New memory of zeros, 1-D uint8, which other processes can be lent and a transport can register, on a GPU too."""
+    """A new 1-D uint8 tensor of zeros that can be shared with other processes and registered, also on a GPU."""
     with cuda_ipc.unexpandable():
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 class CudaArena:
-    """Device memory of ``nbytes`` made by the sender; ``bytes`` is a 1-D uint8 CUDA tensor."""
+    """Device memory of ``nbytes``, made by the sender; ``bytes`` is a 1-D uint8 CUDA tensor."""
 
     def __init__(self, nbytes: int, device: torch.device):
         self.bytes = plain(nbytes, device)
         self.name = f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
     def handle(self) -> CudaHandle:
-        """What one rank needs to map the arena."""
+        """A handle with which one rank can map the arena."""
         return cuda_ipc.share(self.bytes.untyped_storage())
 
     def close(self) -> None:
-        """Give the memory back to torch."""
+        """Return the memory to torch's allocator."""
         del self.bytes
 
 
@@ -171,12 +172,15 @@ Arena = ShmArena | CudaArena | SharedParameters
 
 
 def reachable(arena: Arena) -> bool:
-    """Whether a rank could still map it: login managers remove a user's shared memory once it has logged out."""
+    """Whether a rank can still map the arena: a login manager may have removed its file at logout."""
     return not isinstance(arena, ShmArena) or os.path.lexists(arena.handle().path)
 
 
 def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:
-    """Map a sender's arena into this process as a 1-D uint8 tensor. Raises `TransferFailed`."""
+    """Map a sender's arena into this process, as a 1-D uint8 tensor.
+
+    Raises `TransferFailed` if it cannot be mapped or is not private to this user.
+    """
     return _attach_shm(handle) if isinstance(handle, ShmHandle) else cuda_ipc.attach(handle)
 
 
@@ -193,17 +197,18 @@ def _attach_shm(handle: ShmHandle) -> torch.Tensor:
         info = os.fstat(descriptor)
         private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
         if not private or info.st_size != handle.nbytes:
-            raise TransferFailed(f"refused to map {path}: not this user's alone, or not of {handle.nbytes} bytes")
+            raise TransferFailed(f"refused to map {path}: not private to this user, or not {handle.nbytes} bytes long")
         return _map(descriptor, handle.nbytes)
     finally:
         os.close(descriptor)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between tensors of one shape and dtype, of which ``target`` is contiguous.
+    """Copy ``source`` to ``target``, which has the same shape and dtype and is contiguous.
 
-    Within host memory as one memcpy in this thread: torch would wake all its threads for every tensor and wait for the
-    slowest, which takes several times as long where something else uses a core, an engine's idle loop for one.
+    Between contiguous host tensors of one dtype this is one memcpy in this thread. torch would wake all its threads for
+    every tensor and wait for the slowest, which takes several times as long if a core is busy, for example with an
+    engine's idle loop.
     """
     plain = source.is_contiguous() and not source.is_neg() and target.dtype == source.dtype
     assert target.nbytes == source.nbytes, "a copy must not write past its target"
@@ -214,6 +219,6 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for copies queued on an accelerator; nothing to wait for on a CPU."""
+    """Wait for copies that are queued on an accelerator; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a container may still take of memory: the limits of this process's control groups, version 1 and 2."""
+"""Memory limits of this process's container: control groups of versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-#: Without a limit version 1 says the largest number of pages that there is.
+#: In bytes. Version 1 reports a missing limit as the largest possible number of pages, which is more than this.
 _UNLIMITED: Final = 1 << 60
 
 
 class _Names(NamedTuple):
-    """What one version calls its limit, what is in use, and, in ``memory.stat``, what the kernel gives back first."""
+    """File names of the limit and the usage in one version, and the key of reclaimable memory in ``memory.stat``."""
 
     limit: str
     used: str
@@ -23,26 +23,26 @@ _V2: Final = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may take before it meets a limit; None where it has none. ``root`` is for tests."""
+    """Bytes that this process can allocate before it reaches a limit; None without a limit. ``root`` is for tests."""
     found = [free for folder, names in _groups(root) if (free := _free(folder, names)) is not None]
     return min(found, default=None)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """This process's groups that account for memory, each with all above it that can be seen from here."""
+    """Folders of this process's memory control groups, and of all visible groups above them."""
     own = dict(_own(root))
     for kind, top, mounted in _mounts(root):
         names = _V1 if kind == "cgroup" else _V2
         if names not in own:
             continue
-        # In a container the mount shows the container's own group as its top, whatever the path says.
+        # In a container the top of the mount is the container's own group, whatever the path says.
         below = own[names].removeprefix(top.rstrip("/")) if own[names].startswith(top) else ""
-        there = root / mounted.lstrip("/")
-        folder = there / below.strip("/")
+        mount = root / mounted.lstrip("/")
+        folder = mount / below.strip("/")
         if ".." in folder.parts or not folder.is_dir():
-            folder = there
+            folder = mount
         yield folder, names
-        while folder != there:
+        while folder != mount:
             folder = folder.parent
             yield folder, names
 
@@ -57,7 +57,7 @@ def _own(root: Path) -> Iterator[tuple[_Names, str]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Of each hierarchy that may account for memory: its kind, the group it shows as its top, and where that is."""
+    """For each hierarchy that may limit memory: its kind, the group at its top, and its mount point."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         top, mounted = before.split()[3:5]

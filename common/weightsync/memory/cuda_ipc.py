@@ -1,4 +1,4 @@
-"""Device memory of one process, mapped by others: as torch does it for tensors that it sends."""
+"""Device memory of one process, mapped by others through CUDA IPC, as torch does it for tensors that it sends."""
 
 from __future__ import annotations
 
@@ -13,39 +13,37 @@ from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.protocol.handles import CudaHandle
 
 _EXPANDABLE: Final = "expandable_segments:True"
-#: In one of the files in which torch counts the users of shared memory.
+#: Number of counters in one of the files in which torch counts the users of shared memory.
 _COUNTERS: Final = 10_000
-#: Of two threads the second would restore what the first has set.
+#: Held while the allocator's settings are changed: a second thread would take the change for the original settings.
 _SETTING: Final = threading.Lock()
 
 
 def device_uuid(device: torch.device) -> str:
-    """Name of an accelerator that survives remapping of visible devices; empty for the CPU."""
+    """Name of an accelerator under any remapping of visible devices; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def settings() -> str:
-    """Those of torch's allocator; empty where torch has no way to tell them."""
-    tell: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return tell() if tell is not None else ""
+    """Settings of torch's allocator; empty if this version of torch cannot report them."""
+    getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return getter() if getter is not None else ""
 
 
 def expandable() -> bool:
-    """Whether torch's allocator makes expandable segments, which can neither be shared nor registered."""
+    """Whether torch's allocator uses expandable segments, which can be neither shared nor registered."""
     return _EXPANDABLE in settings()
 
 
 @contextlib.contextmanager
 def unexpandable() -> Iterator[None]:
-    """Meanwhile torch's allocator makes plain segments, where it has a way to be told so.
-
-    Its settings are one text, and those that are not in it are reset.
-    """
+    """Context in which torch's allocator makes no expandable segments, if this version of torch can change that."""
     with _SETTING:
         before = settings()
         if _EXPANDABLE not in before:
             yield
             return
+        # The settings are one string, and setting it resets all that it leaves out: so all others are repeated.
         torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
         try:
             yield
@@ -54,14 +52,17 @@ def unexpandable() -> Iterator[None]:
 
 
 def share(storage: torch.UntypedStorage) -> CudaHandle:
-    """What one other process needs to map a storage; torch counts the users, so each needs a handle of its own."""
+    """A handle with which one other process can map ``storage``. torch counts users, so each needs its own handle.
+
+    Raises `UnsupportedOption` if the memory cannot be shared.
+    """
     try:
         shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise UnsupportedOption(
-            f"memory on {storage.device} cannot be shared through CUDA IPC: {error}; if the trainer's torch has "
-            "another allocator than its own, or expandable segments and no way to turn them off, unset that; for "
-            "parameters that are shared where they are, pass bucket_bytes to have them copied"
+            f"memory on {storage.device} cannot be shared through CUDA IPC: {error}; if torch in the trainer is set to "
+            "use a custom allocator, or expandable segments that it cannot turn off, unset that; to have parameters "
+            "copied instead of shared in place, pass bucket_bytes"
         ) from error
     _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
     return CudaHandle(
@@ -83,7 +84,7 @@ def attach(handle: CudaHandle) -> torch.Tensor:
         raise TransferFailed(f"the sender's GPU {handle.device_uuid} is not visible here (visible: {list(visible)})")
     index = visible[handle.device_uuid]
     if min(handle.storage_nbytes, handle.storage_offset_bytes) < 0 or not 0 <= handle.ref_counter_offset < _COUNTERS:
-        raise TransferFailed("refused to map memory of the sender's GPU: that is no handle of torch's")
+        raise TransferFailed("refused to map memory of the sender's GPU: the handle is not one that torch makes")
     torch.cuda.init()  # type: ignore[no-untyped-call]
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
@@ -98,7 +99,7 @@ def attach(handle: CudaHandle) -> torch.Tensor:
         )
     except RuntimeError as error:
         raise TransferFailed(
-            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if the trainer's torch has "
-            "another allocator than its own, unset that"
+            f"the sender's memory on GPU {handle.device_uuid} cannot be mapped: {error}; if torch in the trainer is "
+            "set to use a custom allocator, unset that"
         ) from error
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)

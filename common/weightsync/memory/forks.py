@@ -1,7 +1,7 @@
 """Descriptors that a forked child must not keep.
 
-A listening socket or a locked file says that its owner lives. A child that inherits it, a data loader's worker for one,
-would go on saying so after its parent was killed.
+A listening socket or a locked file shows that its owner lives. If a child process inherits it, such as a worker of a
+data loader, the owner would still seem to live after it was killed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable
 from typing import Final
 
 _held: Final[set[int]] = set()
-#: Held across a fork, so that none happens between the opening of a descriptor and its being noted.
-_turn: Final = threading.RLock()
+#: Held during a fork, so that none happens between opening a descriptor and recording it.
+_lock: Final = threading.RLock()
 
 
-def own(opened: Callable[[], int]) -> int:
-    """A descriptor that ``opened`` returns, of which children that Python forks from now on get no copy."""
-    with _turn:
-        descriptor = opened()
+def own(open_descriptor: Callable[[], int]) -> int:
+    """Open a descriptor by calling ``open_descriptor``, and close it in every child that Python forks later."""
+    with _lock:
+        descriptor = open_descriptor()
         _held.add(descriptor)
         return descriptor
 
 
 def disown(descriptor: int) -> None:
     """Forget a descriptor that is about to be closed."""
-    with _turn:
+    with _lock:
         _held.discard(descriptor)
 
 
@@ -36,7 +36,7 @@ def _in_child() -> None:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _held.clear()
-    _turn.release()
+    _lock.release()
 
 
-os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_in_child)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)

@@ -1,4 +1,4 @@
-"""Which file, of those that this process has open, lies behind an address in its memory. Linux's ``/proc`` tells."""
+"""Finds the open file that is mapped at an address of this process, from Linux's ``/proc``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class OpenFile(NamedTuple):
-    """A file by its inode, and a descriptor that this process has open on it."""
+    """A file that this process has open, by descriptor and inode."""
 
     descriptor: int
     inode: int
@@ -24,27 +24,27 @@ class _Mapping(NamedTuple):
 
 
 class Mappings:
-    """The shared mappings and open files of this process, as they are when this is made."""
+    """A snapshot of this process's shared mappings and open files."""
 
     def __init__(self) -> None:
         self._mappings: list[_Mapping] = []
         with open("/proc/self/maps") as lines:
             for line in lines:
                 span, access, offset, device, inode, *_ = line.split(maxsplit=5)
-                if access.endswith("s"):  # shared with others, not private
-                    start, end = (int(one, 16) for one in span.split("-"))
-                    major, minor = (int(one, 16) for one in device.split(":"))
+                if access.endswith("s"):  # a shared mapping, not a private one
+                    start, end = (int(number, 16) for number in span.split("-"))
+                    major, minor = (int(number, 16) for number in device.split(":"))
                     self._mappings.append(_Mapping(start, end, int(offset, 16), (major, minor), int(inode)))
         self._starts = [mapping.start for mapping in self._mappings]
         self._open: dict[tuple[int, int, int], int] = {}
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that listed them is closed by now
+            with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed by now
                 info = os.fstat(int(name))
                 key = os.major(info.st_dev), os.minor(info.st_dev), info.st_ino
                 self._open.setdefault(key, int(name))
 
     def file(self, address: int, nbytes: int) -> OpenFile | None:
-        """The file whose first ``nbytes`` are mapped at ``address``; None if that is none that is open here."""
+        """The open file whose first ``nbytes`` bytes are mapped at ``address``; None if there is none."""
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0:
             return None

@@ -1,4 +1,4 @@
-"""What can be seen of another process of this process space: whether it runs, and whether it still is the same one."""
+"""Other processes in the same process space: whether one runs, and whether it is still the same process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ENDED: Final = "has ended"
 
 
 def started(pid: int) -> int:
-    """When a process was started, in clock ticks since its host was; 0 if there is none of this number."""
+    """Start time of process ``pid``, in clock ticks since its host was booted; 0 if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return 0
-    return int(stat.rpartition(")")[2].split()[19])  # its name, in brackets, may hold spaces and brackets
+    return int(stat.rpartition(")")[2].split()[19])  # the name, in brackets, may contain spaces and brackets
 
 
 def process_state(pid: int, since: int = 0) -> str:
-    """What can be seen of a process that does not answer; empty if it runs.
+    """Why a process does not answer: it `ENDED`, or "is stopped"; empty if it runs.
 
-    ``since`` is when it was `started`: a process of its number that was started at another time is not the same one.
+    ``since`` is its start time, see `started`: a process of the same number with another start time is a different one.
     """
     try:
         status = psutil.Process(pid).status()
@@ -38,10 +38,10 @@ def process_state(pid: int, since: int = 0) -> str:
 
 
 def this_process() -> str:
-    """What others are told of a trainer: whose it is, where, and which program."""
+    """Public name of a trainer: its user, host, process number and program."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # in a container whose user has a number alone
+    except (KeyError, OSError):  # in a container whose user has no name
         user = f"user {os.getuid()}"
     program = os.path.basename(sys.argv[0]) or "python"
     return f"{user} on {socket.gethostname()}, process {os.getpid()} ({program})"

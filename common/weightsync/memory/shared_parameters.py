@@ -1,15 +1,15 @@
-"""Parameters that engine ranks can read where they are: nothing is packed, the trainer's memory is the stage.
+"""Shared parameters: engine ranks read them in place. Nothing is packed, and the trainer's memory is the stage.
 
-That is host memory shared by file descriptor, as ``model.share_memory()`` makes it, or memory of a GPU that trainer
-and ranks share.
+They are in host memory that is shared by file descriptor, as ``model.share_memory()`` makes it, or on a GPU that
+trainer and ranks share.
 
-They are an arena that is full from the start, only that its tensors lie apart: it is sliced by the same offsets of the
-same stream, a tensor at a time. What was made ready for it holds as long as the parameters stay where they are, and the
-trainer looks that they do before each push. Memory that torch shares in any other way, by files that are not open here,
-is packed: it is never moved to share it.
+They form an arena that is always full, but whose tensors are not adjacent: it is sliced by the offsets of the same
+stream, one tensor at a time. It is reused as long as the parameters do not move, which the trainer checks before each
+push. Memory that torch shares by files that are not open in this process is packed instead; it is never moved in order
+to share it.
 
-A trainer may change its parameters once a push is over. So a push that is given up first sets a byte that every rank
-has mapped. A rank looks at it, and whether the process that pushed lives, before it loads and after.
+A trainer may change its parameters once a push has ended. So a sender that cancels a push first sets a byte that every
+rank has mapped. A rank checks this byte, and that the trainer's process lives, before it loads and afterwards.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 def find(
     tensors: Iterable[torch.Tensor], device: torch.device, known: SharedParameters | None = None
 ) -> list[torch.Tensor] | None:
-    """The tensors, if each lies in one piece and can be read by another process where it is; None otherwise.
+    """The tensors as a list, if all are contiguous and another process can read them in place; None otherwise.
 
-    ``device`` is where arenas are: on a GPU it is the ranks' own. Those at the addresses of ``known`` are taken to be
-    as they were.
+    ``device`` is the device of arenas; if it is a GPU, the ranks use the same one. A tensor at the same address as in
+    ``known`` is not checked again.
     """
     if device.type == "cuda" and cuda_ipc.expandable():
         return None
@@ -83,22 +83,22 @@ def find(
 
 
 def _file_of(storage: torch.UntypedStorage, mappings: Mappings) -> OpenFile | None:
-    """The file of shared host memory that ranks take (see `attach`); None if the memory is in none.
+    """The file of shared host memory that ranks can map (see `attach`); None if the storage is not in one.
 
-    torch is not asked: sharing what is shared in another way than torch would now moves it to a new file, and whoever
-    has mapped the old one goes on writing there.
+    torch is not asked. If the storage is shared in another way than torch would share it now, torch would move it to a
+    new file, and other processes that have mapped the old file would go on writing there.
     """
     file = mappings.file(storage.data_ptr(), storage.nbytes())
     return file if file is not None and _is_shared_memory(os.fstat(file.descriptor)) else None
 
 
 def _is_shared_memory(info: os.stat_result) -> bool:
-    """Whether a file is shared memory of this user's."""
+    """Whether a file is shared memory that belongs to this user."""
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and info.st_dev == os.stat("/dev/shm").st_dev
 
 
 def _is_shared_gpu(tensor: torch.Tensor) -> bool:
-    # torch says of all memory of a GPU that it is shared, and keeps a record of each time that it is: one is tried.
+    # torch calls all GPU memory shared, so sharing is tried; with one tensor only, since torch keeps a record of each.
     try:
         cuda_ipc.share(tensor.untyped_storage())
     except (OSError, UnsupportedOption):
@@ -107,9 +107,9 @@ def _is_shared_gpu(tensor: torch.Tensor) -> bool:
 
 
 class SharedParameters:
-    """``tensors``, for which `find` vouches, as one stream of ``layout``.
+    """An arena of ``tensors`` that `find` has returned, as the stream of ``layout``.
 
-    ``bytes`` is their own memory. ``addresses`` are where ``tensors`` were when this was made.
+    ``bytes`` is the tensors' own memory; ``addresses`` are the tensors' addresses when the arena was made.
     """
 
     def __init__(self, layout: Layout, tensors: list[torch.Tensor]):
@@ -127,22 +127,27 @@ class SharedParameters:
         self.name = f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
         self._layout = layout
         self.addresses = [tensor.data_ptr() for tensor in tensors]
-        #: As long as they live nothing else can be at their addresses.
+        #: Kept alive, so that nothing else can take their addresses.
         self.tensors = tensors
-        self._revoked = torch.UntypedStorage._new_using_fd_cpu(1)  # of zeros
+        self._revoked = torch.UntypedStorage._new_using_fd_cpu(1)  # one byte, zero
         mappings = Mappings()
-        self._files = [_file_of(one, mappings) if one.device.type == "cpu" else None for one in self._storages]
+        self._files = [
+            _file_of(storage, mappings) if storage.device.type == "cpu" else None for storage in self._storages
+        ]
         self._revoked_file = _handle(_file_of(self._revoked, mappings))
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         self.bytes = _stream(parts, torch.empty(0, dtype=torch.uint8).set_(self._revoked))
 
     def holds(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether this was made of tensors that lie there, and laid out like that."""
+        """Whether this arena has ``layout``, and was made from ``tensors`` or others at the same addresses."""
         same = tensors is self.tensors or self.addresses == [tensor.data_ptr() for tensor in tensors]
         return layout is self._layout and same
 
     def handle(self) -> SharedParametersHandle:
-        """What one rank needs to map the arena."""
+        """A handle with which one rank can map the arena.
+
+        Raises `TransferFailed` if the parameters are no longer in shared memory.
+        """
         storages = tuple(
             _handle(file) if storage.device.type == "cpu" else cuda_ipc.share(storage)
             for storage, file in zip(self._storages, self._files, strict=True)
@@ -150,11 +155,11 @@ class SharedParameters:
         return SharedParametersHandle(storages=storages, parts=self._places, revoked=self._revoked_file)
 
     def revoke(self) -> None:
-        """The memory is the trainer's again: a rank that still reads it finds out, and does not serve what it read."""
+        """Set the byte that tells ranks that the trainer may write again: they do not serve what they read."""
         self._revoked[0] = 1
 
     def close(self) -> None:
-        """Let go."""
+        """Revoke the arena and release the tensors."""
         self.revoke()
         self.tensors, self._storages = [], []
         del self.bytes
@@ -168,9 +173,10 @@ def _stream(
 
 
 def _life_of(pid: int) -> Callable[[], bool]:
-    """Tells whether a process of this process space that runs now still does. Raises `TransferFailed` if it does not.
+    """A function that tells whether process ``pid``, which runs now, still does.
 
-    Who is killed cannot say that its parameters are another process's again, a learner's that it pushed for.
+    A trainer that is killed cannot revoke its parameters, which may belong to another process, such as the learner that
+    it pushed for. Raises `TransferFailed` if there is no such process now.
     """
     if not (since := started(pid)):
         raise TransferFailed(f"the trainer's process {pid} cannot be found")
@@ -179,16 +185,19 @@ def _life_of(pid: int) -> Callable[[], bool]:
 
 def _handle(file: OpenFile | None) -> FileHandle:
     if file is None:
-        raise TransferFailed("the parameters are not in the shared memory any more that they were found in; push again")
+        raise TransferFailed("the parameters are no longer in the shared memory where they were found; push again")
     return FileHandle(os.getpid(), file.descriptor, file.inode)
 
 
 def attach(handle: SharedParametersHandle) -> Scattered:
-    """Map a trainer's parameters into this process, to be read. Raises `TransferFailed`."""
+    """Map a trainer's parameters into this process, read-only.
+
+    Raises `TransferFailed` if they cannot be mapped or are not this user's shared memory.
+    """
     spans: dict[int, tuple[int, int]] = {}
     for number, start, nbytes in handle.parts:
         if not (0 <= number < len(handle.storages) and start >= 0 < nbytes):
-            raise TransferFailed(f"refused to map {nbytes} bytes at {start} of memory {number}: they cannot be there")
+            raise TransferFailed(f"refused to map {nbytes} bytes at {start} of storage {number}: not a valid range")
         first, end = spans.get(number, (start, start))
         spans[number] = min(first, start), max(end, start + nbytes)
     if not spans:
@@ -203,7 +212,7 @@ def attach(handle: SharedParametersHandle) -> Scattered:
 
 
 def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int, torch.Tensor]:
-    """Memory of the trainer's that holds its bytes ``first`` to ``end``, and the first that it holds."""
+    """Map at least bytes ``first`` to ``end`` of a storage; returns the first byte that is mapped, and the memory."""
     if isinstance(storage, CudaHandle):
         memory = cuda_ipc.attach(storage)
         if end > memory.numel():
@@ -220,7 +229,7 @@ def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int
     try:
         info = os.fstat(descriptor)
         if not _is_shared_memory(info) or info.st_ino != storage.inode:
-            raise TransferFailed(f"refused to map {path}: not shared memory of this user's, or not what was offered")
+            raise TransferFailed(f"refused to map {path}: not this user's shared memory, or not the file offered")
         if end > info.st_size:
             raise TransferFailed(f"refused to map bytes {first} to {end} of {path}, which has {info.st_size}")
         begin = first - first % mmap.PAGESIZE
@@ -230,13 +239,16 @@ def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int
 
 
 def _map(descriptor: int, begin: int, nbytes: int) -> torch.Tensor:
-    """Part of a file, from a page on. Python's own mmap would keep the file open, of which a process may have few."""
+    """Map part of a file, from a page boundary on, read-only.
+
+    Python's own mmap would keep a descriptor for each mapping, and a process may have only so many.
+    """
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    # A loader that writes to what it loads would change the trainer's weights: it must not be able to.
+    # Read-only, because a loader that writes to its input would change the trainer's weights.
     found: int | None = _libc.mmap(None, nbytes, mmap.PROT_READ, flags, descriptor, begin)
     if found is None or found == _FAILED:
         raise TransferFailed(f"{nbytes} bytes of shared parameters cannot be mapped: {os.strerror(ctypes.get_errno())}")
     memory: Any = (ctypes.c_uint8 * nbytes).from_address(found)
-    # At exit a thread may still be reading.
+    # Not unmapped at exit, when a thread may still be reading.
     weakref.finalize(memory, _libc.munmap, found, nbytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)

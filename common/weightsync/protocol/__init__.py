@@ -1,1 +1,1 @@
-"""What crosses between processes, and the rules for it: messages, states, names, the key. No torch in here."""
+"""What crosses between processes, and its rules: messages, states, names, the key. Nothing here loads torch."""

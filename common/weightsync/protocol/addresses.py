@@ -1,4 +1,4 @@
-"""Where a sender may be dialled: what an engine checks before it does."""
+"""Addresses of senders: what an engine checks before it dials one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Final
 from weightsync.errors import TransferFailed
 from weightsync.protocol.directories import PREFIX, SOCKET_NAME, listens, why_not_private
 
-#: Longest path of a Unix socket that Linux takes, in bytes.
+#: Longest path of a Unix socket on Linux, in bytes.
 _MAX_SOCKET_PATH: Final = 107
-#: How long a sender on another host is given to take a connection.
+#: Seconds in which a sender on another host must accept a connection.
 _PROBE_S: Final = 0.2
 _TCP_ADDRESS: Final = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
-#: A public key as ZMQ spells it.
+#: Length of a CURVE public key as ZMQ writes it.
 _CURVE_KEY_CHARS: Final = 40
 
 
 def owner_lives(address: str) -> bool:
-    """Whether the sender at an address is still there; one whose host does not answer at all is taken to be.
+    """Whether the sender at ``address`` still exists; assumed if its host does not answer at all.
 
-    Raises `TransferFailed` for an address that is none.
+    Raises `TransferFailed` if ``address`` must not be dialled.
     """
     if address.startswith("tcp://"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -36,7 +36,7 @@ def owner_lives(address: str) -> bool:
             return True
         return True
     if not _ipc_path(address).parent.exists():
-        return False  # it took its directory with it
+        return False  # a sender removes its directory when it closes
     return listens(Path(check_ipc_address(address).removeprefix("ipc://")))
 
 
@@ -52,17 +52,17 @@ def _ipc_path(address: str) -> Path:
 
 
 def check_ipc_address(address: str) -> str:
-    """The address, if it is a socket in a private directory of this user. Raises `TransferFailed`."""
+    """Return ``address`` if it is a socket in a private directory of this user; raise `TransferFailed` otherwise."""
     path = _ipc_path(address)
     if fault := why_not_private(path.parent):
         raise TransferFailed(f"refused to dial {address!r}: {fault}")
     if path.is_symlink():
-        raise TransferFailed(f"refused to dial {address!r}: it is a link")
+        raise TransferFailed(f"refused to dial {address!r}: it is a symbolic link")
     return address
 
 
 def check_tcp_address(address: str, server_key: str) -> str:
-    """The address, if it is of TCP, by number and with a CURVE key. Raises `TransferFailed`."""
+    """Return ``address`` if it is a numeric TCP address with a CURVE key; raise `TransferFailed` otherwise."""
     found = _TCP_ADDRESS.fullmatch(address)
     try:
         number = ipaddress.ip_address(found.group(1).strip("[]") if found else "")
@@ -75,12 +75,12 @@ def check_tcp_address(address: str, server_key: str) -> str:
         fits = False
     keyed = len(server_key) == _CURVE_KEY_CHARS and server_key.isascii() and server_key.isprintable()
     if not (fits and keyed):
-        raise TransferFailed(f"refused to dial {address!r}: not a sender's TCP address, by number and with its key")
+        raise TransferFailed(f"refused to dial {address!r}: not a numeric TCP address of a sender, with its key")
     return address
 
 
 def check_address(address: str, server_key: str, *, remote: bool) -> None:
-    """Raise `TransferFailed` for what must not be dialled: ``remote`` senders have a TCP address, others a socket."""
+    """Raise `TransferFailed` unless ``address`` may be dialled: TCP if the sender is ``remote``, else a Unix socket."""
     if remote:
         check_tcp_address(address, server_key)
     else:
@@ -88,6 +88,6 @@ def check_address(address: str, server_key: str, *, remote: bool) -> None:
 
 
 def check_host_address(address: str) -> None:
-    """Raise `TransferFailed` unless the address is empty or one of TCP, by number."""
+    """Raise `TransferFailed` unless ``address`` is empty or a numeric TCP address."""
     if address:
         check_tcp_address(address, "k" * _CURVE_KEY_CHARS)

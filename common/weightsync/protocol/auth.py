@@ -1,4 +1,4 @@
-"""The key that an engine asks for and a sender shows."""
+"""The key that engines require and senders present."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KEY_NAME: Final = "token"
 
 
 def _homes() -> list[Path]:
-    """The directories that may hold this user's key; the first that does counts.
+    """The directories that may hold this user's key file, in order of preference.
 
-    The first is where everybody looks. The others are those of earlier senders and engines, and one of them outlives
-    what a login manager removes from shared memory when its user has logged out.
+    The first is the current place. The others were used by earlier versions of this package, and one of them survives
+    when a login manager clears the user's shared memory at logout.
     """
     base, own = os.environ.get("XDG_RUNTIME_DIR"), f"{PREFIX}{os.geteuid()}"
     older = [Path(base) / "weightsync"] if base else []
@@ -32,7 +32,7 @@ def _homes() -> list[Path]:
 
 
 def _read_key(path: Path) -> str:
-    """The key in a file, empty where there is none. Raises `AuthenticationFailed` for one that others can read."""
+    """The key in a file, empty if there is no file. Raises `AuthenticationFailed` if other users can read the file."""
     if why_not_private(path.parent):
         return ""
     try:
@@ -44,14 +44,14 @@ def _read_key(path: Path) -> str:
     with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
         info = os.fstat(descriptor)
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise AuthenticationFailed(f"the key file {path} is not this user's alone (0600); remove it")
+            raise AuthenticationFailed(f"the key file {path} is not private to this user (mode 0600); remove it")
         return usable(file.read())
 
 
 def _write_key(path: Path, key: str) -> None:
-    """Write a key file, unless there is one. Raises `AuthenticationFailed` if that cannot be done."""
+    """Write a key file unless it exists. Raises `AuthenticationFailed` if it cannot be written."""
     try:
-        # Several engines may start at once: the link is atomic, the losers read the winner's key.
+        # Several engines may start at once: the link is atomic, so all of them end up with the key of the first.
         descriptor, draft = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "w") as file:
@@ -65,20 +65,21 @@ def _write_key(path: Path, key: str) -> None:
 
 
 def usable(token: str) -> str:
-    """The key without white space around it. Raises `AuthenticationFailed`, not naming it, if HTTP cannot carry it."""
+    """Strip white space from a key. Raises `AuthenticationFailed`, without showing the key, if HTTP cannot carry it."""
     token = token.strip()
     if not (token.isascii() and token.isprintable()):
-        raise AuthenticationFailed("the key holds characters that HTTP cannot carry; use printable ASCII")
+        raise AuthenticationFailed("the key contains characters that HTTP cannot carry; use printable ASCII")
     return token
 
 
 def engine_token() -> str:
-    """The key an engine asks for: ``$WEIGHTSYNC_TOKEN``, else that of this user's key file, written if absent (0600).
+    """The key an engine requires: ``$WEIGHTSYNC_TOKEN``, else the one in this user's key file.
 
-    Where from is logged. Raises `AuthenticationFailed` if no directory can hold a key file, or others can read it.
+    Creates the key file with mode 0600 if absent, and logs where the key comes from. Raises `AuthenticationFailed` if
+    no directory can hold a key file, or if other users can read the file.
     """
     if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
-        logger.warning("weightsync asks for the key of %s", TOKEN_VARIABLE)
+        logger.warning("weightsync requires the key in %s", TOKEN_VARIABLE)
         return token
     homes, faults = [], []
     for home in _homes():
@@ -87,46 +88,49 @@ def engine_token() -> str:
         except AuthenticationFailed as error:
             faults.append(str(error))
     if not homes:
-        raise AuthenticationFailed(f"there is no place for the key; set {TOKEN_VARIABLE}: {'; '.join(faults)}")
+        raise AuthenticationFailed(f"no directory can hold the key file; set {TOKEN_VARIABLE}: {'; '.join(faults)}")
     first = homes[0] / _KEY_NAME
     found = (key for home in homes if (key := _read_key(home / _KEY_NAME)))
     _write_key(first, next(found, "") or secrets.token_urlsafe(32))
     token = _read_key(first)
     for home in homes[1:]:
-        with contextlib.suppress(AuthenticationFailed):  # it is for older senders, and for later
+        with contextlib.suppress(AuthenticationFailed):  # copies, for older senders and for after a logout
             _write_key(home / _KEY_NAME, token)
-    # Engines show what libraries say from warnings on.
-    logger.warning("weightsync asks for the key in %s%s", first, "".join(f"; {fault}" for fault in faults))
+    # A warning, because engines hide what libraries log below that level.
+    logger.warning("weightsync requires the key in %s%s", first, "".join(f"; {fault}" for fault in faults))
     return token
 
 
 def sender_token() -> str:
-    """The key a sender shows; empty where neither the variable nor a key file exists."""
+    """The key a sender presents: ``$WEIGHTSYNC_TOKEN``, else the one in this user's key file; empty without either.
+
+    Raises `AuthenticationFailed` if HTTP cannot carry the key, or if other users can read the key file.
+    """
     if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
         return token
     return next((key for home in _homes() if (key := _read_key(home / _KEY_NAME))), "")
 
 
 def origin(token: str) -> str:
-    """Where a sender's key is from, for an error; the key itself is not told."""
+    """Where a sender's key comes from, as error messages say it; never the key itself."""
     files = [home / _KEY_NAME for home in _homes()]
     if not token:
         return f"missing ({TOKEN_VARIABLE} is not set, and there is no key file {' or '.join(map(str, files))})"
     if same(token, os.environ.get(TOKEN_VARIABLE, "").strip()):
-        return f"that of {TOKEN_VARIABLE}"
+        return f"the one in {TOKEN_VARIABLE}"
     with contextlib.suppress(AuthenticationFailed):
         for file in files:
             if same(token, _read_key(file)):
-                return f"that in {file}"
+                return f"the one in {file}"
     return "the one that the sender was given"
 
 
 def shown_key(authorization: str) -> str:
-    """The key in that header of a request; empty, which is nobody's, where there is none."""
-    scheme, _, shown = authorization.partition(" ")
-    return shown if scheme.lower() == "bearer" else ""
+    """The key in a request's ``Authorization`` header; empty, which never matches, if there is none."""
+    scheme, _, key = authorization.partition(" ")
+    return key if scheme.lower() == "bearer" else ""
 
 
 def same(shown: str, token: str) -> bool:
-    """Compare keys in constant time; an empty key never matches."""
+    """Compare the key that was presented with the expected one, in constant time; an empty key never matches."""
     return bool(token) and hmac.compare_digest(shown.encode(), token.encode())

@@ -1,4 +1,4 @@
-"""Messages between a sender and an engine's ranks, over ZMQ in msgpack; `http` has all others, and the rules."""
+"""Messages between a sender and an engine's ranks: msgpack over ZMQ. `http` has all others, and the rules."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from weightsync.protocol.http import Message
 
 _T = TypeVar("_T")
 _encode_msgpack = msgspec.msgpack.Encoder()
-#: Of memory that the other side knows, or that it need not reach.
+#: In place of a handle: the other side has it already, or does not need one.
 NO_HANDLE: Final = msgspec.Raw(b"\xc0")
 
 
 def raw_handle(handle: msgspec.Struct | None) -> msgspec.Raw:
-    """What says how to reach memory, as a field of a message."""
+    """Encode a memory handle as a field of a message; `NO_HANDLE` for None."""
     return msgspec.Raw(_encode_msgpack.encode(handle)) if handle is not None else NO_HANDLE
 
 
-def handle_of(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T], whose: str) -> _T:
-    """What `raw_handle` made, as a transport's own ``decoder`` reads it. Raises `TransferFailed`."""
+def handle_of(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_T], owner: str) -> _T:
+    """Decode what `raw_handle` encoded, with a transport's ``decoder``.
+
+    Raises `TransferFailed`, naming the ``owner`` of the memory, if that is not possible.
+    """
     try:
         return codec.readable(lambda: decoder.decode(raw))
     except msgspec.MsgspecError as error:
-        raise TransferFailed(f"what {whose} says of its memory cannot be read: {error}") from error
+        raise TransferFailed(f"the memory handle of {owner} cannot be decoded: {error}") from error
 
 
 class Register(Message, frozen=True, tag="hello"):
-    """rank -> sender: I was asked to prepare, and I am listening; ``mapped`` names the arenas I have mapped.
+    """rank -> sender: I was asked to prepare this push, and I listen now. ``secret`` proves it.
 
-    ``keeps`` is the name of what I keep of the tensors, empty if that is all; ``parts`` says it, see `subset.Subset`:
-    number of the tensor, start and shape.
+    ``mapped`` names the arenas that this rank has mapped. ``keeps`` is the name of its subset, empty if it needs all
+    tensors in full; ``parts`` is that subset's table, see `subset.Subset`: number of the tensor, start and shape.
     """
 
     push: str
@@ -46,7 +49,7 @@ class Register(Message, frozen=True, tag="hello"):
 
 
 class DescribeSubset(Message, frozen=True, tag="explain"):
-    """sender -> rank: I do not know what you keep; say hello again, with ``parts``."""
+    """sender -> rank: I do not know your subset; register again, with ``parts``."""
 
     push: str
 
@@ -54,9 +57,8 @@ class DescribeSubset(Message, frozen=True, tag="explain"):
 class Offer(Message, frozen=True, tag="offer"):
     """sender -> rank: bucket k lies in slot k modulo `http.UpdateRequest.slots` of this arena.
 
-    ``handle``, see `raw_handle`, says how to reach it: none where this rank knows, or where the bytes come by
-    themselves.
-    ``alive`` names all arenas that the sender still has, so that others can be unmapped.
+    ``handle`` is the arena's handle, see `raw_handle`: none if this rank has it, or if the sender moves the bytes.
+    ``alive`` names all arenas that the sender still has; the rank unmaps the others.
     """
 
     push: str
@@ -66,9 +68,10 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class BucketReady(Message, frozen=True, tag="filled"):
-    """sender -> rank: bucket ``index`` can be read; ``digests`` are of what is kept of the tensors that end in it.
+    """sender -> rank: bucket ``index`` can be read.
 
-    ``lane`` is the rank of the trainer that sends it, where it does not lie where the rank reads.
+    ``digests`` are those of the tensors that end in this bucket, or of what the rank needs of them, in order. ``lane``
+    is the trainer's rank that sends the bucket, where the rank does not read it from the arena.
     """
 
     push: str
@@ -78,22 +81,22 @@ class BucketReady(Message, frozen=True, tag="filled"):
 
 
 class Heartbeat(Message, frozen=True, tag="still"):
-    """sender -> rank: the push goes on; there is nothing to answer. A rank that is gone cannot be sent it."""
+    """sender -> rank: the push is alive. There is no answer; sending it fails if the rank is gone."""
 
     push: str
 
 
 class BucketDone(Message, frozen=True, tag="taken"):
-    """rank -> sender: bucket ``index`` is no longer needed where the sender keeps it."""
+    """rank -> sender: I no longer need bucket ``index``; its slot may be written again."""
 
     push: str
     index: int
 
 
 class WriteWindow(Message, frozen=True, tag="room"):
-    """rank -> sender: write bucket k, below ``upto``, to slot k modulo ``slots`` of my memory.
+    """rank -> sender: you may write each bucket k below ``upto`` to slot k modulo ``slots`` of my memory.
 
-    ``handle``, see `raw_handle`, says how to reach it: none where only ``upto`` has grown.
+    ``handle`` is the handle of that memory, see `raw_handle`: none if only ``upto`` has grown.
     """
 
     push: str
@@ -103,14 +106,14 @@ class WriteWindow(Message, frozen=True, tag="room"):
 
 
 class Prepared(Message, frozen=True, tag="prepared"):
-    """rank -> sender: the whole stream is here; verifying it took ``verify_s`` seconds."""
+    """rank -> sender: the whole stream has arrived and is verified, which took ``verify_s`` seconds."""
 
     push: str
     verify_s: float = 0.0
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """Either side: this push is over. ``error`` is a class name of `weightsync.errors`."""
+    """Either side: this push has failed. ``error`` is the name of a class in `weightsync.errors`."""
 
     push: str
     error: str
@@ -125,15 +128,15 @@ _from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(From
 
 
 def pack(message: FromRank | FromSender) -> bytes:
-    """ZMQ frame of a message."""
+    """Encode a message as a ZMQ frame."""
     return _encode_msgpack.encode(message)
 
 
 def unpack_from_rank(frame: bytes) -> FromRank:
-    """Message of an engine rank. Raises as `from_json`."""
+    """Decode a message of an engine rank. Raises `msgspec.MsgspecError` for any invalid frame."""
     return codec.readable(lambda: _from_rank.decode(frame))
 
 
 def unpack_from_sender(frame: bytes) -> FromSender:
-    """Message of a sender. Raises as `from_json`."""
+    """Decode a message of a sender. Raises `msgspec.MsgspecError` for any invalid frame."""
     return codec.readable(lambda: _from_sender.decode(frame))

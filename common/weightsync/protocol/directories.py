@@ -1,4 +1,4 @@
-"""The private directories in which a sender's sockets lie, on one host."""
+"""The private directories on one host that hold senders' sockets and this user's key file."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from weightsync.errors import AuthenticationFailed
 SHM_DIRECTORY: Final = Path("/dev/shm")
 SOCKET_NAME: Final = "control"
 PREFIX: Final = "weightsync-"
-#: What a sender calls its directory, and its arenas.
+#: Names of a sender's directory and of its arenas.
 OWN_NAME: Final = re.compile(r"weightsync-[0-9]+-[0-9a-f]{16}")
-#: A directory younger than this may be one whose owner has not bound its socket yet.
+#: In seconds: the owner of a younger directory may not have bound its socket yet.
 _SWEEP_AFTER_S: Final = 10.0
 
 
 def directory() -> Path:
-    """Where this user's processes on this host meet: ``weightsync-UID`` beside the arenas, mode 0700, made if absent.
+    """The directory that all of this user's processes on this host share: ``/dev/shm/weightsync-UID``, mode 0700.
 
-    It does not depend on the environment, which differs between a login and what cron, slurm or sudo starts, and does
-    not go with the session in which a process was started. Raises `AuthenticationFailed` if it cannot be trusted.
+    Created if absent. Its path does not depend on the environment, which differs between a login shell and processes
+    started by cron, slurm or sudo, and it is not removed with a login session's runtime directory. Raises
+    `AuthenticationFailed` if it is not private to this user.
     """
     return private(SHM_DIRECTORY / f"{PREFIX}{os.geteuid()}")
 
 
 def private(path: Path) -> Path:
-    """A directory that is this user's alone, made if absent. Raises `AuthenticationFailed` if it is not."""
+    """The directory ``path``, created with mode 0700 if absent.
+
+    Raises `AuthenticationFailed` if it cannot be created or is not private to this user.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise AuthenticationFailed(f"the directory {path} cannot be made: {error.strerror}") from error
+        raise AuthenticationFailed(f"the directory {path} cannot be created: {error.strerror}") from error
     if fault := why_not_private(path):
         raise AuthenticationFailed(f"the directory {path} cannot be trusted: {fault}; remove it")
     return path
 
 
 def meeting() -> str:
-    """Equal for two processes that can meet in `directory`; of one that has none, its user's number alone."""
+    """Equal for two processes that share `directory`; only the user's number if this process cannot use it."""
     try:
         return f"{os.geteuid()} {directory().stat().st_ino}"
     except AuthenticationFailed:
@@ -52,7 +56,7 @@ def meeting() -> str:
 
 
 def why_not_private(directory: Path) -> str:
-    """Why a directory is not this user's own and closed to others; empty if it is."""
+    """Why ``directory`` is not private to this user; empty if it is."""
     try:
         info = directory.lstat()
     except OSError as error:
@@ -67,7 +71,7 @@ def why_not_private(directory: Path) -> str:
 
 
 def private_directory() -> Path:
-    """A new directory, mode 0700, for one sender's socket; the caller removes it by `remove`."""
+    """Create a directory, mode 0700, for one sender's socket; the caller removes it with `remove`."""
     root = directory()
     sweep()
     path = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
@@ -76,7 +80,7 @@ def private_directory() -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a sender's directory and its socket; one that holds anything else is left as it is."""
+    """Remove a sender's directory and its socket; a directory that holds anything else is left alone."""
     with contextlib.suppress(OSError):
         if set(os.listdir(path)) <= {SOCKET_NAME}:
             (path / SOCKET_NAME).unlink(missing_ok=True)
@@ -84,7 +88,10 @@ def remove(path: Path) -> None:
 
 
 def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
-    """Remove this user's directories at whose socket nobody listens any more; nothing that a sender has not made."""
+    """Remove this user's sender directories whose sockets have no listener any more, if they are old enough.
+
+    Leaves alone whatever no sender has created.
+    """
     for path in directory().iterdir():
         if not OWN_NAME.fullmatch(path.name) or why_not_private(path):
             continue
@@ -95,7 +102,7 @@ def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
 
 
 def listens(path: Path) -> bool:
-    """Whether somebody owns the socket, be it somebody who is stopped and does not answer."""
+    """Whether a process listens on the socket at ``path``, even one that is stopped and does not answer."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -103,5 +110,5 @@ def listens(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
-            return True  # its queue is full
+            return True  # a listener whose queue is full
         return True

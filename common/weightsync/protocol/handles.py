@@ -1,4 +1,4 @@
-"""What another process needs to reach a sender's memory: fields of messages, each rebuilt by one function."""
+"""Handles with which another process maps a sender's memory: fields of messages, each decoded by one function."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
-    """A file of the shared-memory mount."""
+    """A file of ``nbytes`` bytes in the shared-memory mount."""
 
     path: str
     nbytes: int
 
 
 class FileHandle(msgspec.Struct, frozen=True, tag="file"):
-    """Shared memory that the process ``pid`` has open, by descriptor and inode; there may be one for every tensor."""
+    """Shared memory that process ``pid`` has open, by descriptor and inode; every tensor may have its own."""
 
     pid: int
     descriptor: int
@@ -21,7 +21,7 @@ class FileHandle(msgspec.Struct, frozen=True, tag="file"):
 
 
 class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
-    """What CUDA needs to map another process's allocation, each field as torch hands it out."""
+    """What CUDA needs to map another process's allocation; the fields are as torch returns them."""
 
     device_uuid: str
     handle: bytes
@@ -34,8 +34,11 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
 
 
 class SharedParametersHandle(msgspec.Struct, frozen=True, tag="in_place"):
-    """The trainer's own memory: ``storages``, and of them ``parts``: (storage, its first byte, bytes) in the order of
-    the stream. ``revoked`` has one byte, which is not zero once the trainer may write there again."""
+    """A trainer's parameters, read in place.
+
+    ``parts`` lists the tensors in the order of the stream: (index in ``storages``, first byte there, number of bytes).
+    ``revoked`` is one byte, which is not zero once the trainer may change the parameters again.
+    """
 
     storages: tuple[FileHandle | CudaHandle, ...]
     parts: tuple[tuple[int, int, int], ...]

@@ -1,6 +1,6 @@
-"""Every message that crosses a process, once: JSON over HTTP here, msgpack over ZMQ in `control`.
+"""The messages that cross processes: JSON over HTTP here, msgpack over ZMQ in `control`. Each is defined once.
 
-Rules of evolution: a field added later has a default, a tag is never reused, bulk bytes never ride in a message.
+Rules for changes: a field added later has a default, a tag is never reused, bulk bytes never travel in a message.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from weightsync.protocol import codec
 from weightsync.protocol.codec import Shape, Text
 from weightsync.protocol.model_status import ModelStatus
 
-#: (major, minor). Majors must match; the lower minor is spoken.
+#: (major, minor). Majors must match; both sides speak the lower minor.
 PROTOCOL: Final[tuple[int, int]] = (1, 0)
 
-UPDATE: Final = "update_weights_via_"  #: What begins the name of every method that announces a push.
+UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 
-PREFIX: Final = "/weightsync"  #: Where every engine carries its admin routes.
+PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
 
 #: What happens to requests in flight when a version commits; see the README.
 PauseMode = Literal["retract", "wait", "abort", "keep"]
-#: What is compared: each tensor in every rank's stage, also what the engine then computes with, nothing.
+#: What is verified: each tensor in every rank's stage; that and the weights the engine then computes with; nothing.
 Verify = Literal["digest", "deep", "off"]
-#: What one rank, or the whole of an engine, is doing; `states.ENGINE` says what leads where. ``unsynced`` is an
-#: engine that was started so that it must not serve before its first push.
+#: What an engine, or one of its ranks, is doing; `states.ENGINE` has the transitions. An ``unsynced`` engine was
+#: started with the option not to serve before its first push.
 State = Literal[
     "serving",
     "receiving",
@@ -40,24 +40,24 @@ State = Literal[
     "unsynced",
 ]
 
-#: Largest control message accepted over HTTP, in bytes; a manifest of 100,000 tensors takes about 12 MB.
+#: Largest HTTP body accepted, in bytes; a manifest of 100,000 tensors takes about 12 MB.
 MAX_BODY_BYTES: Final = 64 << 20
-MAX_FRAME_BYTES: Final = 16 << 20  #: Largest message over ZMQ; the digests of 100,000 tensors take less than 1 MB.
-MAX_TIMEOUT_S: Final = 86400.0  #: Longest that anything may be asked to take, in seconds.
-LOOK_S: Final = 5.0  #: For what only looks or forgets, where nobody says how long it may take, in seconds.
+MAX_FRAME_BYTES: Final = 16 << 20  #: Largest ZMQ message, in bytes; the digests of 100,000 tensors take less than 1 MB.
+MAX_TIMEOUT_S: Final = 86400.0  #: Longest timeout that a message may ask for, in seconds.
+LOOK_S: Final = 5.0  #: Default timeout of requests that only read a state or drop a push, in seconds.
 Timeout = Annotated[float, msgspec.Meta(ge=0.01, le=MAX_TIMEOUT_S)]
 
 
 @functools.cache
 def package_version() -> str:
-    """Of this package, which the sides tell each other for error messages alone."""
-    from importlib.metadata import version  # takes a command line as long as all else together
+    """Version of this package; the two sides exchange it for error messages only."""
+    from importlib.metadata import version  # slow: it would double the start time of the command line
 
     return version("weightsync")
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Base of all messages; unknown fields are ignored, so that a newer minor version can add some."""
+    """Base of all messages. Decoding ignores unknown fields, so that a newer minor version can add some."""
 
 
 from_json, to_json = codec.from_json, codec.to_json
@@ -66,7 +66,7 @@ from_json, to_json = codec.from_json, codec.to_json
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a checkpoint: ``dtype`` as torch spells it without the prefix (``"bfloat16"``)."""
+    """One tensor of a checkpoint; ``dtype`` is torch's name without the prefix (``"bfloat16"``)."""
 
     name: Text
     dtype: Text
@@ -74,13 +74,13 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(Message, frozen=True):
-    """One rank of an engine: a process that holds a full or partial copy of the weights.
+    """One rank of an engine: a process that holds all or part of the weights.
 
-    ``device`` is a torch device type (``"cpu"``, ``"cuda"``), ``device_uuid`` names the accelerator under any
-    remapping of visible devices. ``free_bytes`` is the memory a stage could take on that device. ``transports`` are
-    those it has what it needs for, ``settings`` the environment variables that both ends should agree on,
-    ``process_space`` the name of the space in which ``pid`` is unique, on the ``host`` that `arenas.host_id` names;
-    ``started`` is when that process was, see `processes.started`. Where these are empty, nobody looks for the process.
+    ``device`` is a torch device type (``"cpu"``, ``"cuda"``); ``device_uuid`` names the accelerator under any remapping
+    of visible devices. ``free_bytes`` is the memory that a stage could take on that device. ``transports`` are those
+    whose dependencies the rank has, ``settings`` the environment variables on which both ends should agree. The other
+    fields identify the process ``pid``, see `arenas.host_id`, `arenas.process_space` and `processes.started`; if they
+    are empty, nothing checks whether it still lives.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class RankInfo(Message, frozen=True):
     device: str
     device_uuid: str = ""
     free_bytes: int = 0
-    transports: tuple[Text, ...] = ("ipc_zmq",)  # all there was before ranks said so
+    transports: tuple[Text, ...] = ("ipc_zmq",)  # the only transport before this field was added
     settings: dict[Text, Text] = {}
     process_space: str = ""
     host: Text = ""
@@ -99,7 +99,7 @@ class RankInfo(Message, frozen=True):
 
 
 class OpenRequest(Message, frozen=True):
-    """First message of a sender to an engine; ``timeout_s``, here and below, is how long it waits for the ranks."""
+    """First message of a sender to an engine. ``timeout_s``, here and below: seconds to wait for the ranks."""
 
     protocol: tuple[int, int]
     package_version: str = ""
@@ -107,11 +107,11 @@ class OpenRequest(Message, frozen=True):
 
 
 class OpenReply(Message, frozen=True):
-    """Who the engine is. ``pause_refused`` maps each mode that the engine lacks to the reason.
+    """Identity and capabilities of an engine.
 
-    ``host`` is where it runs, as `arenas.host_id` names it, ``user`` whose directory it meets trainers in there, as
-    `auth.meeting` does, ``network`` its network interfaces, as `arenas.network_id` does. ``stopped``: it serves
-    nothing, being dirty or waiting for its first push.
+    ``pause_refused`` maps each pause mode that the engine does not support to the reason. ``host`` is its
+    `arenas.host_id`, ``user`` its `directories.meeting`, ``network`` its `arenas.network_id`; each equals the trainer's
+    if the two share it. ``stopped``: it serves nothing, because it is dirty or waits for its first push.
     """
 
     protocol: tuple[int, int]
@@ -132,14 +132,14 @@ class OpenReply(Message, frozen=True):
 class UpdateRequest(Message, frozen=True):
     """Ask every rank to check the manifest and to fetch the bytes from the sender at ``address``.
 
-    The same for every transport. ``secret`` proves to the sender, over ZMQ, that a rank was asked by it; ``server_key``
-    is the sender's CURVE key, where the address is one of TCP. The checkpoint crosses as one stream of bytes (see
-    `layout.Layout`) in buckets, bucket k in slot k modulo ``slots`` of the sender's arena. ``owner`` takes the engine's
-    lease, ``holder`` names it to others. ``instance`` is the engine that the sender opened. Tensors are checked by the
-    digest of that name (`digest.ALGORITHMS`) unless ``verify`` is off. ``keep`` asks for the version before to be kept,
-    ``stream`` for the bytes to be fetched by the commit, where memory has no room for a stage.
-    ``known`` is `layout.Layout.name`; where ``manifest`` is empty, it is the one of this name in the push before.
-    ``parts`` allows ranks to fetch and verify what they keep of the tensors, and nothing else.
+    The same for all transports. The checkpoint crosses as one stream of bytes (see `layout.Layout`) in buckets of
+    ``bucket_bytes``; bucket k lies in slot k modulo ``slots`` of the sender's arena. ``secret`` proves to the sender,
+    over ZMQ, that a rank was asked by this request; ``server_key`` is the sender's CURVE key if ``address`` is TCP.
+    ``owner`` takes the engine's lease, ``holder`` is its public name, ``instance`` the engine that the sender opened.
+    Unless ``verify`` is off, tensors are verified by the ``digest`` of this name in `digest.ALGORITHMS`. ``keep``: the
+    ranks keep the version before. ``stream``: they fetch the bytes in the commit, for lack of memory for a stage.
+    ``known`` is `layout.Layout.name`; an empty ``manifest`` is the one of that name in the push before. ``parts``:
+    ranks may fetch and verify only their subsets of the tensors.
     """
 
     push: Text
@@ -162,38 +162,38 @@ class UpdateRequest(Message, frozen=True):
 
 
 class Handshake(Message, frozen=True):
-    """What a transport's set-up method tells an engine before the first push: a transport derives its own from this.
+    """Base of the requests that set a transport up before the first push; each transport derives its own.
 
-    Every one has ``timeout_s``, the ``address`` of the sender, the ``owner`` that takes the engine's lease, the
-    ``holder`` that others know it by, and the ``instance`` of the engine that the sender opened.
+    All of them have ``timeout_s``, the ``address`` of the sender, the ``owner`` that takes the engine's lease, its
+    public name ``holder``, and the ``instance`` of the engine that the sender opened.
     """
 
     if TYPE_CHECKING:
 
         @property
         def timeout_s(self) -> float:
-            """Seconds."""
+            """How long the engine waits for its ranks, in seconds."""
 
         @property
         def address(self) -> str:
-            """Where the sender is found, and what names it to `AbortRequest`."""
+            """Address of the sender, also its name in `AbortRequest.release`."""
 
         @property
         def owner(self) -> str:
-            """Secret."""
+            """Secret that identifies the owner of the lease."""
 
         @property
         def holder(self) -> str:
-            """Public."""
+            """Public name of the owner."""
 
         @property
         def instance(self) -> str:
-            """Empty where the sender does not say."""
+            """The engine instance that the sender opened; empty if the sender does not check it."""
 
 
 class RankJoined(Message, frozen=True):
-    """One rank's answer: ``device`` and ``interface`` will move the bytes; ``agent`` names its end of the transport,
-    and ``metadata`` is what the trainer's end has to know of it, where there is something."""
+    """One rank's answer to a `Handshake`: the ``device`` and network ``interface`` that will move the bytes, the name
+    of its end of the transport (``agent``), and what the trainer's end has to know about that end (``metadata``)."""
 
     rank: int
     device: str = ""
@@ -203,16 +203,15 @@ class RankJoined(Message, frozen=True):
 
 
 class JoinReply(Message, frozen=True):
-    """Every rank's answer."""
+    """The answers of all ranks to a `Handshake`."""
 
     ranks: tuple[RankJoined, ...]
     instance: str = ""
 
 
 class UpdateReply(Message, frozen=True):
-    """What the engine serves now; nothing, if it is ``stopped``: dirty, or waiting for its first push.
-
-    ``record_s``: of its slowest rank, as in `Accepted`.
+    """The version that the engine serves now. It serves nothing if it is ``stopped``: dirty, or waiting for its first
+    push. ``record_s`` is that of its slowest rank, see `Accepted`.
     """
 
     version: str = ""
@@ -222,10 +221,10 @@ class UpdateReply(Message, frozen=True):
 
 
 class CommitRequest(Message, frozen=True):
-    """Make the prepared push ``push`` the served version; ``timeout_s`` bounds the wait for requests in flight.
+    """Serve the prepared push ``push`` as ``version``; ``timeout_s`` bounds the wait for requests in flight.
 
-    With ``rollback`` it is the kept version before that is served again, and ``push`` a new name for that. ``instance``
-    is the engine that prepared it.
+    With ``rollback`` the engine serves its kept version again, and ``push`` is a new identifier for this step.
+    ``instance`` is the engine instance that prepared the push.
     """
 
     push: Text
@@ -238,10 +237,9 @@ class CommitRequest(Message, frozen=True):
 
 
 class CommitReply(Message, frozen=True):
-    """``seconds`` per step (``pause``, ``apply``, ``caches``, ``resume``); ``pause_s`` from stop to go.
-
-    ``asleep`` are the engine's tags of its memory that sleeps, so that it does not generate before it is woken.
-    """
+    """The engine serves ``version``. ``seconds`` has the time of each step (``pause``, ``apply``, ``caches``,
+    ``resume``); ``pause_s`` is how long the engine did not generate. ``asleep`` are the engine's tags of memory that
+    still sleeps: it does not generate before that is woken."""
 
     version: str
     pause_s: float
@@ -250,28 +248,28 @@ class CommitReply(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """The owner of the lease is alive, and in the middle of a push."""
+    """The owner of the lease is alive and in the middle of a push."""
 
     owner: Text
 
 
 class AddEngine(Message, frozen=True):
-    """engine's side -> trainer: the engine at ``url`` is to serve what the others do."""
+    """engine's side -> trainer: bring the engine at ``url`` to the version that the other engines serve."""
 
     url: Text
 
 
 class EngineAdded(Message, frozen=True):
-    """It now serves ``version``; empty where it has to wait for the next push."""
+    """The engine now serves ``version``; empty if it has to wait for the next push."""
 
     version: str = ""
 
 
 class AbortRequest(Message, frozen=True):
-    """Forget the push ``push``, or whichever is under way where it is empty.
+    """Drop the push ``push``, or any that is under way if ``push`` is empty.
 
-    ``release`` is the address of a sender that closes: ranks give back what they hold of it. An ``owner`` can abort
-    nothing but its own; an empty one, as the command line sends it, ends the lease of whoever holds it.
+    ``release`` is the address of a sender that closes: ranks release what they hold of it. An ``owner`` can abort only
+    its own push; an empty one, sent by the command line, aborts any push and ends the lease.
     """
 
     push: Text = ""
@@ -281,9 +279,9 @@ class AbortRequest(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """``digest`` asks each rank for a hash of the weights it computes with, which reads all of them.
+    """Ask for an engine's state; with ``digest`` also for a hash of the weights of each rank, which reads all of them.
 
-    ``timeout_s`` is how long the ranks are waited for; by default as long as the engine thinks fit.
+    ``timeout_s`` is how long the engine waits for its ranks, in seconds; the engine chooses if it is None.
     """
 
     digest: bool = False
@@ -291,10 +289,9 @@ class StatusRequest(Message, frozen=True):
 
 
 class RankStatus(Message, frozen=True):
-    """``digest`` is a BLAKE2b hash in hex, empty where none was asked for; ``previous`` the version kept before.
-
-    ``failed`` is the push that ended here without being applied, ``detail`` says why, ``loading`` how pushes get in,
-    ``model`` what they fill.
+    """What one rank does. ``digest`` is a BLAKE2b hash in hex, empty unless it was asked for; ``previous`` the kept
+    version before. ``failed`` is the last push that ended here without being applied, ``detail`` the reason.
+    ``loading`` says how pushes are loaded, ``model`` what they load.
     """
 
     rank: int
@@ -311,9 +308,9 @@ class RankStatus(Message, frozen=True):
 class StatusReply(Message, frozen=True):
     """What an engine serves and what its ranks are doing.
 
-    ``committed`` is the push that the served weights came with, ``holder`` who holds the lease, ``detail`` why the
-    engine does not generate, or which ranks do not answer. ``off`` is what the engine lacks or what of it a push leaves
-    as it is, by name, and why.
+    ``committed`` is the push that brought the served weights, ``holder`` the public name of the lease's owner,
+    ``detail`` why the engine does not generate or which ranks do not answer. ``off`` maps what the engine cannot do,
+    and what a push leaves unchanged in it, to the reasons.
     """
 
     engine: str
@@ -341,7 +338,7 @@ class AbortReply(Message, frozen=True):
 
 
 class ErrorReply(Message, frozen=True):
-    """A refusal: ``error`` is a class name of `weightsync.errors`, ``weights`` what the engine serves after it."""
+    """A refusal: ``error`` names a class of `weightsync.errors`, ``weights`` says what the engine serves after it."""
 
     error: str
     message: str
@@ -353,24 +350,24 @@ class _Verified(Message, frozen=True):
 
 
 def verify_of(payload: bytes | str) -> Verify:
-    """``verify`` of an `UpdateRequest`, without reading its manifest."""
+    """The field ``verify`` of an encoded `UpdateRequest`, without decoding its manifest."""
     return from_json(payload, _Verified).verify
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """An error as it crosses a process."""
+    """Encode an error for another process; one that is no `WeightSyncError` leaves the weights ``"unknown"``."""
     if isinstance(error, WeightSyncError):
         return ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
     return ErrorReply(error="WeightSyncError", message=f"{type(error).__name__}: {error}", weights="unknown")
 
 
-# --- engine front end -> its ranks, over the engine's own means -------------------------------------------------------
+# --- engine front end -> its ranks, over the engine's own calls -------------------------------------------------------
 
 
 class RankReply(Message, frozen=True):
-    """What one rank answers to a call: ``body`` is the JSON of the reply, unless ``error`` is set.
+    """One rank's answer to a call: ``body`` is the reply in JSON unless ``error`` is set.
 
-    ``later``: it has done nothing, for it still lets go of the push before; it is to be asked again.
+    ``later``: the rank has done nothing, because it is still releasing the last push; repeat the call.
     """
 
     body: msgspec.Raw = msgspec.Raw(b"{}")
@@ -379,12 +376,12 @@ class RankReply(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True, omit_defaults=True):
-    """One rank takes part in a push. ``unread`` names tensors that it has no use for; some other rank must have.
+    """One rank takes part in a push. ``unread`` names tensors that it does not use; another rank must use them.
 
-    Where a checkpoint says what is expected, ``skipped`` has a bit for each tensor that it does not read, in the
-    manifest's order, and ``unwritten`` the parameters that are not loaded as a whole, each with the bits of those
-    tensors that could be for it: no parameter may lack what all ranks skip. ``record_s`` is how long the engine stood
-    still while its loader was recorded.
+    If the expected checkpoint is known, ``skipped`` has a bit for each tensor that the rank does not read, in the
+    manifest's order, and ``unwritten`` maps each parameter that is not loaded in full to the bits of the tensors that
+    could belong to it: no parameter may lack a tensor that all ranks skip. ``record_s`` is how long generation stopped
+    while the loader was recorded, in seconds.
     """
 
     unread: tuple[str, ...] = ()
@@ -394,6 +391,6 @@ class Accepted(Message, frozen=True, omit_defaults=True):
 
 
 class Ready(Message, frozen=True, omit_defaults=True):
-    """One rank can load. ``record_s`` as in `Accepted`, if its loader had to be recorded again."""
+    """One rank is ready to load. ``record_s`` as in `Accepted`, if the loader had to be recorded again."""
 
     record_s: float = 0.0

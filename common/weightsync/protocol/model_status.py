@@ -1,4 +1,4 @@
-"""What one rank knows of how pushes get into its part of the model: plain data, a part of `http.RankStatus`."""
+"""How pushes get into one rank's part of the model, as plain data: the field ``model`` of `http.RankStatus`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What was compared with a load plan last, and in which push; ``fault`` is empty if it was the same."""
+    """The last comparison of ``what`` with the load plan, in push ``push``; ``fault`` is empty if both agreed."""
 
     what: str
     push: str = ""
@@ -14,11 +14,12 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """What one rank's part of the model gets of the manifest that it accepted last, as far as its loader tells.
+    """What the manifest that one rank accepted last loads into its part of the model.
 
-    ``parameters`` of which ``written`` are loaded as a whole; 0, if what the loader does could not be recorded.
-    ``unwritten`` are a few names of the others, ``unread`` a few of the ``unread_tensors`` that this rank does not
-    read. ``pushes`` have been loaded by the plan since it was recorded.
+    ``parameters`` is the number of its parameters and ``written`` how many of them are loaded in full; both are 0 if
+    the loader could not be recorded. ``unwritten`` names a few of the other parameters, ``unread`` a few of the
+    ``unread_tensors`` tensors that this rank does not read. ``pushes`` is how many pushes the load plan has loaded
+    since it was recorded, ``compared`` what was last compared with it.
     """
 
     parameters: int = 0

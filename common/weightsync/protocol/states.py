@@ -1,17 +1,17 @@
-"""The state machines, as tables: which event is legal in which state, and what it leads to.
+"""The state machines, as tables: which events are legal in a state, and which state each leads to.
 
-Drivers act and report what happened as an event; the tables decide what state that is. `ENGINE` is obeyed by every
-engine rank (`receiver.Receiver`) and by the engine's front end (`front_end.FrontEnd`), `PUSH` by the sender, `PLAN` by
-what loads on a rank (`loading.loader.Loading`), `TOGETHER` by SGLang's schedulers. Nothing here does any I/O, so that
-tests can walk every edge, and explore what passes between senders and engines.
+Drivers act and report what happened as an event; the tables decide the state. Every engine rank (`receiver.Receiver`)
+and the engine's front end (`front_end.FrontEnd`) follow `ENGINE`, the sender `PUSH`, a rank's loading
+(`loading.loader.Loading`) `PLAN`, and SGLang's schedulers `TOGETHER`. Nothing here does I/O, so tests can walk every
+edge and explore the messages between senders and engines.
 
-Left out is what no table would say better:
+Three things have no table, because one would not make them clearer:
 
-- The versions that a rank keeps (`keep_previous`) are two places, for the one that is served and the one before. Each
-  is emptied by itself, whenever its memory is another's again, so any of the four cases follows from any other but by
-  a commit or a rollback; what those need is that a place is filled, and the place says so.
-- What users have paused (`compat_pause` of both engines) is one flag beside the push, and any order sets it.
-- Whether a loader is given memory of its own is a flag that is set once and stays.
+- A rank has two slots for kept versions (`keep_previous`): the served version and the one before. Each slot is emptied
+  on its own when its memory is reused, so each of the four combinations can follow any other. A commit or a rollback
+  needs a filled slot, and the slot itself tells whether it is filled.
+- Whether a user has paused the engine (`compat_pause` of both engines) is one flag, independent of the push.
+- Whether a loader gets its own copy of the tensors is a flag that is set once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Table = Mapping[str, Mapping[str, str]]
 PlanState = Literal["unrecorded", "untried", "trusted", "loader_alone"]
 TogetherState = Literal["serving", "applying", "dirty", "dirty_applying"]
 
-#: A replica, or one rank of it. The ``dirty_`` states hold weights of neither version: the engine does not generate.
-#: Events: ``prepare`` a push was announced and its manifest fits · ``staged`` everything is here and verified (or, to
-#: be streamed, its sender is met) · ``abort`` it was called off, failed on the way, or expired · ``commit`` loading
-#: begins · ``rollback`` so does that of a version that was kept · ``applied`` it is what is served · ``untouched``
-#: loading failed before the first write · ``broken`` after it.
+#: An engine, or one rank of it. In a ``dirty`` state the weights are of no version, and the engine does not generate.
+#: Events: ``prepare`` a push was announced and its manifest fits · ``staged`` all bytes have arrived and are verified
+#: (or, for a streamed push, the rank is connected to the sender) · ``abort`` the push was cancelled, failed or expired
+#: · ``commit`` loading begins · ``rollback`` loading of a kept version begins · ``applied`` the loaded version is
+#: served · ``untouched`` loading failed before the first write · ``broken`` loading failed after it.
 ENGINE: Final[Mapping[State, Mapping[str, State]]] = {
     "serving": {"prepare": "receiving", "rollback": "applying"},
     "receiving": {"staged": "prepared", "abort": "serving"},
@@ -43,11 +43,11 @@ ENGINE: Final[Mapping[State, Mapping[str, State]]] = {
     "unsynced": {"prepare": "dirty_receiving"},
 }
 
-#: A sender. Events: ``push`` · ``rollback`` · ``accepted`` every engine took the manifest · ``refused`` one did not, or
-#: cannot be reached · ``staged`` every rank has everything, verified · ``lost`` the transfer failed · ``stream`` every
-#: engine is asked to commit while the bytes travel · ``committed`` every engine has · ``failed`` one has not ·
-#: ``aborted`` the engines were told to forget it · ``interrupted`` the sender's own thread was (Ctrl-C), before it
-#: could do so: they find out by themselves · ``close``.
+#: A sender. Events: ``push`` · ``rollback`` · ``accepted`` every engine accepted the manifest · ``refused`` an engine
+#: refused it or cannot be reached · ``staged`` every rank has all bytes, verified · ``lost`` the transfer failed ·
+#: ``stream`` every engine is asked to commit while the bytes travel · ``committed`` every engine has committed ·
+#: ``failed`` an engine has not · ``aborted`` the engines were told to drop the push · ``interrupted`` the sender's
+#: thread was interrupted (Ctrl-C) before it could tell them, so they drop it by their own deadlines · ``close``.
 PUSH: Final[Table] = {
     "idle": {"push": "preparing", "rollback": "committing", "close": "closed"},
     "preparing": {"accepted": "transferring", "stream": "streaming", "refused": "aborting", "interrupted": "idle"},
@@ -58,10 +58,10 @@ PUSH: Final[Table] = {
     "closed": {},
 }
 
-#: A rank's load plan, and whether it is trusted. Events: ``record`` the loader is about to be recorded, first or anew ·
-#: ``recorded`` there is a plan · ``sealed`` there is none, nobody can do the loader's work · ``alike`` a push that the
-#: loader brought in lies where the plan would have put it · ``replay`` the plan has brought one in · ``astray`` what it
-#: would have done, or did, is not what the loader does.
+#: A rank's load plan, and whether it is trusted. Events: ``record`` the loader is about to be recorded, for the first
+#: time or again · ``recorded`` there is a plan · ``sealed`` there is none, only the loader can do its work · ``alike``
+#: after a load by the loader every parameter is as the plan would have left it · ``replay`` the plan has loaded a push
+#: · ``astray`` what the plan did, or would have done, differs from what the loader does.
 PLAN: Final[Mapping[PlanState, Mapping[str, PlanState]]] = {
     "unrecorded": {"record": "unrecorded", "recorded": "untried", "sealed": "loader_alone"},
     "untried": {"record": "unrecorded", "alike": "trusted", "astray": "loader_alone"},
@@ -69,9 +69,10 @@ PLAN: Final[Mapping[PlanState, Mapping[str, PlanState]]] = {
     "loader_alone": {"record": "unrecorded"},
 }
 
-#: Ranks that commit by themselves, and so have to be in one state: that one of them has applied, in the terms of
-#: `ENGINE`, does not say that all have. Events: ``load`` all have stopped and begin · ``applied`` all have loaded, and
-#: have dropped their caches · ``untouched`` some failed, and all hold what they did before · ``broken`` some do not.
+#: The state that all of SGLang's ranks share. They commit within one call, so ``applied`` of one rank in `ENGINE` does
+#: not mean that all have applied. Events: ``load`` all have stopped, and begin to load · ``applied`` all have loaded
+#: and dropped their caches · ``untouched`` some failed, and all still hold what they held before · ``broken`` some do
+#: not.
 TOGETHER: Final[Mapping[TogetherState, Mapping[str, TogetherState]]] = {
     "serving": {"load": "applying"},
     "applying": {"applied": "serving", "untouched": "serving", "broken": "dirty"},
@@ -83,33 +84,33 @@ S = TypeVar("S", bound=str)
 
 
 class Machine(Generic[S]):
-    """Where one of the tables stands. ``who`` is what errors call it."""
+    """One state machine: a table and its current ``state``. ``subject`` is its name in error messages."""
 
-    def __init__(self, table: Mapping[S, Mapping[str, S]], state: S, who: str):
-        self._table, self.state, self._who = table, state, who
+    def __init__(self, table: Mapping[S, Mapping[str, S]], state: S, subject: str):
+        self._table, self.state, self._subject = table, state, subject
 
     def allows(self, event: str) -> bool:
         """Whether the event is legal now."""
         return event in self._table[self.state]
 
     def check(self, event: str) -> S:
-        """The state that ``event`` would lead to. Raises `WrongState`, and nothing has happened."""
+        """The state that ``event`` would lead to. Raises `WrongState` if it is not legal now. Changes nothing."""
         legal = self._table[self.state]
         if event not in legal:
             raise WrongState(
-                f"{self._who} is {self.state}: {event} is not possible now"
+                f"{self._subject} is {self.state}: {event} is not possible now"
                 + (f", only {' or '.join(sorted(legal))}" if legal else "")
             )
         return legal[event]
 
     def move(self, event: str) -> S:
-        """Take the event; returns the new state. Raises as `check`."""
+        """Apply the event and return the new state. Raises `WrongState` if it is not legal now."""
         self.state = self.check(event)
         return self.state
 
 
 def is_stopped(state: State) -> bool:
-    """Whether an engine in this state generates nothing."""
+    """Whether an engine in this state must not generate until a push commits."""
     return state.startswith("dirty") or state == "unsynced"
 
 

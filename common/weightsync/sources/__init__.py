@@ -1,4 +1,4 @@
-"""Trainer weights in: one way to read them, whatever holds them."""
+"""Sources: one interface to read a trainer's weights, whatever holds them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ __all__ = ["Fused", "LocalShard", "Rule", "Source", "open_source"]
 
 
 def open_source(model: object, *, reuse: Source | Remembered | None = None) -> Source:
-    """Find out how to read ``model``, without copying its weights.
+    """Open ``model`` as a source, without copying its weights.
 
-    ``model`` is a `torch.nn.Module` (one of transformers is sent under the names and layouts that ``save_pretrained``
+    ``model`` is a `torch.nn.Module` (one of transformers is sent with the names and layouts that ``save_pretrained``
     would write), a mapping of names to tensors, DTensors or `LocalShard`, a folder of safetensors files, an object in
-    the shape of vLLM's ``WeightSource``, or `Fused`. ``reuse``, a source opened before, is returned where it reads this
-    very module and no name, shape, dtype, stride, tie or shard of it has changed since; what a mapping has left behind
-    is used where this one is like it. The result is always right, reuse only saves time.
+    the shape of vLLM's ``WeightSource``, or `Fused`.
 
-    Raises `SourceError` for anything else, and by name for each tensor that cannot be sent.
+    ``reuse`` only saves time. A source that was opened earlier is returned if it reads this very module, and no name,
+    shape, dtype, stride, tie or shard has changed since. What is remembered of a mapping is used if this one matches.
+
+    Raises `SourceError` for any other object, and for a tensor that cannot be sent, naming it.
     """
     if isinstance(model, torch.nn.Module):
         return reuse if isinstance(reuse, ModuleSource) and reuse.reads(model) else ModuleSource(model)

@@ -1,4 +1,4 @@
-"""What every source of weights offers, and the refusals they share."""
+"""The interface of sources, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from weightsync.tensors.layout import spec_of
 class Source(Protocol):
     """Weights of a trainer under their checkpoint names.
 
-    ``specs`` is what will be sent, in sending order; it does not change. `tensors` yields the current values in that
-    order, strided tensors without gradient, as views of the trainer's own memory where that is possible: use or copy
-    each before the next optimiser step. Dropping a tensor before asking for the next keeps memory bounded.
-    It raises `SourceError` where what is read no longer fits ``specs``, or where this process holds a part.
+    ``specs`` describes the tensors to send, in order; it does not change. `tensors` yields their current values in that
+    order: strided tensors without gradient, views of the trainer's own memory where possible. Use or copy each before
+    the next optimiser step, and drop it before asking for the next, so that memory stays bounded. Raises `SourceError`
+    if a tensor no longer fits ``specs``, or if this process does not hold all of it.
 
-    ``held`` is what this process holds of each, in the same order, and `parts` yields the current values of its boxes.
+    ``held`` has this process's shards of each tensor, in the same order; `parts` yields the current values of their
+    boxes.
     """
 
     specs: tuple[TensorSpec, ...]
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are, or most of them: where packing them costs least."""
+        """The device of all or most tensors, where packing costs least."""
 
     @property
     def held(self) -> tuple[HeldShards, ...]: ...
 
     def identity(self) -> object | None:
-        """The same object as long as `tensors` would yield the same memory, looked at in the same way; None if that
-        takes a look at every tensor."""
+        """The same object as long as `tensors` would yield the same views of the same memory; None if that cannot be
+        told without looking at every tensor."""
 
     def tensors(self) -> Iterator[torch.Tensor]: ...
 
@@ -46,14 +47,14 @@ class Source(Protocol):
 
 
 class Whole:
-    """The latter half of a `Source` that holds all of its tensors."""
+    """Base of sources that hold all of their tensors in full."""
 
     specs: tuple[TensorSpec, ...]
 
     @property
     def held(self) -> tuple[HeldShards, ...]:
-        """See `Source`. Nobody promises that other processes hold the same values."""
-        return tuple(HeldShards(one, (whole(one),)) for one in self.specs)
+        """See `Source`. Other processes need not hold the same values."""
+        return tuple(HeldShards(spec, (whole(spec),)) for spec in self.specs)
 
     def identity(self) -> None:
         """See `Source.identity`."""
@@ -68,7 +69,7 @@ class Whole:
 
 
 def describe(name: object, tensor: object) -> TensorSpec:
-    """Describe one tensor of a source. Raises `SourceError` by name for whatever cannot cross as plain bytes."""
+    """Describe one tensor of a source. Raises `SourceError`, naming it, if it cannot be sent as plain bytes."""
     if not isinstance(name, str):
         raise SourceError(f"tensor names must be str, not {type(name).__name__} ({name!r})")
     check_plain(name, tensor)
@@ -79,7 +80,7 @@ def describe(name: object, tensor: object) -> TensorSpec:
 
 
 def check_plain(name: str, tensor: object) -> None:
-    """Raise `SourceError` by name unless ``tensor`` is a strided torch.Tensor; meta tensors and DTensors pass."""
+    """Raise `SourceError`, naming it, unless ``tensor`` is a strided torch.Tensor, a meta tensor or a DTensor."""
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name}: expected a torch.Tensor, not {_type_name(tensor)}; leave it out or convert it")
     if is_lazy(tensor):
@@ -98,7 +99,7 @@ def check_plain(name: str, tensor: object) -> None:
 
 
 def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """As `layout.spec_of`, with `SourceError` for a dtype that no checkpoint holds."""
+    """Describe a tensor. Raises `SourceError`, naming it, if its dtype cannot be sent."""
     try:
         return spec_of(name, tensor)
     except ManifestMismatch as error:
@@ -106,29 +107,29 @@ def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def finish(specs: Iterable[TensorSpec], what: str) -> tuple[TensorSpec, ...]:
-    """Freeze the specs of ``what``. Raises `SourceError` where there are none, or two of one name."""
-    frozen = tuple(specs)
-    if not frozen:
+    """The specs of ``what``, as a tuple. Raises `SourceError` if there are none, or if two have the same name."""
+    finished = tuple(specs)
+    if not finished:
         raise SourceError(f"{what} holds no tensors; there is nothing to send")
-    seen: set[str] = set()
-    for one in frozen:
-        if one.name in seen:
-            raise SourceError(f"{what} holds {one.name} twice; every tensor needs a name of its own")
-        seen.add(one.name)
-    return frozen
+    names: set[str] = set()
+    for described in finished:
+        if described.name in names:
+            raise SourceError(f"{what} holds {described.name} twice; every tensor needs a unique name")
+        names.add(described.name)
+    return finished
 
 
 def check_same(expected: TensorSpec, found: TensorSpec) -> None:
-    """Raise `SourceError` by name where a tensor is not what was announced when the source was opened."""
+    """Raise `SourceError`, naming the tensor, if it changed since the source was opened."""
     if expected != found:
         raise SourceError(
             f"{expected.name}: was announced as {text(expected)} and is now {text(found)}; open the source again"
         )
 
 
-def text(one: TensorSpec) -> str:
-    """A spec as errors show it."""
-    return f"{one.name} {one.dtype}{list(one.shape)}"
+def text(described: TensorSpec) -> str:
+    """A spec as error messages show it."""
+    return f"{described.name} {described.dtype}{list(described.shape)}"
 
 
 def _type_name(thing: object) -> str:

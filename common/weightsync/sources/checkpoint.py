@@ -1,4 +1,4 @@
-"""A folder of safetensors files: its headers alone, or its tensors, mapped and not read until they are used."""
+"""A folder of safetensors files: its headers only, or its tensors, which are mapped and read when they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.tensors.layout import DTYPES
 _FILE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
-#: Names of dtypes in safetensors headers.
+#: torch's names of dtypes, by their names in safetensors headers.
 _DTYPES: Final[dict[str, str]] = {
     "BF16": "bfloat16",
     "F16": "float16",
@@ -41,15 +41,15 @@ _DTYPES: Final[dict[str, str]] = {
     "BOOL": "bool",
 }
 
-#: The second half of a tied pair, as language models and multimodal models that wrap one name it.
+#: Names of the second half of a tied pair, in language models and in multimodal models that wrap one.
 _TIED: Final = frozenset({"lm_head.weight", "language_model.lm_head.weight"})
 
 
 class CheckpointSource(Whole):
-    """The tensors of a folder, as `read_specs` describes it.
+    """The tensors of a folder, as `read_specs` describes them.
 
-    Files are opened anew at every `tensors`, so a checkpoint that was replaced between two pushes is read as it is
-    now. Do not write into its files during a push: they are mapped into memory, not read.
+    Every pass opens the files again, so a checkpoint that was replaced between two pushes is read as it is now. Do not
+    write into its files during a push: they are mapped into memory.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -72,10 +72,11 @@ class CheckpointSource(Whole):
 
 
 def read_specs(path: str | Path) -> tuple[TensorSpec, ...]:
-    """Names, dtypes and shapes in a folder of safetensors files, from their headers alone; no tensor is read.
+    """Names, dtypes and shapes of the tensors in a folder of safetensors files; reads only the headers.
 
-    With ``model.safetensors.index.json`` the tensors that it lists; else those of ``model.safetensors``; else those of
-    all ``*.safetensors`` files, no name twice. Raises `SourceError` for a folder with none, or one that is damaged.
+    The tensors are those that ``model.safetensors.index.json`` lists; without an index those of ``model.safetensors``;
+    without that file those of all ``*.safetensors`` files. Raises `SourceError` if there are none, if a name occurs
+    twice, or if a file is damaged.
     """
     folder = Path(path)
     specs: list[TensorSpec] = []
@@ -86,15 +87,16 @@ def read_specs(path: str | Path) -> tuple[TensorSpec, ...]:
 
 
 def optional_names(path: str | Path) -> frozenset[str]:
-    """Names in the checkpoint of a folder that a complete push may leave out, because the model ties them to others.
+    """Names that a complete push of the folder's checkpoint may leave out, because the model ties them to others.
 
-    From ``tie_word_embeddings`` in ``config.json``, its own or that of a nested text configuration; where neither says
-    so, from the defaults of transformers for the model type. Empty where there is no readable configuration.
+    They follow from ``tie_word_embeddings`` in ``config.json`` or a nested text configuration; if neither has it, from
+    transformers' default for the model type. Empty without a ``config.json``. Raises `SourceError` if that file cannot
+    be read as JSON.
     """
     config = _read_json(Path(path) / "config.json") if (Path(path) / "config.json").is_file() else {}
     nested = [part for part in config.values() if isinstance(part, dict)]
-    said = [part["tie_word_embeddings"] for part in (config, *nested) if "tie_word_embeddings" in part]
-    tied = any(said) if said else bool(config) and _ties_by_default(path)
+    declared = [part["tie_word_embeddings"] for part in (config, *nested) if "tie_word_embeddings" in part]
+    tied = any(declared) if declared else bool(config) and _ties_by_default(path)
     return _TIED if tied else frozenset()
 
 
@@ -104,7 +106,7 @@ def _ties_by_default(path: str | Path) -> bool:
 
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception:
-        return False  # Then a push must hold every tensor of the checkpoint: stricter than needed at worst.
+        return False  # a push must then have every tensor of the checkpoint, which is stricter than needed at worst
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
@@ -138,9 +140,9 @@ def _indexed(folder: Path) -> dict[Path, frozenset[str] | None]:
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if Path(file).name != file:
-            raise SourceError(f"{index}: {name} is said to lie in {file!r}, outside of the folder")
+            raise SourceError(f"{index}: {name} is listed in {file!r}, which is outside the folder")
         if file not in by_file and not (folder / file).is_file():
-            raise SourceError(f"{index}: {name} is said to lie in {file}, which is missing; copy the whole checkpoint")
+            raise SourceError(f"{index}: {name} is listed in {file}, which is missing; copy the whole checkpoint")
         by_file.setdefault(file, set()).add(name)
     return {folder / file: frozenset(by_file[file]) for file in sorted(by_file)}
 

@@ -1,13 +1,13 @@
-"""From the tensors of a module to those of its checkpoint, worked out once without touching any data.
+"""How the tensors of a checkpoint follow from those of a module, worked out once without touching any data.
 
-transformers may hold weights otherwise than its checkpoints do: it fuses the experts of a layer, renames, splits and
-permutes. ``save_pretrained`` undoes that by running its conversions over the whole state. We run the same conversions
-over stand-ins that have shapes and strides but no data, and note for each tensor that comes out where in which
-parameter it lies. What is a mere view there costs nothing at a push. What is computed (concatenated, permuted) is
-computed again at every push, one group of connected tensors at a time.
+transformers may hold weights in another form than its checkpoints: it fuses the experts of a layer, renames, splits and
+permutes. ``save_pretrained`` undoes that by running its conversions over the whole state. Here the same conversions run
+once over fake tensors, which have shapes and strides but no data, to find out where in which parameter each checkpoint
+tensor lies. A tensor that is a view of a parameter costs nothing in a push. One that is computed (concatenated,
+permuted) is computed again in every push, one group of connected tensors at a time.
 
-Of a sharded parameter a view that is a box of it, in any order of dimensions, is cut out of the local part. Anything
-else is refused by name.
+A view of a sharded parameter is cut out of the local part if it is a box of the parameter, with its dimensions in any
+order. Everything else that involves sharded parameters is refused by name.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Convert = Callable[[State], Mapping[str, torch.Tensor]]
 
 
 class View(NamedTuple):
-    """A checkpoint tensor that lies in the tensor ``source``: ``offset`` in elements from where that one starts.
+    """A checkpoint tensor that is a view of the tensor ``source``, at ``offset`` in elements from its start.
 
-    Of a sharded one it is meant as if the whole lay contiguously in memory.
+    If ``source`` is sharded, offset and stride are those in the whole tensor, laid out contiguously.
     """
 
     source: str
@@ -40,7 +40,7 @@ class View(NamedTuple):
     stride: tuple[int, ...]
 
     def of(self, state: State) -> torch.Tensor:
-        """The view of the current tensor."""
+        """The view of the current ``source`` in ``state``."""
         source = state[self.source]
         if not self.offset and source.shape == self.shape and source.stride() == self.stride:
             return source
@@ -48,21 +48,21 @@ class View(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Checkpoint tensors that have to be computed together, from ``inputs``."""
+    """Checkpoint tensors (``outputs``) that have to be computed together from the tensors ``inputs``."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 class Recipe(NamedTuple):
-    """How to make the tensors of a checkpoint: ``specs`` are those of ``steps`` in order, one or a group each."""
+    """How to make the tensors of a checkpoint. ``specs`` are those of ``steps``, each of which makes one or a group."""
 
     specs: tuple[TensorSpec, ...]
     steps: tuple[View | Group, ...]
 
 
 def plain_recipe(state: State, names: Iterable[str], what: str) -> Recipe:
-    """Every named tensor of the state as it is."""
+    """The recipe that sends every named tensor of the state as it is. ``what`` names the module in errors."""
     steps = {name: View(name, 0, tuple(state[name].shape), state[name].stride()) for name in names}
     return Recipe(finish((spec(name, state[name]) for name in steps), what), tuple(steps.values()))
 
@@ -70,55 +70,55 @@ def plain_recipe(state: State, names: Iterable[str], what: str) -> Recipe:
 def traced_recipe(state: State, convert: Convert, what: str) -> Recipe:
     """The recipe of ``convert``, a function from the tensors of a module to those of its checkpoint.
 
-    ``convert`` is called with tensors on the meta device. It may move data and compute, but must neither write into
-    what it gets nor look at values. Raises `SourceError` where it does.
+    ``convert`` is called with tensors on the meta device. It may move data and compute, but must neither write into its
+    inputs nor read values. Raises `SourceError` if it writes. ``what`` names the module in errors.
     """
-    # A caller may be in inference mode, whose tensors do not count the writes into them.
+    # The caller may be in inference mode, whose tensors do not count writes.
     with torch.inference_mode(False), torch.no_grad():
-        stand_ins = {name: _stand_in(tensor) for name, tensor in state.items()}
-        names = {_storage(tensor): name for name, tensor in stand_ins.items()}
+        fakes = {name: _fake(tensor) for name, tensor in state.items()}
+        names = {_storage(tensor): name for name, tensor in fakes.items()}
         with _KeepStrides(), _Trace(names) as trace:
-            converted = convert(dict(stand_ins))
-    if any(tensor._version for tensor in stand_ins.values()):
+            converted = convert(dict(fakes))
+    if any(tensor._version for tensor in fakes.values()):
         raise SourceError(f"{what}: its conversion to checkpoint layout writes into the weights")
     views = {
         name: View(names[_storage(tensor)], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         for name, tensor in converted.items()
-        if _is_view(tensor, names, stand_ins)
+        if _is_view(tensor, names, fakes)
     }
     groups = _groups({name: trace.origins_of(tensor) for name, tensor in converted.items() if name not in views})
     steps = _in_order(converted, views, groups)
     ordered = [name for step, outputs in steps for name in outputs]
     specs = finish((spec(name, converted[name]) for name in ordered), what)
     for group in groups:
-        _check_group(group, convert, stand_ins, converted, what)
+        _check_group(group, convert, fakes, converted, what)
     return Recipe(specs, tuple(step for step, _ in steps))
 
 
 def compute(group: Group, convert: Convert, state: State) -> list[torch.Tensor]:
-    """The outputs of a group from the current tensors."""
+    """The outputs of a group, computed from the current tensors."""
     converted = convert({name: state[name] for name in group.inputs})
     return [converted[name] for name in group.outputs]
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    # Meta tensors have no data pointer; the address of the storage object tells them apart as long as both live.
+    # Meta tensors have no data pointer; the address of the storage object identifies one as long as it lives.
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_view(tensor: torch.Tensor, names: Mapping[int, str], stand_ins: State) -> bool:
+def _is_view(tensor: torch.Tensor, names: Mapping[int, str], fakes: State) -> bool:
     name = names.get(_storage(tensor))
-    return name is not None and tensor.dtype == stand_ins[name].dtype
+    return name is not None and tensor.dtype == fakes[name].dtype
 
 
 class _KeepStrides(TorchFunctionMode):
-    """Makes ``contiguous()`` return what it was called on: the order of elements in memory is the transport's business.
+    """Makes ``contiguous()`` return its argument: packing makes tensors contiguous anyway.
 
-    transformers calls it on every slice that it cuts out of fused weights, which would make copies of them all.
+    transformers calls it on every slice of fused weights, so all of them would be copied.
     """
 
     def __torch_function__(
@@ -130,12 +130,12 @@ class _KeepStrides(TorchFunctionMode):
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes for every storage that comes into being which of the named tensors it was made from."""
+    """Records for every new storage which of the named tensors it was computed from."""
 
     def __init__(self, names: Mapping[int, str]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins: dict[int, frozenset[str]] = {storage: frozenset([name]) for storage, name in names.items()}
-        self._alive: list[torch.Tensor] = []  # An address names a storage only while the storage lives.
+        self._alive: list[torch.Tensor] = []  # an address identifies a storage only while the storage lives
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -148,7 +148,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def origins_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Names of the tensors that ``tensor`` was made from."""
+        """Names of the tensors that ``tensor`` was computed from."""
         return self._origins.get(_storage(tensor), frozenset())
 
 
@@ -157,18 +157,18 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _groups(origins: Mapping[str, frozenset[str]]) -> list[Group]:
-    """The smallest groups of outputs that share no input."""
+    """The smallest groups of outputs such that no two groups share an input."""
     groups: list[tuple[set[str], list[str]]] = []
     for output, inputs in origins.items():
-        joined, outputs = set(inputs), [output]
-        apart = []
+        merged, outputs = set(inputs), [output]
+        disjoint = []
         for group in groups:
             if group[0].isdisjoint(inputs):
-                apart.append(group)
+                disjoint.append(group)
             else:
-                joined |= group[0]
+                merged |= group[0]
                 outputs = group[1] + outputs
-        groups = [*apart, (joined, outputs)]
+        groups = [*disjoint, (merged, outputs)]
     return [Group(tuple(sorted(inputs)), tuple(outputs)) for inputs, outputs in groups]
 
 
@@ -187,10 +187,10 @@ def _in_order(
 
 
 def _check_group(
-    group: Group, convert: Convert, stand_ins: State, converted: Mapping[str, torch.Tensor], what: str
+    group: Group, convert: Convert, fakes: State, converted: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    # A conversion of some tensors could depend on the presence of others; then it cannot be done group by group.
-    alone = convert({name: stand_ins[name] for name in group.inputs})
+    # A conversion that depends on the presence of other tensors cannot be done group by group.
+    alone = convert({name: fakes[name] for name in group.inputs})
     if any(name not in alone or alone[name].shape != converted[name].shape for name in group.outputs):
         raise SourceError(
             f"{what}: {group.outputs[0]} cannot be computed from {', '.join(group.inputs)} alone; push a mapping of "

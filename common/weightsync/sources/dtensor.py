@@ -1,4 +1,4 @@
-"""Tensors of which this process holds a part: DTensors, and plain tensors with their place in the whole."""
+"""Sharded tensors, of which this process holds a part: DTensors, and plain tensors with their position in the whole."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from weightsync.tensors.boxes import Box, LocalBox
 from weightsync.tensors.held import HeldShards
 
 Span = tuple[int, int]
-#: Kinds of placement that are understood, by name: the last is what FSDP2 makes of a dimension that TP has split.
+#: Supported kinds of placement that split, by name; FSDP2 makes the second of a dimension that TP has split already.
 _SPLITS: Final = ("Shard", "_StridedShard")
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This process's part of a tensor: ``tensor`` is its elements from ``start`` on, in a whole of ``shape``.
+    """This process's part of a tensor: ``tensor`` is the box that begins at index ``start`` of a whole of ``shape``.
 
-    For trainers that split tensors without DTensor: push a mapping of names to these, on every rank. Ranks that hold
-    the same part are taken to hold the same values.
+    For trainers that split tensors without DTensor: every rank pushes a mapping of names to `LocalShard`. Ranks that
+    hold the same part must hold the same values.
     """
 
     tensor: torch.Tensor
@@ -34,18 +34,18 @@ class LocalShard:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[Any]:
-    """Whether this is a DTensor. There is none where nobody has imported them, which takes a while."""
+    """Whether this is a DTensor. The module is not imported for this, which takes a while: without it there is none."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def check_placements(name: str, tensor: Any) -> None:
-    """Raise `SourceError` by name for a DTensor whose parts are not parts of its values."""
+    """Raise `SourceError`, naming the tensor, unless its placements are replicated or split, without partial sums."""
     for placement in tensor.placements:
         kind = type(placement).__name__
         if placement.is_partial():
             raise SourceError(
-                f"{name}: its ranks hold {placement}, of which the sum is not known to any; call redistribute() with "
+                f"{name}: its ranks hold partial values ({placement}), whose sum no rank has; call redistribute() with "
                 "Replicate() or Shard() first"
             )
         if not placement.is_replicate() and kind not in _SPLITS:
@@ -53,13 +53,13 @@ def check_placements(name: str, tensor: Any) -> None:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """A DTensor's part in this process. No communication, no copy."""
+    """This process's part of a DTensor, without communication or copy."""
     local: torch.Tensor = tensor.detach().to_local()
     return local
 
 
 def boxes_of(name: str, tensor: Any) -> tuple[LocalBox, ...]:
-    """Where the local part of a DTensor lies in the whole. Raises `SourceError` by name where that cannot be told."""
+    """Where the local part of a DTensor lies in the whole. Raises `SourceError`, naming it, if that is unknown."""
     check_placements(name, tensor)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -82,10 +82,11 @@ def boxes_of(name: str, tensor: Any) -> tuple[LocalBox, ...]:
 def local_boxes(
     shape: tuple[int, ...], splits: tuple[tuple[int, int, int, int], ...]
 ) -> tuple[tuple[LocalBox, ...], tuple[int, ...]]:
-    """What is left of a tensor of ``shape`` after ``splits``, and the shape of that as one tensor.
+    """The boxes that one process holds of a tensor of ``shape`` after ``splits``, and the shape of its local tensor.
 
-    A split is a dimension, a factor, a count and which of them: of each of ``factor`` equal parts of what is left of
-    the dimension, one of ``count``. Parts are equal as `torch.chunk` has them: the last may be smaller, or missing.
+    A split is (dimension, factor, count, index): what is left of the dimension is cut into ``factor`` equal parts, each
+    of these into ``count`` equal chunks, and the process keeps the chunk ``index`` of each part. Sizes are those of
+    `torch.chunk`: the last chunks may be smaller or empty.
     """
     spans: list[list[Span]] = [[(0, size)] for size in shape]
     for dim, factor, count, which in splits:
@@ -96,12 +97,12 @@ def local_boxes(
             for first, last in [_chunk(high - low, count, which)]
         ]
         spans[dim] = [piece for span in wanted for piece in _within(spans[dim], span)]
-    merged = [_merged(those) for those in spans]
+    merged = [_merged(dimension) for dimension in spans]
     boxes = []
-    for chosen in itertools.product(*(list(zip(those, _offsets(those), strict=True)) for those in merged)):
+    for chosen in itertools.product(*(list(zip(left, _offsets(left), strict=True)) for left in merged)):
         box = Box(tuple(a for (a, _), _ in chosen), tuple(b - a for (a, b), _ in chosen))
         boxes.append(LocalBox(box, tuple(at for _, at in chosen)))
-    return tuple(boxes), tuple(sum(b - a for a, b in those) for those in merged)
+    return tuple(boxes), tuple(sum(b - a for a, b in left) for left in merged)
 
 
 def _chunk(total: int, count: int, which: int) -> Span:
@@ -110,7 +111,7 @@ def _chunk(total: int, count: int, which: int) -> Span:
 
 
 def _within(spans: Sequence[Span], wanted: Span) -> Iterator[Span]:
-    """Where the elements ``wanted``, counted over all spans, are."""
+    """The parts of ``spans`` that hold the elements ``wanted``, which are counted over all spans."""
     before = 0
     for a, b in spans:
         low, high = max(wanted[0] - before, 0), min(wanted[1] - before, b - a)
@@ -134,7 +135,7 @@ def _offsets(spans: Sequence[Span]) -> list[int]:
 
 
 def whole_tensor(held: HeldShards, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor, where this process holds all of it. Raises `SourceError` by name where it does not."""
+    """The only part of a tensor that this process holds in full. Raises `SourceError`, naming it, if it does not."""
     if len(parts) != 1 or held.boxes[0].shape != held.spec.shape:
         raise SourceError(
             f"{held.spec.name}: this process holds {' '.join(map(str, held.boxes)) or 'nothing'} of "

@@ -1,4 +1,4 @@
-"""The state of a module without ``state_dict()``, which takes milliseconds, and a glance at whether it is as it was."""
+"""Reads a module's state faster than ``state_dict()``, which takes milliseconds, and checks that it is unchanged."""
 
 from __future__ import annotations
 
@@ -13,54 +13,58 @@ from torch import nn
 
 State = dict[str, torch.Tensor]
 
-#: Other kinds of tensors may be more than their memory.
+#: Tensors of other types may have more state than their memory.
 _PLAIN = {torch.Tensor, nn.Parameter}
+#: Methods that change what ``state_dict()`` holds if a class overrides them.
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
-_known: dict[type[nn.Module], bool] = {}
+_default_state: dict[type[nn.Module], bool] = {}
 
 
 def state_of(module: nn.Module) -> State | None:
-    """What ``module.state_dict()`` holds, in its order; None where a part of the module has its own idea of that."""
+    """What ``module.state_dict()`` holds, in its order; None if a submodule customises its state."""
     found: State = {}
-    return found if _add(module, "", found) else None
+    return found if _collect(module, "", found) else None
 
 
 class Fingerprint:
-    """All that a module holds, as it is when this is made. Parameters that it exchanges for others are not kept alive.
+    """Everything that a module holds at this moment. Does not keep parameters alive that the module replaces.
 
     Raises `RuntimeError` for a tensor without strides or memory.
     """
 
     def __init__(self, module: nn.Module):
         parts = list(module.modules())
-        held: list[Any] = [each for part in parts for each in (part._modules, part._parameters, part._buffers)]
-        #: Where something may be added or taken away; hooks, and attributes that hide methods, say what the state is.
-        sized = [*held, *(each for part in parts for each in _hooks(part))]
-        #: Most of them are empty, of which less need be known: they are rarely in the cache.
-        self._empty, self._sized = [each for each in sized if not each], [each for each in sized if each]
+        held: list[Any] = [holder for part in parts for holder in (part._modules, part._parameters, part._buffers)]
+        #: Dictionaries that may grow or shrink, including hooks and attributes, which can change what the state is.
+        sized = [*held, *(holder for part in parts for holder in _hooks(part))]
+        #: Most are empty, and for these a check for emptiness is faster: they are rarely in the cache.
+        self._empty, self._sized = [holder for holder in sized if not holder], [holder for holder in sized if holder]
         self._sizes = list(map(len, self._sized))
-        links = [(each, key) for each in held for key in each]
-        there = [(each, key) for each, key in links if each[key] is not None]
-        self._there, values = _columns(there), [each[key] for each, key in there]
+        links = [(holder, key) for holder in held for key in holder]
+        present = [(holder, key) for holder, key in links if holder[key] is not None]
+        self._present, values = _columns(present), [holder[key] for holder, key in present]
         self._values = list(map(weakref.ref, values))
-        self._absent = _columns([(each, key) for each, key in links if each[key] is None])
+        self._absent = _columns([(holder, key) for holder, key in links if holder[key] is None])
         self._are_tensors = [isinstance(value, torch.Tensor) for value in values]
-        self._seen = list(self._look(values))
+        self._identities = list(self._identities_of(values))
 
-    def _look(self, values: list[Any]) -> Iterator[tuple[object, ...]]:
+    def _identities_of(self, values: list[Any]) -> Iterator[tuple[object, ...]]:
         return identities(list(itertools.compress(values, self._are_tensors)))
 
     def holds(self) -> bool:
-        """Whether all is where and what it was. Runs no Python for each tensor."""
-        values = list(map(dict.get, *self._there))
+        """Whether the module is unchanged: same parts, hooks and parameters, in the same memory.
+
+        Has no per-tensor Python cost.
+        """
+        values = list(map(dict.get, *self._present))
         return (
             all(map(operator.is_not, values, itertools.repeat(None)))
-            and all(map(operator.is_, values, map(_called, self._values)))
+            and all(map(operator.is_, values, map(_dereference, self._values)))
             and all(map(operator.is_, map(dict.get, *self._absent), itertools.repeat(None)))
             and not any(self._empty)
             and list(map(len, self._sized)) == self._sizes
-            # One by one: so many at once would bring the garbage collector.
-            and all(map(operator.eq, self._look(values), self._seen))
+            # Compared one at a time: a list of so many new tuples would trigger the garbage collector.
+            and all(map(operator.eq, self._identities_of(values), self._identities))
         )
 
 
@@ -72,9 +76,9 @@ def _columns(links: list[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
     return [holder for holder, _ in links], [key for _, key in links]
 
 
-_called: Final[Any] = weakref.ref.__call__
-#: What is seen of a tensor: not its values, and its device by the address.
-_LOOKS: Final[tuple[Any, ...]] = (
+_dereference: Final[Any] = weakref.ref.__call__
+#: What identifies a tensor's memory and view: the address, which implies the device, shape, strides, dtype, sign flag.
+_PROPERTIES: Final[tuple[Any, ...]] = (
     torch.Tensor.data_ptr,
     torch.Tensor.size,
     torch.Tensor.stride,
@@ -84,18 +88,21 @@ _LOOKS: Final[tuple[Any, ...]] = (
 
 
 def identities(tensors: list[torch.Tensor]) -> Iterator[tuple[object, ...]]:
-    """What is seen of each. Raises `RuntimeError` for one without strides or memory."""
-    # All of one tensor before the next, for they are rarely in the cache.
-    return zip(*(map(look, tensors) for look in _LOOKS), strict=True)
+    """The address, shape, strides, dtype and sign flag of each tensor.
+
+    Raises `RuntimeError` for a tensor without strides or memory.
+    """
+    # All properties of one tensor before the next, because tensors are rarely in the cache.
+    return zip(*(map(read, tensors) for read in _PROPERTIES), strict=True)
 
 
 def are_plain(values: list[Any]) -> bool:
-    """Whether these are tensors that are no more than their memory."""
+    """Whether all values are tensors without state beyond their memory."""
     return set(map(type, values)) <= _PLAIN
 
 
 def fingerprint_of(module: nn.Module) -> Fingerprint | None:
-    """What the module is now; None where a part of it has its own idea of that, or a tensor no memory."""
+    """The module's fingerprint now; None if a submodule customises its state, or a tensor has no strides or memory."""
     if state_of(module) is None:
         return None
     try:
@@ -104,8 +111,14 @@ def fingerprint_of(module: nn.Module) -> Fingerprint | None:
         return None
 
 
-def _add(part: nn.Module, prefix: str, found: State) -> bool:
-    if not _usual(type(part)) or part._state_dict_hooks or part._state_dict_pre_hooks or "state_dict" in part.__dict__:
+def _collect(part: nn.Module, prefix: str, found: State) -> bool:
+    """Add the state of ``part`` to ``found``; False if a submodule customises its state."""
+    if (
+        not _has_default_state(type(part))
+        or part._state_dict_hooks
+        or part._state_dict_pre_hooks
+        or "state_dict" in part.__dict__
+    ):
         return False
     for name, parameter in part._parameters.items():
         if parameter is not None:
@@ -117,10 +130,10 @@ def _add(part: nn.Module, prefix: str, found: State) -> bool:
             if type(buffer) not in _PLAIN:
                 return False
             found[prefix + name] = buffer
-    return all(child is None or _add(child, f"{prefix}{name}.", found) for name, child in part._modules.items())
+    return all(child is None or _collect(child, f"{prefix}{name}.", found) for name, child in part._modules.items())
 
 
-def _usual(kind: type[nn.Module]) -> bool:
-    if kind not in _known:
-        _known[kind] = all(getattr(kind, name) is getattr(nn.Module, name) for name in _METHODS)
-    return _known[kind]
+def _has_default_state(kind: type[nn.Module]) -> bool:
+    if kind not in _default_state:
+        _default_state[kind] = all(getattr(kind, name) is getattr(nn.Module, name) for name in _METHODS)
+    return _default_state[kind]

@@ -1,4 +1,4 @@
-"""What the checkpoint of a model consists of, from its configuration alone."""
+"""The tensors of a model's checkpoint, derived from its configuration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from weightsync.tensors.layout import DTYPES
 
 
 def specs_from_config(path_or_name: str | Path, *, dtype: str) -> tuple[TensorSpec, ...]:
-    """What ``save_pretrained`` would write for a model of ``dtype`` (``"bfloat16"``) that has only a ``config.json``.
+    """What ``save_pretrained`` would write for a model of which there is only a ``config.json``, in ``dtype``.
 
-    The model is built by transformers on the meta device: no memory, no network, no remote code. Tensors that
-    ``from_pretrained`` keeps in float32 for the model type are float32 here. Raises `SourceError` where transformers
-    is missing or knows no such model, and for a quantised one.
+    ``dtype`` is torch's name without the prefix (``"bfloat16"``). transformers builds the model on the meta device, so
+    this takes no memory, no network and no remote code. Tensors that ``from_pretrained`` keeps in float32 for the model
+    type are float32 here. Raises `SourceError` if transformers is missing or does not know the model, and for a
+    quantised model.
     """
     torch_dtype = DTYPES.get(dtype)
     if torch_dtype is None or not torch_dtype.is_floating_point:
@@ -40,7 +41,7 @@ def _build(path: str, dtype: torch.dtype) -> Any:
     except Exception as error:
         raise SourceError(f"{path}: transformers cannot read the configuration: {_first_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise SourceError(f"{path}: the model is quantised; its checkpoint cannot be told from its configuration")
+        raise SourceError(f"{path}: the model is quantised; its checkpoint cannot be derived from its configuration")
     architecture = next(iter(config.architectures or ()), None)
     kind = getattr(transformers, architecture, None) if architecture else None
     if kind is None:
@@ -58,12 +59,12 @@ def _build(path: str, dtype: torch.dtype) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    # transformers goes on with paragraphs of advice on upgrading itself.
+    # The rest is transformers' advice on upgrading it.
     return str(error).partition("\n")[0]
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    # As from_pretrained does: the patterns are globs, searched for anywhere in a name.
+    # As from_pretrained does it: the patterns are globs that may match anywhere in a name.
     patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and any(re.search(pattern, name) for pattern in patterns):

@@ -1,4 +1,4 @@
-"""Trainers that fuse, rename and split tensors, as Megatron does: a table says what they are in the checkpoint."""
+"""Trainers that fuse, rename and split tensors, as Megatron does: a table of rules maps them to the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _FIELD: Final = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a trainer's tensor is in the checkpoint.
+    """Maps one tensor of the trainer, or one per layer, to checkpoint tensors.
 
-    ``name`` is the trainer's, ``holds`` the checkpoint's: one name, or several that are fused into it, each with its
-    rows in a unit; None for a tensor that is not sent. In both, ``{layer}`` or any other word in braces stands for a
-    number. Along dimension ``dim`` the tensor is unit after unit, each the rows of every fused tensor in turn: of
-    attention a unit is a group, with the rows of its queries, of its key and of its value. Rows of None are equal
-    shares of a tensor that is one unit, as gate and up of an MLP are. What a rank holds are its units, or its rows,
-    in the order of the ranks; a tensor with a ``dim`` of None is held by every rank as a whole.
+    ``name`` is the trainer's name. ``holds`` is the checkpoint's: one name; a mapping of several names, which are fused
+    into the trainer's tensor, to their rows in a unit; or None for a tensor that is not sent. In both, ``{layer}`` or
+    any other word in braces stands for a number.
+
+    Along dimension ``dim`` the tensor is a sequence of units, each with the rows of every fused tensor in turn. In
+    attention, a unit is a group: the rows of its queries, then of its key, then of its value. If the rows are None, the
+    tensor is one unit with equal shares, as gate and up of an MLP. Units, or the rows of a tensor that is not fused,
+    are split among the ranks in order; with a ``dim`` of None every rank holds the whole tensor.
     """
 
     name: str
@@ -37,10 +39,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fused:
-    """A trainer's tensors by its own names, as the ``rank``-th of ``size`` that share them, and what they are.
+    """A trainer's tensors by the trainer's names, and the rules that map them to the checkpoint.
 
-    ``shift`` is added to the numbers that fields stand for: ``{"expert": 8}`` where this rank's first expert is the
-    ninth. Of rules that match a name the first counts.
+    This process is rank ``rank`` of ``size`` that split the tensors. ``shift`` is added to the numbers in names:
+    ``{"expert": 8}`` if this rank's first expert is the ninth. The first rule that matches a name applies.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -51,7 +53,7 @@ class Fused:
 
 
 class _Part(NamedTuple):
-    """A checkpoint tensor in one of the trainer's: where ``boxes`` of it begin in dimension ``dim``, ``rows`` each."""
+    """A checkpoint tensor in a tensor of the trainer: boxes of ``rows`` rows, at ``starts`` in dimension ``dim``."""
 
     dim: int
     rows: int
@@ -63,39 +65,39 @@ class _Part(NamedTuple):
 
 
 class FusedSource:
-    """See `Source` and `Fused`. Tensors are looked up at opening and at every pass."""
+    """See `Source` and `Fused`. Tensors are looked up when the source is opened and in every pass."""
 
     specs: tuple[TensorSpec, ...]
 
     def __init__(self, fused: Fused):
         if not 0 <= fused.rank < fused.size:
-            raise SourceError(f"rank {fused.rank} of {fused.size} is none")
+            raise SourceError(f"rank {fused.rank} is out of range: size is {fused.size}")
         self._fused = fused
-        #: Of the trainer's tensors that are sent: name, what it was, and its parts.
+        #: For each tensor of the trainer that is sent: name, spec when opened, and its checkpoint tensors.
         self._steps: list[tuple[str, TensorSpec, list[_Part]]] = []
         held: list[HeldShards] = []
         rules = [(_pattern(rule.name), rule) for rule in fused.rules]
         for name, tensor in fused.weights.items():
             found = next(((match, rule) for pattern, rule in rules if (match := pattern.fullmatch(name))), None)
             if found is None:
-                raise SourceError(f"{name}: no rule is for it; Rule({name!r}, None) would leave it out")
+                raise SourceError(f"{name}: no rule matches it; Rule({name!r}, None) would leave it out")
             match, rule = found
             if rule.holds is None:
                 continue
-            one = describe(name, tensor)
+            spec = describe(name, tensor)
             numbers = {key: int(value) + fused.shift.get(key, 0) for key, value in match.groupdict().items()}
-            entries = list(_parts(one, rule, numbers, fused))
-            held += [entry for entry, _ in entries]
-            self._steps.append((name, one, [part for _, part in entries]))
+            entries = list(_parts(spec, rule, numbers, fused))
+            held += [shards for shards, _ in entries]
+            self._steps.append((name, spec, [part for _, part in entries]))
         self.held = tuple(held)
-        self.specs = finish((one.spec for one in held), "what the rules make of the weights")
+        self.specs = finish((shards.spec for shards in held), "the result of the rules")
         self.device = next(iter(fused.weights.values())).device
 
     def identity(self) -> None:
-        """See `Source.identity`: tensors are looked up by name."""
+        """See `Source.identity`; None, because tensors are looked up by name in every pass."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See `Source.tensors`; those whose rows are apart are put together."""
+        """See `Source.tensors`; a tensor whose rows are not adjacent is concatenated."""
         if self._fused.size != 1:
             raise SourceError(
                 f"this process is one of {self._fused.size} that share the weights: every rank of a distributed "
@@ -120,34 +122,38 @@ class FusedSource:
 def _pattern(name: str) -> re.Pattern[str]:
     parts = _FIELD.split(name)
     fields = parts[1::2]
-    if len(set(fields)) != len(fields) or not all(one.isidentifier() for one in fields):
-        raise SourceError(f"{name}: what stands in braces must be different words")
-    return re.compile("".join(f"(?P<{one}>\\d+)" if at % 2 else re.escape(one) for at, one in enumerate(parts)))
+    if len(set(fields)) != len(fields) or not all(word.isidentifier() for word in fields):
+        raise SourceError(f"{name}: the words in braces must be different identifiers")
+    return re.compile("".join(f"(?P<{part}>\\d+)" if at % 2 else re.escape(part) for at, part in enumerate(parts)))
 
 
-def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused) -> Iterator[tuple[HeldShards, _Part]]:
-    """What a tensor of the trainer's holds of each tensor of the checkpoint. Raises `SourceError` by name."""
+def _parts(
+    spec: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused
+) -> Iterator[tuple[HeldShards, _Part]]:
+    """What a tensor of the trainer holds of each checkpoint tensor. Raises `SourceError`, naming it, if it cannot."""
     holds: Mapping[str, Any] = {rule.holds: None} if isinstance(rule.holds, str) else dict(rule.holds or {})
     dim, ranks, rank = (0, 1, 0) if rule.dim is None else (rule.dim, fused.size, fused.rank)
-    size = one.shape[dim] if dim < len(one.shape) else 1
+    size = spec.shape[dim] if dim < len(spec.shape) else 1
     unit = [size // len(holds) if rows is None else rows for rows in holds.values()]
     count = size // sum(unit) if sum(unit) else 1
-    if not 0 <= dim < max(1, len(one.shape)) or count * sum(unit) != size or not count:
-        raise SourceError(f"{one.name}: dimension {dim} of {list(one.shape)} is not units of {unit} rows")
+    if not 0 <= dim < max(1, len(spec.shape)) or count * sum(unit) != size or not count:
+        raise SourceError(
+            f"{spec.name}: dimension {dim} of {list(spec.shape)} cannot be divided into units of {unit} rows"
+        )
     before = 0
     for pattern, rows in zip(holds, unit, strict=True):
         try:
             name = pattern.format(**numbers)
         except (KeyError, IndexError, ValueError) as error:
-            raise SourceError(f"{pattern}: {rule.name} does not say what {error} is") from error
-        shape = list(one.shape)
+            raise SourceError(f"{pattern}: {error} has no value, since {rule.name} does not contain it") from error
+        shape = list(spec.shape)
         if shape:
             shape[dim] = rows * count * ranks
-        whole = TensorSpec(name, one.dtype, tuple(shape))
-        # Units whose neighbours lie beside them are one box: where nothing else is fused with them.
+        whole = TensorSpec(name, spec.dtype, tuple(shape))
+        # If nothing else is fused with this tensor, its units are adjacent and form one box.
         runs = [(0, size)] if rows == sum(unit) else [(number * sum(unit) + before, rows) for number in range(count)]
         first = rank * rows * count
-        boxes = tuple(_box(one.shape, dim, first + number * length, length) for number, (_, length) in enumerate(runs))
+        boxes = tuple(_box(spec.shape, dim, first + number * length, length) for number, (_, length) in enumerate(runs))
         yield (
             HeldShards(whole, boxes, replicated=True),
             _Part(dim, runs[0][1] if shape else 0, tuple(at for at, _ in runs)),
@@ -156,7 +162,7 @@ def _parts(one: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused
 
 
 def _box(shape: Sequence[int], dim: int, start: int, length: int) -> Box:
-    at = range(len(shape))
     return Box(
-        tuple(start if one == dim else 0 for one in at), tuple(length if one == dim else shape[one] for one in at)
+        tuple(start if at == dim else 0 for at in range(len(shape))),
+        tuple(length if at == dim else size for at, size in enumerate(shape)),
     )

@@ -1,4 +1,4 @@
-"""A mapping of names to tensors, sent as it stands."""
+"""A mapping of names to tensors, sent as it is."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weightsync.tensors.held import HeldShards
 
 
 class MappingSource:
-    """Every entry of a mapping under its own key, two names of one tensor included.
+    """Every entry of a mapping under its key, even if two keys have the same tensor.
 
-    Values are tensors, DTensors, or `LocalShard`: what this process holds of a tensor. A name that it lacks is held by
-    other ranks, or by nobody. They are looked up one at a time, at opening and at every pass, so a mapping may make
-    them on demand.
+    Values are tensors, DTensors, or `LocalShard` (this process's part of a tensor). A tensor whose name is not in the
+    mapping is not held by this process. Values are looked up one at a time, when the source is opened and in every
+    pass, so a mapping may make them on demand.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -31,19 +31,19 @@ class MappingSource:
 
     def __init__(self, weights: Mapping[Any, Any], before: Remembered | None = None):
         self._weights = weights
-        #: What is left of this source when it is gone.
+        #: What is remembered of this mapping after the source is gone; None if it cannot be recognised again.
         self.seen: Remembered | None = None
-        if before is not None and before.is_of(weights):
+        if before is not None and before.matches(weights):
             self.seen, self.held, self.specs, self.device = before, before.held, before.specs, before.device
             return
         self.held = tuple(_held(name, value) for name, value in weights.items())
-        self.specs = finish((one.spec for one in self.held), "the mapping")
+        self.specs = finish((shards.spec for shards in self.held), "the mapping")
         self.device = _tensor(next(iter(weights.values()))).device
         if type(weights) is dict and fingerprint.are_plain(list(weights.values())):
             self.seen = Remembered(weights, self)
 
     def identity(self) -> object | None:
-        """See `Source.identity`; None for what makes its values on demand, or holds parts of tensors."""
+        """See `Source.identity`; None if the mapping is no plain dictionary of plain tensors."""
         return self.seen
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -71,9 +71,9 @@ class MappingSource:
 
 
 class Remembered:
-    """What is remembered of a dictionary of plain tensors, so that it, or one like it, is known again; no tensor is.
+    """What is remembered of a dictionary of plain tensors, to recognise it or an equal one. Keeps no tensor alive.
 
-    One like it has tensors of the same shapes at the same addresses under the same names, in the same order.
+    An equal one has tensors of the same shapes at the same addresses under the same names, in the same order.
     """
 
     def __init__(self, weights: dict[Any, torch.Tensor], source: MappingSource):
@@ -81,8 +81,11 @@ class Remembered:
         self._names = list(weights)
         self._identities = list(fingerprint.identities(list(weights.values())))
 
-    def is_of(self, weights: Mapping[Any, Any]) -> bool:
-        """Whether these are such. Runs no Python for each tensor."""
+    def matches(self, weights: Mapping[Any, Any]) -> bool:
+        """Whether ``weights`` has the same names, shapes and addresses as the remembered mapping.
+
+        Has no per-tensor Python cost.
+        """
         if type(weights) is not dict or len(weights) != len(self._names):
             return False
         values = list(weights.values())
@@ -90,7 +93,7 @@ class Remembered:
             return False
         try:
             return all(map(operator.eq, fingerprint.identities(values), self._identities))
-        except RuntimeError:  # one has no strides, or no memory
+        except RuntimeError:  # a tensor without strides or memory
             return False
 
 
@@ -100,17 +103,17 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _held(name: object, value: Any) -> HeldShards:
-    """Describe one entry. Raises `SourceError` by name for whatever cannot cross as plain bytes."""
+    """Describe one entry. Raises `SourceError`, naming it, if it cannot be sent as plain bytes."""
     found = describe(name, _tensor(value))
     if is_dtensor(value):
         return HeldShards(found, tuple(local.box for local in boxes_of(found.name, value)), replicated=True)
     if not isinstance(value, LocalShard):
         return HeldShards(found, (whole(found),))
-    of = TensorSpec(found.name, found.dtype, tuple(value.shape))
+    full = TensorSpec(found.name, found.dtype, tuple(value.shape))
     box = Box(tuple(value.start), found.shape)
-    if not is_inside(box, of.shape):
+    if not is_inside(box, full.shape):
         raise SourceError(
-            f"{name}: a part of {list(found.shape)} that starts at {list(value.start)} is not in a tensor of "
-            f"{list(of.shape)}"
+            f"{name}: a shard of shape {list(found.shape)} that starts at {list(value.start)} does not lie in a tensor "
+            f"of shape {list(full.shape)}"
         )
-    return HeldShards(of, (box,), replicated=True)
+    return HeldShards(full, (box,), replicated=True)

@@ -1,4 +1,4 @@
-"""A `torch.nn.Module`: its state under the names and layouts of its checkpoint."""
+"""A `torch.nn.Module` as a source: its state, with the names and layouts of its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightsync.tensors.held import HeldShards
 
 _COMPILED: Final = "_orig_mod"
 
-#: Modules of these packages hold something other than the weights of a checkpoint.
+#: Packages whose modules do not hold the weights of a checkpoint, and what errors say about them.
 _REFUSED_PACKAGES: Final = {
     "peft": "is part of a PEFT adapter; merge adapters first: push model.merge_and_unload()",
     "bitsandbytes": "holds quantised weights; push the full-precision model",
@@ -29,14 +29,14 @@ _REFUSED_PACKAGES: Final = {
 
 
 class ModuleSource:
-    """Current state of a module, in the layout of its checkpoint.
+    """The current state of a module, in the layout of its checkpoint.
 
-    One of transformers: what its ``save_pretrained`` would write. Any other: its ``state_dict``, where of several
-    names for the same memory the first is kept. Wrappers (DistributedDataParallel, torch.compile) leave no trace.
-    Parameters are looked up at every `tensors`, so a swapped ``.data`` is seen; a changed set of names, shapes,
-    strides, ties or shards is refused there.
+    For a transformers module that is what ``save_pretrained`` would write; for any other its ``state_dict``, with only
+    the first of several names of the same memory. Wrappers (DistributedDataParallel, torch.compile) are removed from
+    the names. Parameters are looked up in every pass, so a replaced ``.data`` is noticed; a pass raises `SourceError`
+    if names, shapes, strides, ties or shards have changed.
 
-    Of DTensors, as FSDP2 makes them, this process offers its own part, and nothing is gathered.
+    Of DTensors, as FSDP2 makes them, this process sends its own part; nothing is gathered.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -49,44 +49,44 @@ class ModuleSource:
         self._traits = _traits_of(state)
         self._recipe = recipe_of(self._module, _logical(state))
         self.specs = self._recipe.specs
-        #: Of each tensor that lies in a sharded one: what is looked at, and the local parts of that.
+        #: For each checkpoint tensor that is a view of a sharded one: the view, and its local boxes.
         self._cuts = _cuts_of(self._recipe, state)
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
-        #: What the module was when it was found to have these traits.
-        self._glance = fingerprint.fingerprint_of(self._module)
-        self._was_seen = False
+        #: The module's fingerprint when it was last found to have these traits.
+        self._fingerprint = fingerprint.fingerprint_of(self._module)
+        #: Whether `reads` has just found the fingerprint to hold, so that `identity` need not check it again.
+        self._just_checked = False
         plain = all(isinstance(step, View) for step in self._recipe.steps)
-        #: Whether what is sent are views of what the module holds, all of it here.
+        #: Whether all tensors are views of memory that this process holds in full.
         self._in_place = plain and not self._cuts
 
     def reads(self, module: nn.Module) -> bool:
-        """Whether this source was opened on this very module, which still has the layout that it had then."""
+        """Whether this source was opened on this very module, and the module's layout has not changed since."""
         if module is not self._given:
             return False
-        self._was_seen = self._is_unmoved()
-        return self._was_seen or self._look()[1] == self._traits
+        self._just_checked = self._is_unmoved()
+        return self._just_checked or self._look()[1] == self._traits
 
     def identity(self) -> object | None:
         """See `Source.identity`."""
-        # Looked at a moment ago by `reads`, as a rule.
-        seen, self._was_seen = self._was_seen, False
-        return self._glance if self._in_place and (seen or self._is_unmoved()) else None
+        just_checked, self._just_checked = self._just_checked, False
+        return self._fingerprint if self._in_place and (just_checked or self._is_unmoved()) else None
 
     def _is_unmoved(self) -> bool:
-        return self._glance is not None and self._glance.holds()
+        return self._fingerprint is not None and self._fingerprint.holds()
 
     def _look(self) -> tuple[State, dict[str, _Traits]]:
-        """The state and its traits; in a moment, where all is where and what it was."""
+        """The state and its traits; fast if the fingerprint holds."""
         if self._is_unmoved() and (found := fingerprint.state_of(self._module)) is not None:
             return {_uncompiled(name): tensor.detach() for name, tensor in found.items()}, self._traits
         state = read_state(self._module)
         traits = _traits_of(state)
-        self._glance = fingerprint.fingerprint_of(self._module) if traits == self._traits else None
+        self._fingerprint = fingerprint.fingerprint_of(self._module) if traits == self._traits else None
         return state, traits
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See `Source.tensors`. Views of the parameters, but for what the conversion to the checkpoint computes."""
+        """See `Source.tensors`. Yields views of the parameters, except for tensors that the conversion computes."""
         for held, parts in zip(self.held, self.parts(), strict=True):
             yield whole_tensor(held, parts)
 
@@ -109,7 +109,7 @@ class ModuleSource:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel, DataParallel and torch.compile, in any order."""
+    """The module inside any nesting of DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             module = module.module
@@ -120,22 +120,25 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def read_state(module: nn.Module) -> State:
-    """The tensors of ``module.state_dict()``, detached, without the traces of torch.compile in their names.
+    """The tensors of ``module.state_dict()``, detached, with torch.compile's prefixes removed from their names.
 
-    Raises `SourceError` by name for two of one name and for what is neither a plain tensor nor a DTensor.
+    Raises `SourceError`, naming the tensor, if two have the same name or one is neither a plain tensor nor a DTensor.
     """
     state: State = {}
     for raw, tensor in module.state_dict().items():
         name = _uncompiled(raw)
         check_plain(name, tensor)
         if name in state:
-            raise SourceError(f"{name}: held twice by {type(module).__name__}, once inside of torch.compile")
+            raise SourceError(f"{name}: {type(module).__name__} holds it twice, once inside torch.compile")
         state[name] = tensor.detach()
     return state
 
 
 def recipe_of(module: nn.Module, state: State) -> Recipe:
-    """How to make the checkpoint of ``module`` from its state, whose tensors may be on the meta device."""
+    """How to make the checkpoint of ``module`` from ``state``, whose tensors may be on the meta device.
+
+    Raises `SourceError` if transformers cannot convert the module.
+    """
     what = type(module).__name__
     if not _is_transformers(module):
         return plain_recipe(state, (names[0] for names in _by_memory(state)), what)
@@ -148,9 +151,9 @@ def recipe_of(module: nn.Module, state: State) -> Recipe:
 
 
 def save_layout(module: nn.Module, tensors: State) -> Mapping[str, torch.Tensor]:
-    """What ``save_pretrained`` writes for these tensors of a transformers module.
+    """What ``save_pretrained`` would write for these tensors of a transformers module.
 
-    Raises `SourceError` where transformers is too old to tell, or cannot convert them.
+    Raises `SourceError` if transformers is too old, or cannot convert them.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -180,7 +183,7 @@ def _check_modules(module: nn.Module) -> None:
 
 
 def _is_transformers(module: nn.Module) -> bool:
-    # A module of transformers exists only where transformers is imported; nobody else should pay for the import.
+    # Only where transformers is imported can there be such a module, so it is not imported here: that takes seconds.
     base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return base is not None and isinstance(module, base)
 
@@ -190,7 +193,7 @@ def _uncompiled(name: str) -> str:
 
 
 def _by_memory(state: State) -> list[list[str]]:
-    """Names grouped by the memory that they name, in the order of the state."""
+    """Names of the same memory grouped together, in the order of the state."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(_memory(name, tensor), []).append(name)
@@ -198,7 +201,7 @@ def _by_memory(state: State) -> list[list[str]]:
 
 
 def _logical(state: State) -> State:
-    """The state as if nothing were sharded: for each sharded tensor one of its whole shape that has no data."""
+    """The state with each sharded tensor replaced by a meta tensor of its full shape."""
     if not any(map(is_dtensor, state.values())):
         return state
     whole_of = {
@@ -212,23 +215,26 @@ def _logical(state: State) -> State:
 
 
 class _Parts(NamedTuple):
-    """A checkpoint tensor in a sharded one: ``boxes`` are this process's parts of what ``cut`` looks at."""
+    """A checkpoint tensor that is the view ``cut`` of a sharded one; ``boxes`` are this process's parts of the view."""
 
     cut: Cut
     boxes: tuple[LocalBox, ...]
 
     def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Their current values."""
+        """The current values of the boxes, given the sharded tensor."""
         local = local_of(tensor)
         return [self.cut.turned(box.of(local)) for box in self.boxes]
 
     def seen(self) -> tuple[Box, ...]:
-        """Where they are in the checkpoint tensor."""
+        """The boxes, as boxes of the checkpoint tensor."""
         return tuple(self.cut.seen(box) for box, _ in self.boxes)
 
 
 def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
-    """Raises `SourceError` by name for what would have to be computed from sharded tensors."""
+    """The views of sharded tensors, by checkpoint name.
+
+    Raises `SourceError`, naming it, for a tensor that would have to be computed from sharded tensors.
+    """
     found: dict[str, _Parts] = {}
     specs = iter(recipe.specs)
     for step in recipe.steps:
@@ -241,8 +247,8 @@ def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
         cut = cut_of(tensor.shape, step.shape, step.stride, step.offset) if isinstance(step, View) else None
         if cut is None:
             raise SourceError(
-                f"{outputs[0].name} is computed from {name}, of which every rank holds a part: it is no plain slice of "
-                "it; keep that module out of fully_shard, or push a mapping of checkpoint names to tensors"
+                f"{outputs[0].name} is computed from {name}, of which every rank holds a part, and is not a plain "
+                "slice of it; keep that module out of fully_shard, or push a mapping of checkpoint names to tensors"
             )
         found[outputs[0].name] = _Parts(cut, cut.local(boxes_of(name, tensor)))
     return found
@@ -254,11 +260,11 @@ def _held(one: TensorSpec, parts: _Parts | None) -> HeldShards:
 
 def _memory(name: str, tensor: torch.Tensor) -> object:
     if is_dtensor(tensor):
-        # A rank may have nothing of it, and still know by the memory of that nothing which names are tied.
+        # The local storage tells tied names apart even where this rank's part is empty.
         return local_of(tensor).untyped_storage()._cdata, tuple(tensor.shape), tensor.dtype, str(tensor.placements)
     if not tensor.numel():
-        return name  # Nothing to share.
-    # The address of the storage object, because on the meta device there is no data pointer.
+        return name  # an empty tensor shares no memory
+    # The address of the storage object, because meta tensors have no data pointer.
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
@@ -272,13 +278,13 @@ def _tied_patterns(module: nn.Module) -> list[str]:
 
 
 def _kept_name(names: list[str], tied: list[str]) -> str:
-    """Which of several names of one tensor ``save_pretrained`` keeps: one not declared as tied to another, if any."""
+    """Which of several names of one tensor ``save_pretrained`` keeps: the first not declared as tied, if any."""
     undeclared = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
     return undeclared[0] if undeclared else max(names)
 
 
 class _Traits(NamedTuple):
-    """What a recipe takes for granted about a tensor; ``alias`` is the first name of the same memory."""
+    """What a recipe assumes about a tensor; ``alias`` is the first name of the same memory."""
 
     spec: TensorSpec
     stride: tuple[int, ...]

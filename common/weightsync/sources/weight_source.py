@@ -19,7 +19,7 @@ CPU: Final = torch.device("cpu")
 
 
 class Meta(Protocol):
-    """One tensor to come."""
+    """Describes one tensor that iteration will yield."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class Meta(Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Iteration starts a fresh pass each time and yields what ``metadata()`` announces, element for element."""
+    """Each iteration is a new pass that yields the tensors of ``metadata()``, in the same order."""
 
     def metadata(self) -> Iterable[Meta]: ...
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
@@ -43,10 +43,11 @@ def is_weight_source(model: object) -> TypeGuard[WeightSource]:
 
 
 class WeightSourceAdapter:
-    """Reads ``metadata()`` once, and checks on every pass that iteration agrees with it.
+    """Reads ``metadata()`` once, and checks in every pass that iteration agrees with it.
 
-    Where ``held_names()`` is not None, this process holds those tensors alone: iteration may yield None for the others,
-    or leave them out. Which ranks hold a tensor is not known to hold the same values: the lowest provides it.
+    If the object has a method ``held_names()`` and it returns names, this process holds only those tensors: iteration
+    may yield None for the others, or leave them out. Several ranks that hold a tensor need not hold the same values:
+    the lowest of them sends it.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -55,29 +56,29 @@ class WeightSourceAdapter:
         self._weights = weights
         self.specs = finish(map(_spec, weights.metadata()), f"{type(weights).__name__}.metadata()")
         self._names = self._held_names()
-        # Not asked of a tensor: iteration may be a collective, and starting one to look would hang the others.
+        # Not taken from a tensor: iteration may be a collective, and starting one here would hang the other ranks.
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
     def _held_names(self) -> frozenset[str]:
-        names = frozenset(one.name for one in self.specs)
-        held = getattr(self._weights, "held_names", None)
-        said = held() if callable(held) else None
-        if said is None:
+        names = frozenset(spec.name for spec in self.specs)
+        method = getattr(self._weights, "held_names", None)
+        held = method() if callable(method) else None
+        if held is None:
             return names
-        if unknown := sorted(set(said) - names):
+        if unknown := sorted(set(held) - names):
             raise SourceError(
-                f"{type(self._weights).__name__}.held_names() lists {unknown[0]!r} and metadata() does not; that "
-                "describes the whole model on every rank"
+                f"{type(self._weights).__name__}.held_names() lists {unknown[0]!r}, but metadata() does not; "
+                "metadata() must describe the whole model on every rank"
             )
-        return frozenset(said)
+        return frozenset(held)
 
     @property
     def held(self) -> tuple[HeldShards, ...]:
         """See `Source`."""
-        return tuple(HeldShards(one, (whole(one),) if one.name in self._names else ()) for one in self.specs)
+        return tuple(HeldShards(spec, (whole(spec),) if spec.name in self._names else ()) for spec in self.specs)
 
     def identity(self) -> None:
-        """See `Source.identity`: what it looks up may be made on demand."""
+        """See `Source.identity`; None, because tensors may be made on demand."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See `Source.tensors`."""
@@ -86,7 +87,7 @@ class WeightSourceAdapter:
 
     def parts(self) -> Iterator[Sequence[torch.Tensor]]:
         """See `Source`."""
-        # What this process does not hold may be left out, or come as None: both are passed over.
+        # A tensor that this process does not hold may be left out or be None; both are skipped.
         pairs = (pair for pair in self._weights if pair[1] is not None or pair[0] in self._names)
         for expected in self.specs:
             if expected.name not in self._names:
@@ -94,17 +95,19 @@ class WeightSourceAdapter:
                 continue
             pair = next(pairs, None)
             if pair is None:
-                raise SourceError(f"{self._who()} ended before {expected.name}, which metadata() announces")
+                raise SourceError(f"{self._iteration()} ended before {expected.name}, which metadata() announces")
             name, tensor = pair
             if name != expected.name:
-                raise SourceError(f"{self._who()} yielded {name!r} where metadata() announces {text(expected)}")
+                raise SourceError(f"{self._iteration()} yielded {name!r} where metadata() announces {text(expected)}")
             check_same(expected, describe(name, tensor))
             yield (tensor.detach(),)
         extra = next(pairs, None)
         if extra is not None:
-            raise SourceError(f"{self._who()} yielded {extra[0]!r} after the last tensor that metadata() announces")
+            raise SourceError(
+                f"{self._iteration()} yielded {extra[0]!r} after the last tensor that metadata() announces"
+            )
 
-    def _who(self) -> str:
+    def _iteration(self) -> str:
         return f"iteration of {type(self._weights).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Boxes of tensors: parts that begin and end somewhere in every dimension, and views that are such parts."""
+"""Boxes of tensors: a range of indices in every dimension; and views that are boxes of other tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.protocol.http import TensorSpec
 
 
 class Box(NamedTuple):
-    """Part of a tensor, in elements: ``start`` and ``shape`` in every dimension of the whole tensor."""
+    """Part of a tensor: the first index (``start``) and the size (``shape``) in each of its dimensions."""
 
     start: Shape
     shape: Shape
@@ -23,19 +23,19 @@ class Box(NamedTuple):
 
 
 def whole(spec: TensorSpec) -> Box:
-    """All of a tensor."""
+    """The box that is all of a tensor."""
     return Box((0,) * len(spec.shape), spec.shape)
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
-    """Whether that is a part of a tensor of this shape."""
+    """Whether the box lies in a tensor of ``shape``."""
     return len(box.start) == len(box.shape) == len(shape) and all(
         min(a, n) >= 0 and a + n <= size for a, n, size in zip(box.start, box.shape, shape, strict=True)
     )
 
 
 def hull(one: Box, other: Box) -> Box:
-    """The smallest box that both are in; one without elements is in any."""
+    """The smallest box that contains both boxes; an empty one lies in any box."""
     if 0 in one.shape or 0 in other.shape:
         return other if 0 in one.shape else one
     start = tuple(map(min, one.start, other.start))
@@ -44,32 +44,34 @@ def hull(one: Box, other: Box) -> Box:
 
 
 def narrowed(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """The box of a tensor that starts there and has that shape, a view."""
+    """The box of ``tensor`` with this start and shape, as a view."""
     for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
         tensor = tensor.narrow(dim, at, size)
     return tensor
 
 
 class LocalBox(NamedTuple):
-    """A box of the whole, which lies at ``at`` in the local tensor."""
+    """A box of the whole tensor that lies at index ``at`` of a process's local tensor."""
 
     box: Box
     at: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Its elements, a view."""
+        """The elements of the box, as a view of the local tensor."""
         return narrowed(local, self.at, self.box.shape)
 
 
 class Cut(NamedTuple):
-    """A view that is a box of the tensor it looks at: ``dims`` are that one's dimensions in the view's order, None for
-    one that the view has besides."""
+    """A view that is a box of its base tensor.
+
+    ``dims`` has the base tensor's dimension for each dimension of the view, None for one that the view adds.
+    """
 
     box: Box
     dims: tuple[int | None, ...]
 
     def local(self, boxes: Sequence[LocalBox]) -> tuple[LocalBox, ...]:
-        """What of it lies in local boxes, as boxes of the tensor that is looked at."""
+        """Intersections of the view with a process's local boxes, as boxes of the base tensor."""
         found = []
         for (start, shape), at in boxes:
             low = tuple(map(max, start, self.box.start))
@@ -80,20 +82,23 @@ class Cut(NamedTuple):
         return tuple(found)
 
     def seen(self, box: Box) -> Box:
-        """A box of the tensor, as one of the view."""
+        """A box of the base tensor, in the view's dimensions."""
         start = tuple(0 if d is None else box.start[d] - self.box.start[d] for d in self.dims)
         return Box(start, tuple(1 if d is None else box.shape[d] for d in self.dims))
 
     def turned(self, part: torch.Tensor) -> torch.Tensor:
-        """The elements of such a box, with the view's dimensions."""
+        """Elements ``part`` of a box of the base tensor, in the view's dimensions."""
         sizes = [1 if d is None else part.shape[d] for d in self.dims]
         strides = [1 if d is None else part.stride(d) for d in self.dims]
         return part.as_strided(sizes, strides, part.storage_offset())
 
 
 def cut_of(shape: Sequence[int], view: Sequence[int], stride: Sequence[int], offset: int) -> Cut | None:
-    """The view of a contiguous tensor of ``shape`` as a `Cut`: its dimensions in any order, those of one element
-    dropped or added; None if it is anything else, as where dimensions were joined or split."""
+    """The view of a contiguous tensor of ``shape`` as a `Cut`, given the view's shape, stride and offset in elements.
+
+    Its dimensions may be in any order, and dimensions of size 1 may be dropped or added. None for any other view, such
+    as one that joins or splits dimensions.
+    """
     if 0 in view:
         return Cut(Box((0,) * len(shape), (0,) * len(shape)), (None,) * len(view))
     steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -1,6 +1,6 @@
-"""Digests of tensors: what the trainer held and what a rank's stage holds are compared by 64 bits a tensor.
+"""Digests of tensors, 64 bits each: a rank compares what its stage holds with what the trainer held.
 
-They find faults, not attackers: whoever could forge one holds the key and could push anything.
+They detect faults, not attacks: only holders of the key could forge one, and they may push anything.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Final, Protocol
 import torch
 import xxhash
 
-#: How much is looked at in one go: on a CPU what was just copied is then still in the cache.
+#: Bytes hashed at a time on a CPU: few enough that what was just copied is still in the cache.
 CHUNK_BYTES: Final = 1 << 20
-#: On an accelerator a chunk's temporaries take eight times its size.
+#: Bytes hashed at a time on an accelerator, where the temporaries take eight times as much memory.
 _DEVICE_CHUNK_BYTES: Final = 64 << 20
 _WORD: Final = 8
-#: Pieces but the last are multiples of this many bytes.
+#: All pieces except the last have a multiple of this many bytes.
 _PIECE_BYTES: Final = 512
 
 
 class Hasher(Protocol):
-    """Takes the bytes of a tensor in pieces, all but the last a multiple of 512 bytes long."""
+    """Hashes the bytes of a tensor, given in pieces; all pieces except the last are multiples of 512 bytes long."""
 
     def update(self, raw: torch.Tensor) -> None:
-        """The next bytes, a contiguous 1-D uint8 tensor."""
+        """Add the next bytes, a contiguous 1-D uint8 tensor."""
 
     def value(self) -> int:
-        """The digest, an unsigned 64-bit number; waits for an accelerator to find it."""
+        """The digest, an unsigned 64-bit number; waits for an accelerator to finish."""
 
 
 class _Xxh3:
-    """XXH3, on the CPU: about half the time of a memcpy."""
+    """XXH3, on the CPU; takes about half the time of a memcpy."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -45,9 +45,9 @@ class _Xxh3:
 
 
 class _Mix64:
-    """A reduction that runs where the tensor is: each 64-bit word is mixed with its position, and all are summed.
+    """A reduction on the tensor's device: mixes each 64-bit word with its position, and sums the results.
 
-    Bits are spread with the constants of SplitMix64; arithmetic is modulo 2^64, so that every device finds the same.
+    Mixing uses the constants of SplitMix64. All arithmetic is modulo 2^64, so every device gets the same digest.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Mix64:
             if piece.numel() % _WORD:
                 piece = torch.nn.functional.pad(piece, (0, -piece.numel() % _WORD))  # noqa: PLW2901
             elif piece.storage_offset() % _WORD:
-                piece = piece.clone()  # noqa: PLW2901 - words must start at a multiple of their size
+                piece = piece.clone()  # noqa: PLW2901 - a view as words needs an offset that is a multiple of 8
             words = piece.view(torch.int64)
             at = torch.arange(self._words, self._words + words.numel(), dtype=torch.int64, device=words.device)
             mixed = words + (at + 1) * _signed(0x9E3779B97F4A7C15)
@@ -80,22 +80,22 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
-#: By the names that the wire knows.
+#: The algorithms, by their names in messages.
 ALGORITHMS: Final[dict[str, Callable[[], Hasher]]] = {"xxh3_64": _Xxh3, "mix64": _Mix64}
 
 
 def algorithm_for(*devices: torch.device) -> str:
-    """The digest that suits every device where tensors are hashed."""
+    """Name of the algorithm to use if tensors are hashed on these devices."""
     return "xxh3_64" if all(device.type == "cpu" for device in devices) else "mix64"
 
 
 def hashed(algorithm: str, tensor: torch.Tensor) -> Hasher:
-    """Takes the elements of a tensor, in the order of a contiguous one; its bytes are copied where they are not."""
+    """A hasher that was given all elements of ``tensor`` in row-major order; copies them if they are not contiguous."""
     hasher = ALGORITHMS[algorithm]()
     if tensor.is_contiguous() or not tensor.ndim:
         hasher.update(tensor.reshape(-1).view(torch.uint8))
         return hasher
-    # As many rows at once as are still in the cache when they are hashed, and a multiple of what a hasher takes.
+    # As many rows at a time as stay in the cache until they are hashed, and a multiple of 512 bytes.
     row_bytes = tensor[:1].nbytes
     least = _PIECE_BYTES // math.gcd(_PIECE_BYTES, row_bytes)
     rows = max(1, CHUNK_BYTES // (least * row_bytes)) * least

@@ -1,4 +1,4 @@
-"""What a process holds of a tensor: all of it, boxes of it, or nothing."""
+"""Held shards: what a trainer rank holds of a tensor. That is all of it, boxes of it, or nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from weightsync.tensors.boxes import Box
 
 
 class HeldShards(NamedTuple):
-    """What one rank holds of a tensor whose whole is ``spec``: some boxes, or none.
+    """The ``boxes`` that one trainer rank holds of a tensor; ``spec`` describes the whole tensor.
 
-    ``alike`` promises that whoever else holds an element holds the same value, as the replicas of a DTensor do. The
-    work is spread over them then; without it the lowest rank provides what several hold.
+    ``replicated`` promises that all ranks that hold an element hold the same value, as the replicas of a DTensor do.
+    The work is then shared among them; otherwise the lowest rank sends what several ranks hold.
     """
 
     spec: TensorSpec

@@ -1,8 +1,8 @@
-"""Tensors as plain data: manifests, and the one stream of bytes in which a checkpoint crosses.
+"""Manifests, and the stream of bytes in which a checkpoint crosses.
 
 The stream is the tensors in the source's order, each aligned to 512 bytes. Both sides compute where each tensor lies
-from the manifest alone, so announcing a bucket takes its number and nothing else. A bucket is a window of the stream; a
-tensor larger than one is split without anybody noticing.
+from the manifest alone, so a bucket is announced by its number only. A bucket is a window of the stream; a tensor may
+extend over several.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weightsync.protocol.codec import to_json
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.scattered import Stream
 
-#: Every tensor starts at a multiple of this many bytes in the stream; it suits any dtype and any vector load.
+#: Every tensor starts at a multiple of this many bytes in the stream, which suits every dtype and vector load.
 ALIGN_BYTES: Final = 512
 
-#: dtypes that can cross, by the name torch prints without its prefix.
+#: dtypes that can be sent, by torch's name without the prefix.
 DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name)
     for name in (
@@ -52,12 +52,12 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
-#: How many names an error lists before it says "and N more", and how much of each.
+#: How many names an error lists before "and N more", and how many characters of each.
 _LISTED: Final = 5
 _LISTED_CHARS: Final = 300
 
 
-#: What to do about the two mistakes that are nobody's: transformers drops layers, and trainers keep their own dtype.
+#: Advice on the two most common mismatches: transformers drops layers, and the trainer uses another dtype.
 _IF_MISSING: Final = (
     "transformers drops what it has no module for, such as layers for multi-token prediction: push a mapping that has "
     "these tensors too, or start the engine from a folder whose checkpoint is without them"
@@ -69,7 +69,7 @@ _IF_CAST: Final = (
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor. Raises `ManifestMismatch` by name for a dtype that no checkpoint holds."""
+    """Describe a tensor. Raises `ManifestMismatch`, naming it, if its dtype cannot be sent."""
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
         raise ManifestMismatch(f"{name}: dtype {tensor.dtype} cannot be sent; supported are {', '.join(DTYPES)}")
@@ -82,7 +82,7 @@ def align(nbytes: int) -> int:
 
 
 class Entry(NamedTuple):
-    """One tensor in the stream: ``offset`` and ``nbytes`` in bytes, ``number`` is its place in the manifest."""
+    """One tensor in the stream: ``offset`` and ``nbytes`` in bytes, ``number`` is its index in the manifest."""
 
     spec: TensorSpec
     dtype: torch.dtype
@@ -91,18 +91,18 @@ class Entry(NamedTuple):
     number: int
 
     def raw(self, stream: Stream) -> torch.Tensor:
-        """The tensor's bytes in ``stream``, the whole of it."""
+        """All bytes of the tensor, a slice of ``stream``."""
         return stream[self.offset : self.offset + self.nbytes]
 
     def view(self, stream: Stream) -> torch.Tensor:
-        """The tensor as a view of ``stream``."""
+        """The tensor itself, as a view of ``stream``."""
         return self.raw(stream).view(self.dtype).view(self.spec.shape)
 
 
 class Piece(NamedTuple):
-    """What a bucket holds of one tensor: bytes ``start`` to ``start + nbytes`` of it, at ``at`` in the bucket.
+    """What a bucket holds of one tensor: its bytes ``start`` to ``start + nbytes``, at offset ``at`` of the bucket.
 
-    ``last`` marks the tensor's end. A tensor without elements is one piece without bytes.
+    ``last``: the tensor ends with this piece. A tensor without elements has one piece of no bytes.
     """
 
     entry: Entry
@@ -113,11 +113,10 @@ class Piece(NamedTuple):
 
 
 class Layout:
-    """Where each tensor of a manifest lies in the stream; both sides compute it from the manifest alone.
+    """Where each tensor of a manifest lies in the stream. Raises `ManifestMismatch` for an invalid dtype or shape.
 
-    The stream is cut into buckets of ``bucket_bytes`` wherever a boundary falls, so a tensor larger than a bucket is
-    split, and a stage that holds the whole stream holds every tensor contiguously. Tensors start at multiples of
-    `ALIGN_BYTES`.
+    Tensors start at multiples of `ALIGN_BYTES`. Every ``bucket_bytes`` a new bucket begins, even in the middle of a
+    tensor; in a stage that holds the whole stream, every tensor is contiguous.
     """
 
     def __init__(self, manifest: Sequence[TensorSpec]):
@@ -133,20 +132,20 @@ class Layout:
             offset += align(nbytes)
         self.nbytes = offset
         self._ends = [entry.offset + entry.nbytes for entry in self.entries]
-        #: Bytes of the tensors alone, without the padding between them.
+        #: Bytes of the tensors, without the padding between them.
         self.payload_bytes = sum(entry.nbytes for entry in self.entries)
 
     @functools.cached_property
     def name(self) -> str:
-        """Equal for two layouts that are."""
+        """A hash of the manifest: equal layouts have equal names."""
         return hashlib.blake2b(to_json(self.specs), digest_size=16).hexdigest()
 
     def buckets(self, bucket_bytes: int) -> int:
-        """Number of buckets; a stream without bytes is sent as one."""
+        """Number of buckets; 1 for an empty stream."""
         return max(1, -(-self.nbytes // bucket_bytes))
 
     def pieces(self, index: int, bucket_bytes: int) -> Iterator[Piece]:
-        """What the bucket holds, in the stream's order."""
+        """What bucket ``index`` holds, in the order of the stream."""
         low, high = index * bucket_bytes, min((index + 1) * bucket_bytes, self.nbytes)
         final = index == self.buckets(bucket_bytes) - 1
         at = bisect.bisect_left(self._ends, low) if index else 0
@@ -160,22 +159,22 @@ class Layout:
 
 
 def named(items: Iterable[str]) -> tuple[str, ...]:
-    """The first few names, each of bounded length."""
+    """The first few names in order, each shortened if it is long."""
     names = sorted(items)[:_LISTED]
     return tuple(name if len(name) <= _LISTED_CHARS else name[:_LISTED_CHARS] + "..." for name in names)
 
 
 def listed(items: Iterable[str]) -> str:
-    """Names for an error, in order, shortened where they are many or long."""
+    """Names for an error message: the first few in order, each shortened if it is long, and how many more there are."""
     names = list(items)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(named(names)) + more
 
 
 def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec], optional: Iterable[str] = ()) -> None:
-    """Refuse, by name, a push that is not exactly the checkpoint an engine was built from.
+    """Raise `ManifestMismatch`, naming tensors, unless a push has exactly the tensors of the engine's checkpoint.
 
-    ``optional`` names may be absent (the second half of a tied pair). Raises `ManifestMismatch`.
+    ``optional`` names may be missing from the push (the second half of a tied pair).
     """
     want = {spec.name: spec for spec in expected}
     have: dict[str, TensorSpec] = {}
@@ -206,7 +205,7 @@ def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec],
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """BLAKE2b of named tensors in order of name, in hex: names, dtypes, shapes and bytes."""
+    """BLAKE2b hash, in hex, of the names, dtypes, shapes and bytes of tensors, in order of their names."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,9 +1,10 @@
 """Copies and hashes host memory in C, with no per-tensor Python cost.
 
-From 1 MiB on, copies are shared by as many threads as torch's own loops use, 16 at most and no more than the cores that
-a thread may run on: one alone does not reach the speed of the memory. Each takes the next 8 MiB that none has taken.
-What is hashed is shared by tensors. Small tensors stay with one thread, for the others would wait for Python's lock.
-Memory is named by its address, and not held: whoever has something done knows that it is there.
+Copies of 1 MiB and more are split into chunks of 8 MiB for several threads, because one thread does not reach the
+memory's bandwidth. There are as many threads as torch's own loops use, but at most 16 and no more than the cores that
+this process may run on. Large tensors are hashed in parallel, each by one thread. Small copies and hashes stay in one
+thread, because further threads would only wait for Python's lock. Memory is given by address and is not kept alive: the
+caller makes sure that it stays valid.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import xxhash
 
-#: Runs from this size on are worked on with other threads running; for smaller ones switching costs more than working.
-#: It is also how much of them is worked on in one go, and what is still in the cache then.
+#: From this size on, Python's lock is released for the work; below it, switching threads costs more than the work. Also
+#: the size of a group of small pieces, so that what was just copied is still in the cache when it is hashed.
 LARGE_BYTES: Final = 1 << 20
-#: What a thread copies before it looks for more: so little that there is some for every thread.
+#: Size of the chunks that threads copy: small enough that every thread gets some.
 SHARE_BYTES: Final = 8 << 20
-#: More do not move more: they wait for the same memory.
+#: More threads are not faster: the memory's bandwidth is the limit.
 _MOST_THREADS: Final = 16
 
 _memmove: Final = ctypes.CDLL(None).memmove
 _memmove.restype = None
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-#: In one step of C for each, also of the loop around it: less than a call of the C library takes through ctypes.
+#: Copies between memoryviews, mapped over lists of them, run in C, loop included: cheaper than a ctypes call for each.
 _setitem: Final[Any] = operator.setitem
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 class Run(NamedTuple):
-    """``nbytes`` bytes from the address ``source`` on, that go to the address ``target``."""
+    """A copy of ``nbytes`` bytes from address ``source`` to address ``target``."""
 
     source: int
     target: int
@@ -50,20 +51,20 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """``nbytes`` bytes from an address on."""
+    """``nbytes`` bytes of memory at ``address``."""
 
     address: int
     nbytes: int
 
 
 class Copies:
-    """Copies between addresses, made ready once."""
+    """Copies between addresses, prepared once and made any number of times."""
 
     def __init__(self, runs: Sequence[Run]):
         small = [run for run in runs if run.nbytes < LARGE_BYTES]
         large = [part for run in runs if run.nbytes >= LARGE_BYTES for part in chunks(run, SHARE_BYTES)]
         self._large = [(part.target, part.source, part.nbytes) for part in large]
-        #: Where to and from; other threads get their turn after every `LARGE_BYTES`.
+        #: (targets, sources) of each group; other threads can run after every group, which is about `LARGE_BYTES`.
         self._small = [
             (
                 [view(Block(run.target, run.nbytes)) for run in group],
@@ -80,16 +81,16 @@ class Copies:
 
 
 class Hashes:
-    """XXH3 of pieces of memory, made ready once. Other threads get their turn after every `LARGE_BYTES`."""
+    """XXH3 hashes of pieces of memory, prepared once. Other threads can run after every `LARGE_BYTES`."""
 
     def __init__(self, pieces: Sequence[Block]):
         groups = [list(map(view, group)) for group in grouped(pieces, lambda piece: piece.nbytes)]
         self._large = [group[0] for group in groups if _is_large(group)]
-        #: In order; None is the next of the large ones.
+        #: Groups of small pieces in order; None stands for the next large piece.
         self._groups = [None if _is_large(group) else group for group in groups]
 
     def make(self) -> list[int]:
-        """What they are now, in order."""
+        """The hashes of what the memory holds now, in the order of the pieces."""
         large, found = iter(each(_hashed, self._large) if self._large else ()), list[int]()
         for group in self._groups:
             if group is None:
@@ -100,22 +101,25 @@ class Hashes:
 
 
 def each(act: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """What ``act`` makes of every item, in order; every thread takes the next that none has taken yet.
+    """Call ``act`` with every item in several threads, and return the results in the order of the items.
 
-    Worth while where ``act`` takes long and lets other threads run. Raises what it raises, once all have ended. What
-    ``act`` itself has done by this is done by its thread alone.
+    Worthwhile if ``act`` takes long and releases Python's lock. Raises what ``act`` raised, once all threads are done.
+    A call of `each` inside ``act`` runs in one thread.
     """
-    found: dict[int, _R] = {}
+    results: dict[int, _R] = {}
 
-    def one(index: int, item: _T) -> None:
-        found[index] = act(item)
+    def store(index: int, item: _T) -> None:
+        results[index] = act(item)
 
-    _share(one, list(enumerate(items)))
-    return [found[index] for index in range(len(items))]
+    _share(store, list(enumerate(items)))
+    return [results[index] for index in range(len(items))]
 
 
 def grouped(items: Iterable[_T], nbytes: Any) -> Iterator[list[_T]]:
-    """Neighbours together, of no more than `LARGE_BYTES` in all; what is as large as that alone."""
+    """Group neighbouring items up to `LARGE_BYTES` together; an item of that size or more is a group by itself.
+
+    ``nbytes`` returns the size of an item.
+    """
     group: list[_T] = []
     size = 0
     for item in items:
@@ -129,18 +133,18 @@ def grouped(items: Iterable[_T], nbytes: Any) -> Iterator[list[_T]]:
 
 
 def chunks(run: Run, nbytes: int) -> Iterator[Run]:
-    """A run in pieces of ``nbytes``."""
+    """Split a run into chunks of ``nbytes`` bytes; the last may be smaller."""
     for at in range(0, run.nbytes, nbytes):
         yield Run(run.source + at, run.target + at, min(nbytes, run.nbytes - at))
 
 
 def copy(run: Run) -> None:
-    """One copy, with other threads running."""
+    """Make one copy, with Python's lock released."""
     _memmove(run.target, run.source, run.nbytes)
 
 
 def view(piece: Block) -> memoryview:
-    """Memory at an address."""
+    """The memory as a writable view of bytes."""
     return memoryview((ctypes.c_char * piece.nbytes).from_address(piece.address)).cast("B")
 
 
@@ -150,23 +154,23 @@ def _is_large(group: Sequence[memoryview]) -> bool:
 
 def _hashed(large: memoryview) -> int:
     hasher = xxhash.xxh3_64()
-    hasher.update(large)  # in older versions the function that does it at once keeps all other threads waiting
+    hasher.update(large)  # the one-shot function does not release Python's lock in older versions of xxhash
     return hasher.intdigest()
 
 
 def _run(calls: Iterable[object]) -> None:
-    """Have every call made."""
+    """Consume an iterator of calls, in C."""
     collections.deque(calls, maxlen=0)
 
 
 class _Shared:
-    """Calls that several threads make, each the next that none has made yet."""
+    """Calls of ``act`` that several threads share: each thread makes the next one that is left."""
 
     def __init__(self, act: Callable[..., object], items: Sequence[tuple[Any, ...]]):
-        # Iterators of C's own, of which only one thread at a time takes the next.
+        # These iterators are implemented in C, so Python's lock lets only one thread at a time take the next item.
         self._items = iter(items)
         self._calls = itertools.starmap(act, self._items)
-        self._changed, self._working, self._over = threading.Condition(), 0, False
+        self._changed, self._working, self._closed = threading.Condition(), 0, False
         self.failed: BaseException | None = None
 
     def work(self) -> None:
@@ -175,15 +179,15 @@ class _Shared:
         try:
             _run(self._calls)
         except BaseException:
-            collections.deque(self._items, maxlen=0)  # the others need not go on
+            collections.deque(self._items, maxlen=0)  # leave nothing for the other threads
             raise
         finally:
             _thread.sharing = False
 
     def help(self) -> None:
-        """As `work`, by another thread; nothing once the one that asked has ended."""
+        """`work` in a helper thread; returns at once after `end`."""
         with self._changed:
-            if self._over:
+            if self._closed:
                 return
             self._working += 1
         try:
@@ -196,12 +200,12 @@ class _Shared:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Have no other thread begin, and wait for those that have: the memory is in use until then."""
+        """Let no further thread begin, and wait for those that have: they use the memory until then."""
         interrupted: BaseException | None = None
         while True:
             try:
                 with self._changed:
-                    self._over = True
+                    self._closed = True
                     self._changed.wait_for(lambda: not self._working)
                 break
             except BaseException as error:  # Ctrl-C
@@ -210,12 +214,12 @@ class _Shared:
             raise interrupted
 
 
-#: Whether a thread makes shared calls already.
+#: ``sharing``: whether this thread is already making shared calls.
 _thread = threading.local()
 
 
 def _share(act: Callable[..., object], items: Sequence[tuple[Any, ...]]) -> None:
-    """Call ``act`` with every item, by several threads."""
+    """Call ``act`` with the arguments of every item, in several threads if that can help."""
     threads = 1
     if len(items) > 1 and not getattr(_thread, "sharing", False):
         threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MOST_THREADS, len(items))
@@ -223,7 +227,7 @@ def _share(act: Callable[..., object], items: Sequence[tuple[Any, ...]]) -> None
         return _run(itertools.starmap(act, items))
     shared = _Shared(act, items)
     try:
-        with contextlib.suppress(RuntimeError):  # no more threads are to be had: those there are do all of it
+        with contextlib.suppress(RuntimeError):  # no further thread can be started: the existing ones do all the work
             for _ in range(threads - 1):
                 _helpers().submit(shared.help)
         shared.work()
@@ -234,7 +238,7 @@ def _share(act: Callable[..., object], items: Sequence[tuple[Any, ...]]) -> None
 
 
 def release() -> None:
-    """Let the threads go that wait for work to share; whoever shares some again has others."""
+    """End the idle helper threads; the next call that shares work starts new ones."""
     if _helpers.cache_info().currsize:
         pool = _helpers()
         _helpers.cache_clear()
@@ -243,7 +247,7 @@ def release() -> None:
 
 @functools.cache
 def _helpers() -> futures.ThreadPoolExecutor:
-    return futures.ThreadPoolExecutor(_MOST_THREADS, "weightsync-bulk")
+    return futures.ThreadPoolExecutor(_MOST_THREADS, "weightsync-copy")
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads stay behind
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # a forked child does not inherit the threads

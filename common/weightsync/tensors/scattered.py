@@ -1,4 +1,4 @@
-"""A stream whose tensors lie apart, in memory that somebody else has laid out."""
+"""A stream whose tensors are not adjacent in memory, because they are read in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _serial: Final = itertools.count(1)
 
 
 class Scattered:
-    """Parts of memory, sliced like the 1-D uint8 tensor of ``nbytes`` that they stand for; a slice lies within one.
+    """Several parts of memory, sliced as if they were one 1-D uint8 tensor of ``nbytes``; a slice lies in one part.
 
-    ``parts`` are 1-D uint8 tensors on one device, at least one, of which each stands for what begins at its start.
-    ``revoked`` is one element, not zero once their owner may write there again; ``owner_lives`` tells whether the
-    owner could still say so.
+    ``parts`` are 1-D uint8 tensors on one device, at least one; ``starts`` are their offsets in the stream. ``revoked``
+    is a tensor of one element, not zero once the owner of the memory may write there again. ``owner_lives`` tells
+    whether the owner still lives: a dead one cannot set ``revoked``.
     """
 
     def __init__(
@@ -35,43 +35,43 @@ class Scattered:
         self.serial, self.device = next(_serial), parts[0].device
 
     def numel(self) -> int:
-        """The stream's bytes."""
+        """Length of the stream in bytes."""
         return self._nbytes
 
     def __getitem__(self, where: slice[int, int, Any]) -> torch.Tensor:
-        """Raises `TransferFailed` for what is in no part, or in several."""
+        """A slice of the stream, a view. Raises `TransferFailed` unless it lies within one part."""
         if where.start == where.stop:
-            return self._parts[0].new_empty(0)  # at no place, which would be none for every dtype
+            return self._parts[0].new_empty(0)  # a new tensor: a view's offset might not suit every dtype
         at = bisect.bisect_right(self._starts, where.start) - 1
         start = self._starts[at]
         found = self._parts[at][where.start - start : where.stop - start]
         if found.numel() != where.stop - where.start:
-            raise TransferFailed(f"bytes {where.start} to {where.stop} of the stream are not in one part of memory")
+            raise TransferFailed(f"bytes {where.start} to {where.stop} of the stream do not lie in one part of memory")
         return found
 
     def spans(self) -> list[tuple[int, int]]:
-        """Where the parts lie: addresses, from and to."""
+        """First address and end address of each part."""
         return [(part.data_ptr(), part.data_ptr() + part.numel()) for part in self._parts]
 
     def check(self) -> None:
-        """Raise `TransferFailed` unless all that was read here so far was what the owner had offered."""
+        """Raise `TransferFailed` if the memory may have changed since the owner offered it."""
         if self._revoked.item():
-            raise TransferFailed("the trainer gave the push up and may have changed its parameters since")
+            raise TransferFailed("the trainer cancelled the push and may have changed its parameters since")
         if not self._owner_lives():
-            raise TransferFailed("the process that pushed has ended, and its parameters may have changed since")
+            raise TransferFailed("the trainer's process has ended, and its parameters may have changed since")
 
 
 Stream = torch.Tensor | Scattered
-"""A whole stream: a 1-D uint8 tensor, or what is sliced as if it were."""
+"""A whole stream: a 1-D uint8 tensor, or a `Scattered` that is sliced like one."""
 
 
 def spans(stream: Stream) -> list[tuple[int, int]]:
-    """Where a stream lies: addresses, from and to."""
+    """First address and end address of each part of a stream."""
     if isinstance(stream, Scattered):
         return stream.spans()
     return [(stream.data_ptr(), stream.data_ptr() + stream.numel())] if stream.numel() else []
 
 
 def key(stream: Stream) -> int:
-    """Equal as long as a stream is where it was."""
+    """A key that changes when the stream moves to other memory."""
     return -stream.serial if isinstance(stream, Scattered) else stream.data_ptr()
