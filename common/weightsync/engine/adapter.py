@@ -1,4 +1,4 @@
-"""What an engine adapter must offer for one rank."""
+"""The interface between a rank's `receiver.Receiver` and one engine."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ class Expected(NamedTuple):
 
 
 class LoaderHooks(NamedTuple):
-    """An engine's loader laid open, so that what it does can be recorded once and then done without it."""
+    """An engine's loader in parts, so that what it writes can be recorded once and replayed without it."""
 
     model: torch.nn.Module
-    """Its parameters and buffers are what the loader writes to."""
+    """The model whose parameters and buffers the loader writes."""
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-    """The loader alone, for any of the checkpoint's tensors."""
+    """The loader without any step around it, for any subset of the checkpoint's tensors."""
     around: Callable[[], AbstractContextManager[None]]
-    """What the engine needs to be done before and after weights are written by somebody else than its loader."""
+    """Context in which something other than the engine's loader may write the weights."""
 
 
 class Sealed(NamedTuple):
-    """A loader that nobody else can do the work of."""
+    """A loader whose work cannot be replayed."""
 
     model: torch.nn.Module
-    """What it writes to."""
+    """The model that it writes."""
     why: str
-    """Why nothing but `Adapter.load` will do: ``"it packs layers"``."""
+    """Why only `Adapter.load` can load the weights, for example ``"it packs layers"``."""
 
 
 class Adapter(Protocol):
-    """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's own loop."""
+    """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's loop."""
 
     rank: int
     """Unique among all ranks of the engine, from 0."""
     device: torch.device
-    """Where the rank's weights live."""
+    """The device of the rank's weights."""
 
     def expected(self) -> Expected:
-        """What a push must consist of. Raises `ManifestMismatch` if that cannot be known."""
+        """The checkpoint that a complete push consists of. Raises `ManifestMismatch` if it cannot be determined."""
 
     def loader_hooks(self) -> LoaderHooks | Sealed | str:
-        """The engine's loader, or why nothing but `load` will do, without the model where there is not one."""
+        """The engine's loader in parts; or why only `load` can load: `Sealed`, or text where no single model exists."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a complete checkpoint through the engine's own path, post-load steps included.
@@ -60,7 +60,7 @@ class Adapter(Protocol):
         """
 
     def digest(self) -> str:
-        """BLAKE2b of the weights this rank computes with, in hex; equal weights, equal digest."""
+        """BLAKE2b hash, in hex, of the weights that this rank computes with; equal weights have equal digests."""
 
     def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """What `digest` of a fresh engine that loads this complete checkpoint would be."""
+        """The `digest` that a newly started engine would have after loading this complete checkpoint."""

@@ -20,7 +20,7 @@ from weightsync.tensors.layout import listed
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """Places in a manifest, one bit each; the number of a tensor is that of its bit."""
+    """A set of tensor numbers in a manifest, as a bit mask; bit n stands for tensor n."""
     bits = 0
     for number in numbers:
         bits |= 1 << number
@@ -30,7 +30,7 @@ def packed(numbers: Iterable[int]) -> bytes:
 def passed_over(
     specs: Sequence[TensorSpec], unread: Collection[str], unwritten: Mapping[str, Collection[int]]
 ) -> dict[str, bytes]:
-    """By parameter, the unread tensors that could be for it, as `packed`; parameters without any are left out.
+    """For each unwritten parameter, the unread tensors that could belong to it, as `packed`; none if there are none.
 
     ``unwritten`` are a rank's parameters, with the numbers of dimensions of what they are loaded from; none, if nothing
     of the push is. A tensor could be for a parameter of the same layer: what an engine skips on purpose are whole
@@ -52,12 +52,12 @@ def passed_over(
 
 
 def _layer(name: str) -> str:
-    """The first number in a name, empty if there is none."""
+    """The first number in a name, which tells its layer; empty if there is none."""
     return next((part for part in name.split(".") if part.isdigit()), "")
 
 
 def check_read(ranks: Sequence[Accepted], manifest: Sequence[TensorSpec] = ()) -> None:
-    """Raise `ManifestMismatch` by name for tensors that no rank has a use for and some parameter may need.
+    """Raise `ManifestMismatch`, by name, for tensors that no rank reads although an unwritten parameter may need them.
 
     An empty manifest is one that the ranks know; `ManifestUnknown` is raised if it is needed.
     """

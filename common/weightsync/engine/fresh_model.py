@@ -16,7 +16,7 @@ from weightsync.tensors.layout import digest_of
 def apart_from_live(
     device: torch.device, tables: MutableMapping[Any, Any], offloader: Any, none: Any, offload: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Inside, a model that is made shares nothing with the one that is served.
+    """Context in which a model can be built that shares no state with the one being served.
 
     ``tables`` is where the engine caches rotary tables; ``offload`` sets what offloads weights: ``offloader`` is set
     now, ``none`` does nothing.
@@ -25,7 +25,7 @@ def apart_from_live(
     tables.clear()
     offload(none)
     try:
-        # Ranks sample alike from the same random state: what a constructor draws must not move it.
+        # Ranks sample from the same random state, which a constructor that draws numbers must not advance.
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             yield
     finally:
@@ -39,13 +39,13 @@ def fresh_digest(
     weights: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]],
     device: torch.device,
 ) -> str:
-    """Hash of the ``weights`` of a model that is made for this alone, in hex. Needs the memory of a second model."""
+    """Digest, in hex, of a second model that is built only for this and given ``weights``. Needs its memory."""
     model = None
     try:
         model = make()
         return digest_of(weights(model))
     finally:
-        # Layers and their weight loaders refer to each other.
+        # Layers and their weight loaders refer to each other, so only the garbage collector frees them.
         del model
         gc.collect()
         if device.type != "cpu":

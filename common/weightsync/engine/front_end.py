@@ -39,15 +39,15 @@ from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
 
-#: Hashing reads every weight, through the kernels where layers are packed.
+#: Seconds that ranks get to hash their weights. Packed layers are read through the engine's kernels.
 _DIGEST_S: Final = 300.0
-#: How often the owner of a push is looked after.
+#: Seconds between two checks that the trainer of a push is alive.
 _WATCH_S: Final = 0.5
-#: What is left of a commit's time when its turn comes late: a message cannot ask for less.
+#: Least timeout, in seconds, of a commit whose turn comes late: a message cannot ask for less.
 _LEAST_S: Final = 0.01
 #: How many aborts are remembered, so that a rollback that arrives after its abort is refused.
 _ABORTED: Final = 64
-#: The engine's answer comes before its trainer stops waiting for it.
+#: Seconds beyond a commit's timeout before the engine answers without it; the trainer waits longer than that.
 _ANSWER_S: Final = 0.25
 
 #: From harmless to worst: an engine is in the worst state of its ranks.
@@ -65,36 +65,36 @@ _STATES: Final[tuple[http.State, ...]] = (
 
 
 class EngineFrontEnd(Protocol):
-    """What the process that serves HTTP must offer; errors are `WeightSyncError` or count as a failure half-way."""
+    """What the process that serves HTTP must offer. Any error but a `WeightSyncError` counts as a failed commit."""
 
     engine: str
     engine_version: str
     model: str
     pause_refused: dict[str, str]
-    """Why the engine lacks a pause mode, by mode."""
+    """For each pause mode that the engine does not support, the reason."""
     waits: bool
-    """Whether the engine was started so that it must not serve before its first push; it is then paused."""
+    """Whether the engine was started to wait for its first push; it is paused until then."""
     off: dict[str, str]
-    """What this engine lacks, or what of it a push leaves as it is, by name, and why."""
+    """What this engine does not support, or what a push does not update, by name, with the reason."""
 
     async def version(self) -> str:
-        """Label of the weights that are served."""
+        """The label of the weights being served."""
 
     async def call(self, method: str, payload: bytes) -> Replies:
-        """Run `rank_methods.handle` on every rank; the `http.RankReply` of each. Has no deadline."""
+        """Run `rank_methods.handle` on every rank; returns the `http.RankReply` of each. Has no deadline."""
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
-        """Stop, apply, drop caches, set the version, go on; every rank is ready. ``stopped``: it does not generate.
+        """Pause, apply, drop caches, set the version, resume. Every rank is ready; ``stopped``: already paused.
 
         If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
         """
 
     async def stay_stopped(self, why: str) -> None:
-        """A commit has failed half-way: nobody may resume the engine before a full push commits, and is told why."""
+        """Keep a dirty engine paused until a full push commits; ``why`` answers anybody who tries to resume it."""
 
 
 class FrontEnd:
-    """One engine as its routes see it."""
+    """One engine, as its routes use it."""
 
     def __init__(self, front: EngineFrontEnd):
         self.front = front
@@ -112,11 +112,11 @@ class FrontEnd:
 
     @property
     def stopped(self) -> str:
-        """Why the engine does not generate; empty if it does."""
+        """Why the engine must not generate; empty if it may."""
         return (self._detail or self._machine.state) if states.is_stopped(self._machine.state) else ""
 
     async def open(self, asked: http.OpenRequest) -> http.OpenReply:
-        """Who the engine and its ranks are. Raises `ProtocolMismatch`."""
+        """Describe the engine and its ranks. Raises `ProtocolMismatch` if the sender's major version differs."""
         theirs = asked.protocol
         if theirs[0] != http.PROTOCOL[0]:
             raise ProtocolMismatch(
@@ -145,12 +145,12 @@ class FrontEnd:
         self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", timeout_s), http.RankInfo))
 
     async def status(self, asked: http.StatusRequest) -> http.StatusReply:
-        """What is served, also while ranks do not answer."""
+        """Tell what the engine serves, even while its ranks do not answer."""
         detail = ""
         ranks: list[http.RankStatus] = []
         timeout_s = asked.timeout_s or (_DIGEST_S if asked.digest else http.LOOK_S)
         try:
-            if asked.digest or not self._machine.state.endswith("applying"):  # the ranks answer when they have loaded
+            if asked.digest or not self._machine.state.endswith("applying"):  # ranks that load cannot answer
                 ranks = collect(await self._call("weightsync_status", http.to_json(asked), timeout_s), http.RankStatus)
         except PushTimeout as error:
             if asked.digest:
@@ -158,7 +158,7 @@ class FrontEnd:
             detail = str(error)
         version = await self.front.version()
         lapsed = await self._lease.lapsed()
-        # Read after the last wait, so that all of it is of one moment.
+        # Read after the last await, so that the reply describes one moment.
         state = self._machine.state
         return http.StatusReply(
             engine=self.front.engine,
@@ -173,7 +173,7 @@ class FrontEnd:
         )
 
     async def join(self, asked: Handshake, method: str) -> http.JoinReply:
-        """Take the lease, then have every rank get a transport ready, by its set-up ``method``.
+        """Take the lease, then have every rank set up a transport through its set-up ``method``.
 
         Raises `UnsupportedOption`, `TransferFailed`.
         """
@@ -190,7 +190,7 @@ class FrontEnd:
                 if self._machine.allows("abort"):
                     await self._forget(f"push {self._push} is superseded", deadline)
                 else:
-                    # Ranks join at once or not at all: what still ends on one of them has to have ended before.
+                    # All ranks have to join together, so what still runs on one of them must end first.
                     collect(await self._call("weightsync_abort", b"{}", deadline.left()), http.Done)
                 replies = await self._call(method, http.to_json(asked), deadline.left())
                 return http.JoinReply(tuple(collect(replies, http.RankJoined)), self.instance)
@@ -198,10 +198,10 @@ class FrontEnd:
                 self._lease.idle()
 
     async def prepare(self, asked: http.UpdateRequest, method: str) -> http.UpdateReply:
-        """Take the lease, then have every rank check the manifest and come for the bytes."""
+        """Take the lease, then have every rank check the manifest and connect to the sender."""
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since it was opened")
-        # Before the lease is given to who is there: whether one lives is asked at that address.
+        # Checked before the lease is taken: later the engine dials this address to see whether the sender lives.
         local = registry.spec(registry.update_methods()[method]).local
         addresses.check_address(asked.address, asked.server_key, remote=not local)
         deadline = Deadline(asked.timeout_s)
@@ -219,7 +219,7 @@ class FrontEnd:
                 accepted = collect(await self._call(method, payload, deadline.left()), http.Accepted)
                 check_read(accepted, asked.manifest)
             except BaseException as error:
-                await self._forget_after_failure(asked.push, deadline)  # some rank may have begun
+                await self._forget_after_failure(asked.push, deadline)  # a rank may have begun to receive
                 self._as_dirty(error)
                 raise
             self._machine.move("prepare")
@@ -230,18 +230,18 @@ class FrontEnd:
         return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
 
     async def lease(self, asked: http.LeaseRequest) -> http.Done:
-        """The owner is alive."""
+        """Renew the lease: its owner is alive. Raises `LeaseHeld`, or `EngineUnreachable` if a rank has died."""
         self._lease.renew(asked.owner)
         self._call.check_alive()
         return http.Done()
 
     async def commit(self, asked: http.CommitRequest) -> http.CommitReply:
-        """Make a prepared push, or the version before, the served one. Raises what it leaves the engine with."""
+        """Serve a prepared push, or roll back to the kept version. Errors say what the engine serves afterwards."""
         if reason := self.front.pause_refused.get(asked.pause):
             raise UnsupportedOption(f"{self.front.engine} cannot pause with {asked.pause!r}: {reason}")
-        # Once begun it runs to its end, also when the trainer hangs up or dies.
+        # Once begun it runs to its end, even if the trainer disconnects or dies.
         run = asyncio.ensure_future(self._commit(asked))
-        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # perhaps nobody waits for it any more
+        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # nobody may be waiting for it any more
         await asyncio.wait({run}, timeout=asked.timeout_s + _ANSWER_S)
         if not run.done():
             raise PushTimeout(
@@ -272,7 +272,7 @@ class FrontEnd:
                 self._machine.move(event)
             except WeightSyncError as error:
                 if isinstance(error, PushTimeout):
-                    error.weights = "unchanged"  # whatever the ranks do, they were not asked to load
+                    error.weights = "unchanged"  # the ranks were not asked to load
                 await self._forget_after_failure(asked.push, deadline)
                 self._as_dirty(error)
                 raise
@@ -296,18 +296,20 @@ class FrontEnd:
             return reply
 
     async def abort(self, asked: http.AbortRequest) -> http.AbortReply:
-        """Forget a push; give back what is held of a sender that closes. Raises `LeaseHeld` for somebody else's."""
-        # A sender that fails, or closes, asks and goes: what it asked for is then done without it.
+        """Forget a push; release what is held of a sender that closes. Raises `LeaseHeld` if it is another's push."""
+        # A sender that fails or closes may not wait for the answer, so its timeout is only a minimum here.
         deadline = Deadline(max(asked.timeout_s, http.LOOK_S))
         async with self._exclusive("abort", deadline):
             reply = http.AbortReply(refused=bool(asked.push))
-            if asked.push:  # perhaps a rollback that is still on its way; commits need the prepared push
+            if (
+                asked.push
+            ):  # it may be a rollback that has not arrived yet; a commit is refused without its prepared push
                 self._aborted.append(asked.push)
             if asked.owner and asked.push and asked.push != self._push:
-                return reply  # it has ended, or never began
+                return reply  # the push has ended, or never began
             if asked.owner and not asked.release:
                 self._lease.check(asked.owner)
-            # What is kept belongs to the lease: a sender that was refused gives nothing back of another's.
+            # A sender that was refused the lease must not release what belongs to its holder.
             mine = not asked.owner or asked.owner == self._lease.owner or await self._lease.lapsed()
             if not asked.release and self._machine.allows("abort"):
                 await self._forget(f"push {self._push} was aborted", deadline)
@@ -320,7 +322,7 @@ class FrontEnd:
         return reply
 
     async def _forget(self, detail: str, deadline: Deadline) -> None:
-        """Have the ranks forget a push that was not applied. Raises if they cannot be reached."""
+        """Have the ranks forget a push that was not applied. Raises `WeightSyncError` if they cannot be reached."""
         push = self._push
         payload = http.to_json(http.AbortRequest(push=push))
         collect(await self._call("weightsync_abort", payload, deadline.left()), http.Done)
@@ -329,27 +331,27 @@ class FrontEnd:
         self._push = ""
 
     def _as_dirty(self, error: BaseException) -> None:
-        """An engine that did not generate before a push is not "unchanged" after it, in the sense of users."""
+        """Report "dirty", not "unchanged", for an engine that did not generate before the push either."""
         if self.stopped and isinstance(error, WeightSyncError) and error.weights == "unchanged":
             error.weights = "dirty"
 
     async def _forget_after_failure(self, push: str, deadline: Deadline) -> None:
-        """As `_forget`, for a push that has failed already: its error is the one to tell, while its trainer listens."""
+        """As `_forget`, but never raises: the error that the push failed with is the one to report."""
         self._push = ""
         if self._machine.allows("abort"):
             self._machine.move("abort")
         self._lease.idle()
-        telling = asyncio.ensure_future(self._tell_over(push))
-        await asyncio.wait({telling}, timeout=deadline.left())  # the next call to the ranks comes after it anyway
+        telling = asyncio.ensure_future(self._notify_abort(push))
+        await asyncio.wait({telling}, timeout=deadline.left())  # the next call to the ranks waits for it anyway
 
-    async def _tell_over(self, push: str) -> None:
+    async def _notify_abort(self, push: str) -> None:
         try:
             await self._call("weightsync_abort", http.to_json(http.AbortRequest(push=push)), http.LOOK_S)
         except Exception as error:  # the ranks drop it by their own deadline
-            logger.warning("the ranks could not be told that push %s is over: %s", push, error)
+            logger.warning("the ranks could not be told that push %s was aborted: %s", push, error)
 
     async def _watch_trainer(self) -> None:
-        """While a push is under way: if its trainer is gone, forget it."""
+        """Forget the current push if its trainer is gone."""
         while self._push:
             await asyncio.sleep(_WATCH_S)
             if not await self._lease.lapsed() or not self._machine.allows("abort"):
@@ -365,7 +367,7 @@ class FrontEnd:
 
     @asynccontextmanager
     async def _exclusive(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
-        """One request at a time changes anything; raises `PushTimeout` if the turn does not come."""
+        """Serialise the requests that change state. Raises `PushTimeout` if the turn does not come in time."""
         try:
             await asyncio.wait_for(self._turn.acquire(), deadline.left())
         except asyncio.TimeoutError as error:
@@ -379,7 +381,9 @@ class FrontEnd:
 
 
 async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:
-    """For a commit that failed on some rank: ``error``, or where every rank could be brought back one that says so.
+    """After a commit that failed on some rank, load the kept version on all: the error to raise.
+
+    That is ``error``, or, if every rank serves the version before again, one with ``weights="unchanged"``.
 
     Engines call it while generation is stopped; ``payload`` is the `http.CommitRequest` that failed.
     """

@@ -1,4 +1,4 @@
-"""Who may push into an engine: one trainer at a time, until it is gone."""
+"""The lease of an engine: one trainer at a time may push into it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from weightsync.errors import LeaseHeld, TransferFailed
 from weightsync.protocol.addresses import owner_lives
 
-#: How long an engine believes that a sender in the middle of a push is alive.
+#: Seconds after which a sender that is silent during a push loses its lease.
 PUSH_TTL_S: Final = 10.0
-#: How long a sender that does not push keeps its engines: longer than a training step takes.
+#: Seconds that a sender keeps its lease between pushes: longer than a training step takes.
 IDLE_TTL_S: Final = 600.0
 
 
@@ -27,11 +27,11 @@ class Lease:
         self._clock, self._lives = clock, lives
         self.owner = self.holder = self._address = ""
         self._until = 0.0
-        #: Whether the owner at an address lives, as it is being found out.
+        #: The address of an owner, and the running check whether it lives.
         self._probe: tuple[str, asyncio.Future[bool]] | None = None
 
     async def lapsed(self) -> bool:
-        """Whether there is no owner, or none that is alive."""
+        """Whether the lease has no owner, or one that is no longer alive."""
         while self.owner and self._clock() < self._until:
             asked = self._address
             if await self._is_alive(asked):
@@ -41,28 +41,27 @@ class Lease:
         return True
 
     async def _is_alive(self, address: str) -> bool:
-        # In a thread: another host is given a moment to answer, and the engine's server has others to serve meanwhile.
-        # One for all who ask at once.
+        # In a thread, because another host may take a moment to answer; one check serves all callers.
         if self._probe is None or self._probe[0] != address:
             self._probe = address, asyncio.ensure_future(asyncio.to_thread(self._lives, address))
         probe = self._probe
         try:
             return await asyncio.shield(probe[1])
         except TransferFailed:
-            return False  # what is there now is not its own
+            return False  # something else is at that address now
         finally:
             if self._probe is probe:
                 self._probe = None
 
     async def take(self, owner: str, holder: str, address: str) -> None:
-        """Begin a push of ``owner``, at ``address``; ``holder`` is what others are told. Raises `LeaseHeld`."""
+        """Give the lease to ``owner`` at ``address``; ``holder`` names it to other senders. Raises `LeaseHeld`."""
         if self.owner != owner and not await self.lapsed():
             raise LeaseHeld(self._held())
         self.owner, self.holder, self._address = owner, holder, address
         self._until = self._clock() + PUSH_TTL_S
 
     def renew(self, owner: str) -> None:
-        """The owner is alive, and pushing. Raises `LeaseHeld` if it is not the owner any more."""
+        """Extend the lease during a push. Raises `LeaseHeld` if ``owner`` no longer holds it."""
         self.check(owner)
         self._until = self._clock() + PUSH_TTL_S
 
@@ -72,11 +71,11 @@ class Lease:
             raise LeaseHeld(self._held() if self.owner else "the lease was taken from this sender; push again")
 
     def idle(self) -> None:
-        """The push has ended; its owner keeps the lease for the next."""
+        """Extend the lease after a push, so that its owner keeps it for the next."""
         self._until = self._clock() + IDLE_TTL_S
 
     def drop(self) -> None:
-        """Nobody holds it."""
+        """End the lease."""
         self.owner = self.holder = self._address = ""
 
     def _held(self) -> str:

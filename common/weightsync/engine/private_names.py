@@ -1,4 +1,4 @@
-"""Names of an engine that it does not document as stable: which of them it lacks.
+"""Checks for names of an engine that it does not document as stable.
 
 Each engine package lists its own, module by module, in two tables: what every push needs, and what ``verify="deep"``
 needs on top. A name that only the second lists never stands in the way of a push without it.
@@ -18,21 +18,21 @@ Names = Mapping[str, Sequence[str]]
 
 
 class PrivateNames:
-    """Looks for names in an engine, which errors call ``engine`` and Python ``module``; written for ``supported``."""
+    """Looks for names in the package ``module`` of ``engine``; this code was written for version ``supported``."""
 
     def __init__(self, engine: str, module: str, supported: str):
         self._engine, self._module, self._supported = engine, module, supported
 
     def version(self) -> str:
-        """The engine's version."""
+        """The installed version of the engine."""
         return str(importlib.import_module(self._module).__version__)
 
     def check(self, needed: Names) -> str:
-        """Empty, or which names are gone and from which version."""
+        """Which of the ``needed`` names are missing, as an error message; empty if none."""
         return self._lacks(missing(needed))
 
     def check_object(self, found: object, paths: Iterable[str], needed: Names | None = None) -> str:
-        """As `check`, for attributes that an object of the engine must have; ``needed`` are names beside them."""
+        """As `check`, for attribute ``paths`` of an object of the engine, and for ``needed`` names."""
         return self._lacks([*missing(needed or {}), *missing_below(found, paths)])
 
     def _lacks(self, gone: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ class PrivateNames:
 
 
 def missing(needed: Names) -> list[str]:
-    """Those of the names that cannot be found, with their modules."""
+    """The needed names that do not exist, with their modules."""
     gone = []
     for module, names in needed.items():
         for name in names:
@@ -57,7 +57,7 @@ def missing(needed: Names) -> list[str]:
 
 
 def missing_below(found: object, paths: Iterable[str]) -> list[str]:
-    """Those of the paths that an object lacks, for attributes that exist on instances alone."""
+    """The attribute ``paths`` that an object lacks, for attributes that only instances have."""
     gone = []
     for path in paths:
         inner = found

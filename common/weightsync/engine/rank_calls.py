@@ -27,29 +27,29 @@ from weightsync.protocol.http import Done, RankInfo, RankReply, from_json
 Replies = Sequence[bytes | str]
 _R = TypeVar("_R")
 
-#: For calls of a commit: giving up on one that may still load leaves nobody knowing what is served.
+#: Seconds for the calls of a commit: if one that may still load were given up, nobody would know what is served.
 COMMIT_CALL_S: Final = 600.0
-#: How often the ranks' processes are looked at while a call takes long.
+#: Seconds between two checks of the ranks' processes during a long call.
 _LOOK_UP_S: Final = 1.0
-#: What a rank that is to be asked later gets to end what it is busy with.
+#: Seconds before a busy rank is asked again.
 _AGAIN_S: Final = 0.05
-#: With less time than this they are not asked again: their last answer says more than that there was none.
+#: With fewer seconds left ranks are not asked again: their last answer says more than a timeout would.
 _ASKING_S: Final = 1.0
 
 
 class Calls:
-    """``raw(method, payload)`` reaches every rank, over the engine's own means and without a deadline."""
+    """Calls to all ranks. ``raw(method, payload)`` makes one by the engine's own means, without a deadline."""
 
     def __init__(self, raw: Callable[[str, bytes], Awaitable[Replies]]):
         self._raw = raw
         self._turn = asyncio.Lock()
         self._running = ""
         self._since = 0.0
-        #: The ranks as they last introduced themselves.
+        #: The ranks, as of the last `weightsync_open`.
         self.ranks: tuple[RankInfo, ...] = ()
 
     async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
-        """Every rank's `http.RankReply`. Raises `PushTimeout` and whatever the engine raises.
+        """Call ``method`` on every rank; returns their `http.RankReply`. Raises `PushTimeout`, and engine errors.
 
         Where a rank answers that it is to be asked later, all are asked again, and generate meanwhile.
         """
@@ -85,15 +85,15 @@ class Calls:
     def _ended(self, call: asyncio.Future[Any]) -> None:
         self._turn.release()
         if not call.cancelled():
-            call.exception()  # told to whoever still waits; asyncio need not complain that nobody did
+            call.exception()  # retrieved, so that asyncio does not report it; whoever waits gets it too
 
     def check_alive(self) -> None:
-        """Raise `EngineUnreachable` if a rank's process has ended; engines themselves notice much later."""
+        """Raise `EngineUnreachable` if a rank's process has ended, which engines notice much later."""
         if any(_seen(rank) == ENDED for rank in self.ranks):
             raise EngineUnreachable(f"the engine cannot go on{self.dead_ranks()}", weights="unknown")
 
     def dead_ranks(self) -> str:
-        """What can be seen of ranks that cannot answer, to be appended to an error."""
+        """Ranks whose processes are dead or stopped, as a suffix for an error message; empty if none."""
         seen = [f"rank {rank.rank} (process {rank.pid}) {found}" for rank in self.ranks if (found := _seen(rank))]
         return f": {', '.join(seen)}" if seen else ""
 
@@ -102,17 +102,17 @@ def _later(reply: bytes | str) -> bool:
     try:
         return from_json(reply, RankReply).later
     except msgspec.MsgspecError:
-        return False  # whoever reads the reply says what is wrong with it
+        return False  # `collect` reports what is wrong with it
 
 
 def _seen(rank: RankInfo) -> str:
-    """As `process_state`; empty for a rank on another host or in another container."""
+    """As `process_state`, for a rank; empty if it is on another host or in another container."""
     here = (arenas.host_id(), arenas.process_space())
     return process_state(rank.pid, rank.started) if (rank.host, rank.process_space) == here else ""
 
 
 def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
-    """The replies of all ranks. Raises what the worst of the failed ranks reported, with every message."""
+    """Decode the replies of all ranks. Raises the worst error that a rank reported, with the messages of all."""
     decoded = [from_json(reply, RankReply) for reply in replies]
     failed = [reply.error for reply in decoded if reply.error is not None]
     if failed:
@@ -123,18 +123,18 @@ def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
 
 
 def any_failed(replies: Sequence[bytes | str]) -> bool:
-    """Whether some rank reports an error."""
+    """Whether any rank reports an error."""
     return any(from_json(reply, RankReply).error is not None for reply in replies)
 
 
 def all_unchanged(replies: Sequence[bytes | str]) -> bool:
-    """Whether every rank failed, and none wrote anything."""
+    """Whether every rank failed without writing anything."""
     errors_of_all = [from_json(reply, RankReply).error for reply in replies]
     return all(error is not None and error.weights == "unchanged" for error in errors_of_all)
 
 
 def settle(replies: Sequence[bytes | str]) -> None:
-    """Return if every rank applied. Else raise; ``weights`` are dirty unless no rank wrote anything."""
+    """Raise `ApplyFailed` unless every rank applied; its ``weights`` are dirty unless no rank wrote anything."""
     try:
         collect(replies, Done)
     except WeightSyncError as error:

@@ -1,4 +1,4 @@
-"""The methods of a rank, by name: JSON in, JSON out, over whatever means an engine has to reach its ranks."""
+"""The methods of a rank, by name: JSON in, JSON out. Each engine calls them by its own means."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _abort(receiver: Receiver, asked: AbortRequest) -> None:
         receiver.abort(asked.push)
 
 
-#: By name: what is asked, None where that is nothing, and who does it. Who returns nothing is `Done`.
+#: For each method, the type of its request, None if it has none, and its function; without a result it replies `Done`.
 _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
     "weightsync_open": (None, lambda receiver, _: receiver.info()),
     "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),

@@ -1,7 +1,7 @@
 """Engine-side driver of one rank: check, receive, verify, apply.
 
-`prepare` returns at once; receiving happens in a thread that never touches the model. `apply` runs in the engine's own
-loop, at the engine's own bidding, when generation has stopped. What is legal when is `states.ENGINE`'s to say.
+`prepare` returns at once; a thread that never touches the model receives the bytes. The engine calls `apply` from its
+own loop while generation is stopped. `states.ENGINE` defines what is legal in which state.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from weightsync.transports.base import EngineEnd, Incoming
 
 logger = logging.getLogger(__name__)
 
-#: How long the engine stands still, at most, for a push that is called off; its thread looks up ten times a second.
+#: Seconds that the engine waits, at most, for the thread of a cancelled push, which looks up ten times a second.
 _ABORT_WAIT_S = 0.2
 
 
 class Busy(WrongState):
-    """The thread of a push that was called off has not ended: nothing was done, ask again between two steps."""
+    """The thread of a cancelled push is still running: nothing was done, ask again after an engine step."""
 
 
 class _Job:
-    """One push on this rank, from prepare to its end."""
+    """One push on this rank, from prepare to commit or abort."""
 
     def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Subset):
         self.request, self.transport, self.parts = request, end, parts
@@ -65,7 +65,7 @@ class _Job:
         self.staged: Staged | None = None
 
     def end(self) -> None:
-        """It was applied or called off: nothing holds the sender's memory on its account."""
+        """Drop all references to the sender's memory: the push was applied or cancelled."""
         self.incoming = self.staged = None
         self.cancelled.set()
 
@@ -76,24 +76,24 @@ class Receiver:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._loading = Loading(adapter)
-        #: By transport, each made when it is first used.
+        #: By transport, each made on first use.
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(adapter.rank, adapter.device)
         self._machine: Machine[State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
         self._job: _Job | None = None
-        #: The job whose thread used the transport last; two threads at once must not.
+        #: The job whose thread used the transport last. Two threads must never use it at once.
         self._last: _Job | None = None
         self._detail = self._failed = ""
-        #: The version that is loaded and the one before, where the last push asked for them to be kept.
+        #: The loaded version and the one before, if the last push asked to keep them.
         self._current: Staged | None = None
         self._previous: Staged | None = None
-        #: The request that was applied last, or was begun, and the two as they were before it.
+        #: The last commit that was begun, and the values of the two above before it.
         self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
         #: Guards the machine and the job against the receiving thread.
         self._lock = threading.Lock()
 
     def info(self) -> RankInfo:
-        """Who this rank is and what memory it has."""
+        """Describe this rank: process, device, free memory, transports."""
         device = self._adapter.device
         return RankInfo(
             rank=self._adapter.rank,
@@ -109,7 +109,7 @@ class Receiver:
         )
 
     def status(self, digest: bool = False) -> RankStatus:
-        """What this rank is doing."""
+        """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
         previous = self._previous  # the receiving thread may forget it
         return RankStatus(
             rank=self._adapter.rank,
@@ -129,13 +129,13 @@ class Receiver:
         return self._ends[transport]
 
     def join(self, asked: Handshake, transport: str) -> RankJoined:
-        """Get a transport ready for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
+        """Set up a transport for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
         self._supersede(asked.address)
         self._disown(asked.owner)
         return self._end(transport).join(asked, self._adapter.rank)
 
     def _supersede(self, what: str) -> None:
-        """Give up the push that is under way: the front end has given the lease to another sender, or another push."""
+        """Cancel the current push: the front end has given the lease to another sender, or begun another push."""
         if self._job is not None:
             logger.warning("push %s is superseded by %s", self._job.request.push, what)
             self.abort()
@@ -149,12 +149,12 @@ class Receiver:
         end = self._end(transport)
         end.check(request)
         if self._job is not None and self._job.request == request:
-            return self._loading.accepted()  # asked again because another rank was not ready
+            return self._loading.accepted()  # asked again, because another rank was not ready
         self._supersede(request.push)
         self._disown(request.owner)
         self._machine.check("prepare")
         layout = self._loading.accept(request.manifest, request.known, request.push)
-        # A version that is kept may have to go in again when no plan is for it.
+        # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.parts(layout) if some else Subset(layout, {}))
         if not request.keep:
@@ -171,13 +171,13 @@ class Receiver:
             try:
                 incoming = job.transport.open(job.request, job.parts, self._adapter.rank, job.cancelled)
             except BaseException:
-                self._forget(None)  # the sender may have begun to write already
+                self._forget(None)  # the sender may already write
                 raise
             self._forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
                 staged, verify_s = self._stages.fill(incoming, job.request, job.parts, self._current)
-            # A sender that is gone, or has another arena by now, gets its memory back.
+            # Load plans bound to arenas that are no longer in use are dropped, and with them the memory.
             self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
             with self._lock:
                 if job.cancelled.is_set():
@@ -185,15 +185,15 @@ class Receiver:
                 job.incoming, job.staged = incoming, staged
                 self._machine.move("staged")
             del incoming, staged
-            # Not before the stage is in its place: the commit may follow at once.
+            # Confirmed only now that the stage is in place: the commit may follow at once.
             job.transport.confirm(job.request.push, verify_s)
             while not job.cancelled.wait(job.deadline.left()):
                 if job.deadline.left() == 0.0:
                     self._expire(job)
         except Exception as error:
-            # The thread has nobody to raise to: `ready` tells the engine, the transport tells the sender.
+            # A thread has no caller to raise to: `ready` tells the engine, the transport tells the sender.
             logger.warning("push %s was not received: %s", job.request.push, error)
-            # Nor may the memory that was given up live on in what was made ready for it.
+            # Load plans must not keep the memory of the failed push alive.
             self._loading.keep(kept.data for kept in (self._current, self._previous) if kept is not None)
             job.transport.fail(job.request.push, error)
             self._cancel(job, _text(error))
@@ -201,15 +201,15 @@ class Receiver:
             job.ended.set()
 
     def _forget(self, arena: str | None) -> None:
-        """A sender writes to this arena of its, or to any: nothing that lies there can be gone back to."""
+        """Drop kept versions that lie in ``arena``, to which the sender writes now; in any arena if it is None."""
         if self._previous is not None and (arena is None or self._previous.arena in ("", arena)):
             self._previous = None
         if self._current is not None and self._current.arena and arena in (None, self._current.arena):
             self._current = None
 
     def _disown(self, owner: str) -> None:
-        """The lease is ``owner``'s: what lies in another sender's memory may be written to, for that one knows of this
-        engine no more."""
+        """Drop kept versions that lie in the memory of a sender other than ``owner``, which holds the lease now: a
+        sender without the lease may overwrite them."""
         kept = self._current, self._previous, *self._before[1:]
         if any(one is not None and one.arena and one.owner != owner for one in kept):
             self._current = self._previous = None
@@ -220,7 +220,7 @@ class Receiver:
         self._cancel(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
 
     def _cancel(self, job: _Job, detail: str) -> None:
-        """End a push that was not applied; one that is being applied ends by itself."""
+        """Cancel a push that was not applied; one that is being applied runs to its end."""
         with self._lock:
             if self._job is job and self._machine.allows("abort"):
                 self._machine.move("abort")
@@ -228,12 +228,12 @@ class Receiver:
                 job.end()
 
     def ready(self, request: CommitRequest) -> Ready:
-        """Raise unless ``request`` can be applied: `TransferFailed` without its push, `WrongState` out of turn."""
+        """Check that ``request`` can be applied. Raises `TransferFailed` without its push, `WrongState` out of turn."""
         self._loading.look_up(self._wanted(request), request.push)
         return self._loading.ready()
 
     def _wanted(self, request: CommitRequest) -> Staged | None:
-        """What is to be loaded, if it is in memory; raises as `ready`."""
+        """The version to load, or None if it is streamed. Raises as `ready`."""
         if request.rollback:
             self._machine.check("rollback")
             if self._previous is None or self._previous.version != request.version:
@@ -247,14 +247,14 @@ class Receiver:
             )
         if job.staged is not None:
             job.staged.check()
-        # It must not expire on one rank while another already loads it.
+        # Extended, so that it does not expire on this rank while another already loads it.
         job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
         return job.staged
 
     def apply(self, request: CommitRequest) -> float:
-        """Load the staged push, or the version before; returns the seconds it took.
+        """Load the staged push, or roll back; returns the seconds it took.
 
-        Raises `ApplyFailed`: ``weights`` are unchanged if nothing was written, else dirty.
+        Raises `ApplyFailed`, with ``weights`` unchanged if nothing was written, else dirty.
         """
         start = time.perf_counter()
         with self._lock:
@@ -294,7 +294,7 @@ class Receiver:
             raise
 
     def _load(self, what: Staged | _Job, *, deep: bool = False) -> None:
-        """Load a version in memory, or one that is still to come."""
+        """Load a staged version, or one that is streamed while it is loaded."""
         rank = self._adapter.rank
         try:
             self._quiesce()
@@ -323,11 +323,11 @@ class Receiver:
             ) from error
 
     def _quiesce(self) -> None:
-        # A step that was launched before generation stopped may still be reading the weights.
+        # An engine step launched before the pause may still be reading the weights.
         arenas.synchronize(self._adapter.device)
 
     def restore(self, request: CommitRequest) -> None:
-        """Load the version that was served before ``request`` again, which another rank could not be brought to.
+        """Undo ``request``, which failed on another rank: load the version that was served before it.
 
         Raises `ApplyFailed` if it was not kept.
         """

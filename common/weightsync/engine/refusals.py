@@ -1,4 +1,4 @@
-"""Why an engine refuses a push or a pause, or does not generate: the same words for every engine.
+"""Messages for refused pushes and pauses, and for engines that do not generate, the same for every engine.
 
 ``option`` is the engine's own, as it was given on its command line; each sentence says what to do.
 """
@@ -15,12 +15,12 @@ FIRST_PUSH: Final = "this engine waits for its first push"
 
 
 def half_way(error: BaseException) -> str:
-    """Why nobody may resume an engine."""
+    """Why an engine must not be resumed."""
     return f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
 
 
 def still_in_flight(request: CommitRequest) -> PushTimeout:
-    """A commit that could not begin: its pause waits for requests."""
+    """The error of a commit whose pause waited too long for requests in flight."""
     return PushTimeout(
         f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
         "nothing was changed"
@@ -39,28 +39,28 @@ def old_kv(cache: str, option: str) -> str:
 
 
 def unknown(settings: str, gone: Sequence[str]) -> str:
-    """The engine's ``settings`` are not what they were in the version that this package was written against."""
+    """The engine lacks ``settings`` that existed in the version that this package was written against."""
     return f"{settings} {', '.join(gone)}, by which weightsync tells what it can push into"
 
 
 def several_servers(option: str, count: int) -> str:
-    """HTTP is served by several processes."""
+    """Several processes serve HTTP."""
     return f"{option} {count}: who may push is remembered in one server's memory; start the engine with {option} 1"
 
 
 def moving_experts(option: str) -> str:
-    """Experts are balanced."""
-    return f"{option}: experts change their places while the engine serves; start it without"
+    """Experts are rebalanced while the engine serves."""
+    return f"{option}: experts change places while the engine serves; start it without this option"
 
 
 def travelling_kv(option: str) -> str:
-    """Prefill and decode are in several engines."""
+    """Prefill and decode run in different engines."""
     return (
-        f"{option}: KV of the old weights would go to an engine with the new ones, or come from one with the old; "
-        "start the engine without it"
+        f"{option}: KV of the old weights would reach an engine that has the new ones; start the engine without this "
+        "option"
     )
 
 
 def draft_model(option: str) -> str:
-    """Not refused: a draft model has a checkpoint of its own."""
+    """Not a refusal: a draft model has its own checkpoint."""
     return f"{option}: a push leaves it as it is; it proposes tokens, and the pushed model decides which are taken"

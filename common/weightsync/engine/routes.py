@@ -1,7 +1,7 @@
 """The admin routes under ``/weightsync/``, the same for every engine.
 
-The routes add the key, limits, decoding and errors to a `front_end.FrontEnd`. Nothing in a route can stop the engine:
-whatever goes wrong becomes an `ErrorReply`.
+The routes add authentication, size limits, decoding and error replies to a `front_end.FrontEnd`. An exception in a
+route never reaches the engine: it becomes an `ErrorReply`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Answer = Callable[[FrontEnd, Any], Awaitable[msgspec.Struct]]
 
 
 class _Route(NamedTuple):
-    """A message that a trainer may send: its type, which a transport is imported for, and who answers."""
+    """A route: the type of its message, as a function, because a transport has to be imported for it; its handler."""
 
     kind: Callable[[], type[msgspec.Struct]]
     answer: _Answer
@@ -65,7 +65,7 @@ def _setup(method: str) -> _Route:
 
 
 def routes() -> dict[str, _Route]:
-    """Every route, by name: ours, and what transports register."""
+    """Every route by name: the fixed ones, and those of the transports."""
     return {
         **{method: _update(method) for method in registry.update_methods()},
         **{method: _setup(method) for method in registry.setup_methods()},
@@ -77,7 +77,7 @@ def routes() -> dict[str, _Route]:
     }
 
 
-#: Where engines say whether requests may be sent to them; ``/ping`` is what SageMaker asks.
+#: Health routes of the engines; SageMaker calls ``/ping``.
 _HEALTH: Final = ("/health", "/health_generate", "/ping")
 
 _Q = TypeVar("_Q", bound=msgspec.Struct)
@@ -90,7 +90,7 @@ class _Refused(Exception):
 
 
 def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
-    """The routes for an engine, ``front_end()`` once it serves; ``token`` is never logged."""
+    """The routes of an engine; ``front_end()`` is called for each request. ``token`` is never logged."""
     return Mount(
         http.PREFIX,
         routes=[
@@ -101,9 +101,9 @@ def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
 
 
 class HealthGuard(BaseRoute):
-    """Answers the engine's own health routes with 503 while it holds weights that it must not serve.
+    """Answers the engine's health routes with 503 while the engine must not serve.
 
-    To be put before the engine's routes, which answer at any other time.
+    Put it before the engine's own routes, which answer at all other times.
     """
 
     def __init__(self, front_end: Callable[[], FrontEnd | None]):
@@ -114,16 +114,16 @@ class HealthGuard(BaseRoute):
         return front_end.stopped if front_end is not None else ""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Only while there is a reason."""
+        """Match a health route while the engine must not serve."""
         asked = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) in _HEALTH
         return (Match.FULL if asked and self._reason() else Match.NONE), {}
 
     def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
-        """It has no name."""
+        """This route has no name."""
         raise NoMatchFound(name, path_params)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say why."""
+        """Answer 503 with the reason."""
         await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
 
 
@@ -155,7 +155,7 @@ def _authenticate(request: Request, token: str) -> None:
 
 
 async def _read(request: Request, kind: type[_Q]) -> _Q:
-    """The message: the body of a POST, the query of a GET (``?digest=1``)."""
+    """Decode the message: the body of a POST, or the query of a GET (``?digest=1``)."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
