@@ -33,7 +33,7 @@ from weightsync.protocol.directories import OWN_NAME, SHM_DIRECTORY
 from weightsync.protocol.handles import CudaHandle, ShmHandle
 
 _SHM_PREFIX: Final = "weightsync-"
-#: In seconds: a younger file may not be locked by its owner yet, who would look dead.
+#: In seconds: the owner of a younger file may not have locked it yet.
 _SWEEP_AFTER_S: Final = 10.0
 
 

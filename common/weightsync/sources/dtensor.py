@@ -34,7 +34,7 @@ class LocalShard:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[Any]:
-    """Whether this is a DTensor. The module is not imported for this, which takes a while: without it there is none."""
+    """Whether this is a DTensor. There is none unless its module is imported already; importing it takes a while."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -135,7 +135,7 @@ def _offsets(spans: Sequence[Span]) -> list[int]:
 
 
 def whole_tensor(held: HeldShards, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The only part of a tensor that this process holds in full. Raises `SourceError`, naming it, if it does not."""
+    """The tensor in ``parts``, if this process holds all of it. Raises `SourceError`, naming it, if it does not."""
     if len(parts) != 1 or held.boxes[0].shape != held.spec.shape:
         raise SourceError(
             f"{held.spec.name}: this process holds {' '.join(map(str, held.boxes)) or 'nothing'} of "

@@ -16,7 +16,7 @@ from weightsync.tensors.layout import DTYPES
 
 
 def specs_from_config(path_or_name: str | Path, *, dtype: str) -> tuple[TensorSpec, ...]:
-    """What ``save_pretrained`` would write for a model of which there is only a ``config.json``, in ``dtype``.
+    """The tensors that ``save_pretrained`` would write for a model in ``dtype``, given only its ``config.json``.
 
     ``dtype`` is torch's name without the prefix (``"bfloat16"``). transformers builds the model on the meta device, so
     this takes no memory, no network and no remote code. Tensors that ``from_pretrained`` keeps in float32 for the model

@@ -130,7 +130,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 def _parts(
     spec: TensorSpec, rule: Rule, numbers: Mapping[str, int], fused: Fused
 ) -> Iterator[tuple[HeldShards, _Part]]:
-    """What a tensor of the trainer holds of each checkpoint tensor. Raises `SourceError`, naming it, if it cannot."""
+    """What a tensor of the trainer holds of each checkpoint tensor. Raises `SourceError` if the rule does not fit."""
     holds: Mapping[str, Any] = {rule.holds: None} if isinstance(rule.holds, str) else dict(rule.holds or {})
     dim, ranks, rank = (0, 1, 0) if rule.dim is None else (rule.dim, fused.size, fused.rank)
     size = spec.shape[dim] if dim < len(spec.shape) else 1

@@ -43,7 +43,7 @@ class MappingSource:
             self.seen = Remembered(weights, self)
 
     def identity(self) -> object | None:
-        """See `Source.identity`; None if the mapping is no plain dictionary of plain tensors."""
+        """See `Source.identity`; None unless the mapping is a plain dictionary of plain tensors."""
         return self.seen
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -183,7 +183,7 @@ def _check_modules(module: nn.Module) -> None:
 
 
 def _is_transformers(module: nn.Module) -> bool:
-    # Only where transformers is imported can there be such a module, so it is not imported here: that takes seconds.
+    # Such a module can exist only if transformers is imported already; importing it here would cost all others time.
     base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return base is not None and isinstance(module, base)
 
@@ -260,7 +260,7 @@ def _held(one: TensorSpec, parts: _Parts | None) -> HeldShards:
 
 def _memory(name: str, tensor: torch.Tensor) -> object:
     if is_dtensor(tensor):
-        # The local storage tells tied names apart even where this rank's part is empty.
+        # Tied names share one local storage, even if this rank's part is empty.
         return local_of(tensor).untyped_storage()._cdata, tuple(tensor.shape), tensor.dtype, str(tensor.placements)
     if not tensor.numel():
         return name  # an empty tensor shares no memory

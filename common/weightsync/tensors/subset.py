@@ -177,7 +177,7 @@ class Wanted:
         return self._needs.keys()
 
     def without(self, names: Set[str]) -> Wanted:
-        """The same without the subsets of these names."""
+        """The digests wanted for all subsets except those with these ``names``."""
         return Wanted(subset for name, subset in self._needs.items() if name not in names)
 
     def boxes(self, number: int) -> set[Box | None]:
