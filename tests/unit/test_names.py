@@ -94,7 +94,7 @@ def test_an_engine_is_reached_however_its_address_is_spelled(engine, spelled):
 
 
 def test_one_engine_under_two_addresses_is_refused_and_both_are_told(engine, alias):
-    said = f"{engine.url} and {alias} are one engine"
+    said = f"{engine.url} and {alias} are one and the same engine"
     with pytest.raises(UnsupportedOption, match=said):
         Sender([engine.url, alias])
     with closing(Engine()) as other, Sender([other.url, engine.url]) as sender:

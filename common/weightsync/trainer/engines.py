@@ -31,7 +31,7 @@ from weightsync.memory import processes
 from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
-from weightsync.trainer.client import EngineClient, check_other, weights_at_open
+from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
 
@@ -112,7 +112,7 @@ class Engines:
         open_replies, by = self._succeeded(replies, now), dict[str, str]()
         try:
             for client, hello in zip(self._clients, open_replies, strict=True):
-                check_other(client.url, hello, by)
+                check_distinct(client.url, hello, by)
                 by[hello.instance] = client.url
             for client, hello in zip(self._clients, open_replies, strict=True):
                 self._admit(client, hello)
@@ -169,7 +169,7 @@ class Engines:
         if client.url in self.by_url:
             raise UnsupportedOption(f"{client.url} is among the engines already")
         hello = client.open(deadline)
-        check_other(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
+        check_distinct(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
         self._admit(client, hello)
         self._clients.append(client)
         return client.url

@@ -128,7 +128,7 @@ class Planner:
         identity = None if assembled else source.identity()
         shared = None if assembled else self._share(source, transfer, identity)
         layout = self._layout_of(manifest, assembled)
-        choice = self._choose(transfer, layout) if shared is None else buckets.in_place(layout.nbytes)
+        choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
         request = self._request(transfer, source, layout, choice)
         return PushPlan(source, request, layout, choice, shared, identity, self._ranks if assembled else None)
 
