@@ -267,7 +267,7 @@ def test_a_restarted_engine_is_noticed_and_caught_up(model_folder, a):
         first.close()
         with ReferenceEngine(model_folder("llama", 0), port=port) as again:
             result = sender.push(a)
-            assert result.engines[first.url].noticed == ("restarted since this sender last met it",)
+            assert result.engines[first.url].noticed == ("restarted since this sender last opened it",)
             assert served(again) == expected(a)
 
 

@@ -87,7 +87,7 @@ def test_an_engine_is_reached_however_its_address_is_spelled(engine, spelled):
     url = spelled.format(engine.url.removeprefix("http") if spelled.startswith("HTTP") else engine.url)
     with Sender([url]) as sender:
         assert list(sender.push(WEIGHTS[1]).engines) == [engine.url]
-        with pytest.raises(UnsupportedOption, match="among the engines already"):
+        with pytest.raises(UnsupportedOption, match="is already among the engines"):
             sender.add_engine(f"{engine.url}/")
     with pytest.raises(UnsupportedOption, match=f"give different URLs; {engine.url} is there more than once"):
         Sender([engine.url, url])

@@ -171,7 +171,9 @@ class Sender:
             raise
 
     def _look(self, deadline: Deadline) -> dict[str, Weights]:
-        return dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.look(deadline)
+        return (
+            dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.current_weights(deadline)
+        )
 
     def push(self, model: object, *, version: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
