@@ -24,7 +24,7 @@ from weightsync.trainer.transfer import Transfer
 class Driver:
     """The engines at ``urls`` and the transfer to them; ``ranks`` coordinates the trainer's other ranks, if any.
 
-    Building one opens every engine. Raises as `sender.Sender`.
+    Building one opens every engine. Raises `WeightSyncError`.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class Engine:
 
 
 class Engines:
-    """The engines at ``urls``, which know this sender as ``owner``. Building it opens each, and raises as `Sender`."""
+    """The engines at ``urls``, which know this sender as ``owner``. Opens each when built. Raises `WeightSyncError`."""
 
     def __init__(self, urls: Sequence[str], token: str, pause: http.PauseMode, transport: str, deadline: Deadline):
         self.owner = secrets.token_hex(8)
@@ -164,7 +164,7 @@ class Engines:
         return {url: (engine.transport, engine.hello) for url, engine in self.by_url.items()}
 
     def add(self, url: str, deadline: Deadline) -> str:
-        """Open one more engine and return its normalised URL. Raises as `Sender` when built."""
+        """Open one more engine and return its normalised URL. Raises `WeightSyncError`."""
         client = EngineClient(url, self._token)
         if client.url in self.by_url:
             raise UnsupportedOption(f"{client.url} is already among the engines of this sender")
@@ -197,7 +197,7 @@ class Engines:
             self._clients, self.by_url = saved
 
     def reopen(self, deadline: Deadline) -> None:
-        """Open every engine again. Raises as `Sender` when built."""
+        """Open every engine again. Raises the failures as one error."""
         if failed := self.reopen_each(deadline):
             raise joined(failed, self.last_known())
 

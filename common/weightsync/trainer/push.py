@@ -32,7 +32,7 @@ Commits = dict[str, http.CommitReply]
 
 
 def connect(transfer: Transfer, engines: Engines, deadline: Deadline) -> None:
-    """Set up the transport of every engine that is not set up yet. Raises as `Transfer.connect`."""
+    """Set up the transport of every engine that is not set up yet. Raises `WeightSyncError`."""
     transfer.connect(engines.open_replies(), lambda asked: engines.join(asked, deadline), deadline)
 
 
@@ -59,7 +59,7 @@ class Payload(Protocol):
         """Provide the arena, and return the push that goes through it."""
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """Send the bytes. Raises as `Outgoing.send`."""
+        """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
 
 
 class Change:

@@ -69,7 +69,7 @@ class PushPlan(NamedTuple):
         return transfer.begin(self.request, self.layout, self.shared)
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """Send the bytes. Raises as `Outgoing.send`."""
+        """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
         if self.ranks is not None:
             return outgoing.send_filled(self.ranks, self.source, deadline, progress)
         arenas.synchronize(self.source.device)
