@@ -1,4 +1,4 @@
-"""The HTTP server of a `Sender` that listens: whoever starts an engine can ask it, with the key, to add that engine.
+"""The HTTP server of a `Sender` that listens: with the key, a program that starts an engine asks it to add the engine.
 
 It answers in a thread, between two pushes, without any action of the trainer's program.
 """

@@ -71,10 +71,10 @@ class Outgoing:
 
     def await_ranks(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
         """Wait until all ``peers``, by transport, have connected. Raises `TransferFailed` or `PushTimeout`."""
-        for name, those in peers.items():
+        for name, ranks in peers.items():
             end = self._by_name[name]
             self._ends.append(end)
-            end.await_ranks(self.plan, self.layout, [self.arena, *self._others], those, deadline)
+            end.await_ranks(self.plan, self.layout, [self.arena, *self._others], ranks, deadline)
         self.demand = Wanted(parts for end in self._ends for parts in end.needs())
 
     def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, identity: object | None = None) -> Sent:

@@ -148,7 +148,7 @@ class Coordinator(Ranks):
                 raise UnsupportedOption(
                     f"trainer rank {rank} runs on another host than rank 0 (or in a container with its own /dev/shm): "
                     "the ranks of a trainer assemble the model in memory that they share, so all must be on one host; "
-                    "for a trainer of several hosts, save a checkpoint and push its folder from a process of its own"
+                    "for a trainer of several hosts, save a checkpoint and push its folder from a separate process"
                 )
         self._session = secrets.token_hex(8)
         for rank in self._others:
