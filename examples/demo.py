@@ -20,13 +20,13 @@ from weightsync import PushResult, Sender
 
 PROMPT = list(b"The weights of a policy change every few seconds, and ")
 NEW_TOKENS = 16
-#: Natural-log units, on average over the tokens. Engine and trainer round bfloat16 in different orders, which makes
-#: about 0.03; the weights of a step before are much further away.
+#: Largest mean difference between log-probabilities (natural log) that counts as equal. Engine and trainer round
+#: bfloat16 in different orders, which makes about 0.03; the weights of the previous step differ by much more.
 TOLERANCE = 0.1
 
 
 def main() -> int:
-    """Run the demo; the exit code."""
+    """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--steps", type=int, default=4)
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def train(server: servers.Server, model: PreTrainedModel, steps: int) -> int:
-    """Take optimiser steps and push after each; 0 if every check held."""
+    """Take optimiser steps and push after each; return 0 if every check held."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = []
     print(f"{server.engine} serves at {server.url}; before the first push: {gap(server, model):.4f} from the trainer")
@@ -57,7 +57,7 @@ def train(server: servers.Server, model: PreTrainedModel, steps: int) -> int:
 
 
 def optimise(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    """One real step of next-token training on random bytes; the loss."""
+    """Take one real step of next-token training on random bytes; return the loss."""
     tokens = torch.randint(0, models.BYTES, (4, 64), generator=torch.Generator().manual_seed(seed))
     loss = model(tokens, labels=tokens).loss
     loss.backward()
@@ -74,7 +74,7 @@ def gap(server: servers.Server, model: PreTrainedModel) -> float:
 
 
 def line(result: PushResult, loss: float, before: float, after: float, held: bool) -> str:
-    """What one push did."""
+    """One line that says what a push did."""
     phases = "  ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in result.seconds.items())
     pause = max(engine.pause_s for engine in result.engines.values())
     verdict = "logprobs equal the trainer's" if held else "LOGPROBS DIFFER"

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py MODEL_FOLDER http://127.0.0.1:8000 http://127.0.0.1:30000
 
 The engines must have been started on a model of the same shape as the one in the folder. Every rank builds a `Sender`
-and calls `push`; each sends the shards that it holds, and no rank ever has the whole model. On a CPU over gloo, on GPUs
-over NCCL. With ``--save`` the assembled model is written too, to compare with what the engines serve.
+and calls `push`; each sends the shards that it holds, and no rank ever has the whole model. The ranks use gloo on CPUs
+and NCCL on GPUs. ``--save`` also writes the assembled model, to compare it with what the engines serve.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def main() -> None:
                 print(f"version {result.version}  loss {loss:.2f}  {result.nbytes / 1e6:.2f} MB  pause {pause:.3f} s")
     if args.save:
         save(model, args.save)
-    # torch's own threads let go of what was gathered some time after that: a process that ends meanwhile aborts.
+    # torch's threads release gathered tensors only some time later: a process that exits before that aborts.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step of next-token training on random tokens, other ones on every rank; this rank's loss."""
+    """Take one step of next-token training on random tokens, which differ by rank; return this rank's loss."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     tokens = torch.randint(0, 256, (2, 32), generator=generator).to(model.device)
     loss = model(tokens, labels=tokens).loss
@@ -65,7 +65,7 @@ def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: i
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write the assembled model, which does gather it on rank 0."""
+    """Write the whole model, which this gathers on rank 0."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)

@@ -65,7 +65,7 @@ def test_ranks_that_do_not_call_the_same_are_told_so(ready):
     ready.tell("push", 0)
     ready.tell("status", 1)
     for said in ready.hear():
-        assert_failed(said, "WrongState", "trainer rank 1 came to status where rank 0 came to push")
+        assert_failed(said, "WrongState", "trainer rank 1 is in 'status' and rank 0 in 'push'")
     assert_pushed(ready)
 
 

@@ -267,7 +267,7 @@ def test_a_restarted_engine_is_noticed_and_caught_up(model_folder, a):
         first.close()
         with ReferenceEngine(model_folder("llama", 0), port=port) as again:
             result = sender.push(a)
-            assert result.engines[first.url].noticed == ("restarted since this sender last met it",)
+            assert result.engines[first.url].noticed == ("restarted since this sender last opened it",)
             assert served(again) == expected(a)
 
 
@@ -297,8 +297,8 @@ def test_an_engine_can_be_started_so_that_it_waits_for_its_first_push(model_fold
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"staging": "some"}, "there is full, none, auto"),
-        ({"verify": "maybe"}, "there is digest, deep, off"),
+        ({"staging": "some"}, "use one of full, none, auto"),
+        ({"verify": "maybe"}, "use one of digest, deep, off"),
         ({"staging": "none", "keep_previous": True}, "holds no version"),
         ({"staging": "none", "verify": "deep"}, "holds no version"),
         ({"timeout_s": 0.0}, "above 0"),

@@ -118,8 +118,8 @@ def test_an_asked_bucket_size_is_rounded_up_to_alignment():
 @pytest.mark.parametrize(
     ("free", "rank", "keep", "staging", "said"),
     [
-        (10 << 30, 10 << 30, False, "full", "arena has room for all 1073741824 bytes"),
-        (1 << 30, 10 << 30, False, "full", "every rank has room for 1073741824 bytes (10737418240 free)"),
+        (10 << 30, 10 << 30, False, "full", "arena holds all 1073741824 bytes"),
+        (1 << 30, 10 << 30, False, "full", "every rank can hold 1073741824 bytes (10737418240 free)"),
         (1 << 30, 2 << 30, True, "none", "a stage takes 2147483648 bytes and a rank has 2147483648 free"),
         (1 << 30, 1 << 30, False, "none", "a stage takes 1073741824 bytes and a rank has 1073741824 free"),
     ],

@@ -87,14 +87,14 @@ def test_an_engine_is_reached_however_its_address_is_spelled(engine, spelled):
     url = spelled.format(engine.url.removeprefix("http") if spelled.startswith("HTTP") else engine.url)
     with Sender([url]) as sender:
         assert list(sender.push(WEIGHTS[1]).engines) == [engine.url]
-        with pytest.raises(UnsupportedOption, match="among the engines already"):
+        with pytest.raises(UnsupportedOption, match="is already among the engines"):
             sender.add_engine(f"{engine.url}/")
     with pytest.raises(UnsupportedOption, match=f"give different URLs; {engine.url} is there more than once"):
         Sender([engine.url, url])
 
 
 def test_one_engine_under_two_addresses_is_refused_and_both_are_told(engine, alias):
-    said = f"{engine.url} and {alias} are one engine"
+    said = f"{engine.url} and {alias} are one and the same engine"
     with pytest.raises(UnsupportedOption, match=said):
         Sender([engine.url, alias])
     with closing(Engine()) as other, Sender([other.url, engine.url]) as sender:

@@ -107,14 +107,14 @@ def test_an_authority_of_ones_own_is_trusted_where_it_is_named(engine, authority
 
 def test_a_certificate_that_is_not_trusted_is_said_and_what_to_set(engine):
     with pytest.raises(
-        EngineUnreachable, match=r"certificate that is not trusted here \(.*set SSL_CERT_FILE to a file"
+        EngineUnreachable, match=r"certificate that this host does not trust \(.*set SSL_CERT_FILE to a file"
     ):
         Sender([engine.url])
 
 
 def test_a_certificate_for_another_name_is_refused(engine, authority, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))
-    with pytest.raises(EngineUnreachable, match=r"not trusted here \(Hostname mismatch.*use the name that it is for"):
+    with pytest.raises(EngineUnreachable, match=r"trust \(Hostname mismatch.*use the host name that it is for"):
         Sender([engine.url.replace("127.0.0.1", "localhost")])
 
 
@@ -129,7 +129,7 @@ def test_a_variable_that_names_no_certificates_is_named(engine, tmp_path, monkey
 
 def test_the_wrong_scheme_is_said(engine):
     until(lambda: engine._plain[0].started, "the one without TLS does not start")
-    with pytest.raises(EngineUnreachable, match="does not speak TLS as https:// asks for"):
+    with pytest.raises(EngineUnreachable, match="does not speak TLS, which https:// requires"):
         Sender([f"https://127.0.0.1:{engine._plain[0].servers[0].sockets[0].getsockname()[1]}"])
     with pytest.raises(EngineUnreachable, match=r"no engine answers at http://"):
         Sender([engine.url.replace("https", "http")], timeout_s=10.0)

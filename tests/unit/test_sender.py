@@ -249,8 +249,8 @@ def test_an_engine_that_shares_no_memory_is_refused_with_advice(model_folder):
         ({"engines": []}, "one or more"),
         ({"engines": "http://x"}, "list"),
         ({"engines": ["http://x", "http://x"]}, "different"),
-        ({"transport": "carrier pigeon"}, "there is auto, ipc_zmq, nccl, nixl"),
-        ({"pause": "never"}, "there is retract, wait, abort, keep"),
+        ({"transport": "carrier pigeon"}, "use one of auto, ipc_zmq, nccl, nixl"),
+        ({"pause": "never"}, "use one of retract, wait, abort, keep"),
         ({"bucket_bytes": 1}, "at least 512"),
     ],
 )

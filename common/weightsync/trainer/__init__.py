@@ -1,1 +1,1 @@
-"""The trainer: the `Sender`, and what it is made of."""
+"""The trainer side: `Sender` and its parts."""

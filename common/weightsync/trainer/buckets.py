@@ -1,4 +1,4 @@
-"""How a push travels, given the memory that is free: the size of its buckets, and whether a whole version is staged."""
+"""Chooses the bucket size of a push, and whether a whole version is staged, by the memory that is free."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from weightsync.tensors.layout import ALIGN_BYTES, align
 
 Staging = Literal["full", "none", "auto"]
 
-#: Where less than this share of the free memory holds the whole model, the arena does: it then is the stage.
+#: The arena holds the whole model, and is the stage, if that takes at most this share of the free memory.
 _HOLD_SHARE: Final = 0.8
-#: Elsewhere a bucket takes at most one part in so many, for the ranks need room for a stage.
+#: Otherwise a bucket takes at most one part in this many of the free memory, for the ranks need memory for a stage.
 _BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
-#: An arena that holds everything is filled in parts: ranks read and verify one while the next is packed.
+#: The number of buckets of an arena that holds everything: ranks read and verify one while the next is packed.
 _PARTS: Final = 16
 _MIN_PART_BYTES, _MAX_PART_BYTES = 64 << 10, 64 << 20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the bytes travel: ``slots`` buckets of ``bucket_bytes``, a multiple of `ALIGN_BYTES`, make the arena."""
+    """An arena of ``slots`` buckets of ``bucket_bytes``, a multiple of `ALIGN_BYTES`; and where bytes are staged."""
 
     bucket_bytes: int
     slots: int
@@ -36,18 +36,18 @@ class Choice:
 
 
 def stage_bytes(ranks: Sequence[RankInfo]) -> int:
-    """What every rank has for a stage. Ranks on a CPU share its memory, ranks on accelerators have one each."""
+    """Bytes for a stage that every rank has at least. Ranks on CPUs share one memory, ranks on accelerators do not."""
     by_device = {device: [r for r in ranks if r.device == device] for device in {r.device for r in ranks}}
     return min(
-        min(rank.free_bytes for rank in those) // (len(those) if device == "cpu" else 1)
-        for device, those in by_device.items()
+        min(rank.free_bytes for rank in on_device) // (len(on_device) if device == "cpu" else 1)
+        for device, on_device in by_device.items()
     )
 
 
 def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remote: bool) -> torch.device:
-    """Where arenas are best: on the trainer's GPU where all that read them can, otherwise in the host's memory.
+    """The best device for arenas: the trainer's GPU if every rank can read it there, otherwise the host's memory.
 
-    ``source`` is where the weights are, if that is known; ``remote``: some engine is reached over a network.
+    ``source`` is the device of the weights, if known; ``remote`` is whether any engine is reached over a network.
     """
     if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
         gpu = torch.device("cuda", torch.cuda.current_device())
@@ -58,8 +58,8 @@ def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remo
     return torch.device("cpu")
 
 
-def in_place(stream_bytes: int) -> Choice:
-    """For a model that the ranks read where it is."""
+def read_in_place(stream_bytes: int) -> Choice:
+    """The choice for parameters that the ranks read in place."""
     part = _part(stream_bytes)
     return Choice(part, max(1, -(-stream_bytes // part)), "full", "the ranks read the parameters where they are")
 
@@ -77,12 +77,13 @@ def choose(
     keep: bool,
     shared: bool = False,
 ) -> Choice:
-    """Buckets and stage for a stream.
+    """Choose buckets and staging for a stream of ``stream_bytes``.
 
-    ``free_bytes`` is the minimum over the trainer and the ranks beside its arena, ``rank_bytes`` what each rank has for
-    a stage of its own. A bucket is ``asked`` bytes if given, else half the stream where there is room for all of it
-    (twice with ``keep``), in many buckets, else two small ones. An arena that several trainer processes have ``shared``
-    holds everything; raises `UnsupportedOption` where there is no room for that.
+    ``free_bytes`` is the memory for the arena, the minimum over the trainer and the ranks that use the same memory;
+    ``rank_bytes`` is what each rank has for a stage. With ``asked`` the arena is two buckets of that size. Otherwise it
+    is many buckets that hold the whole stream if that fits (twice with ``keep``), and two small buckets if not. An
+    arena ``shared`` by several trainer processes always holds the whole stream; raises `UnsupportedOption` if that
+    does not fit.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
     part = min(half, _part(stream_bytes))
@@ -105,8 +106,8 @@ def choose(
     if staged != "auto":
         return Choice(bucket_bytes, slots, staged, "asked for")
     if slots * bucket_bytes >= stream_bytes:
-        return Choice(bucket_bytes, slots, "full", f"the trainer's arena has room for all {stream_bytes} bytes")
+        return Choice(bucket_bytes, slots, "full", f"the trainer's arena holds all {stream_bytes} bytes")
     if stream_bytes * times <= rank_bytes * _HOLD_SHARE:
-        return Choice(bucket_bytes, slots, "full", f"every rank has room for {stream_bytes} bytes ({rank_bytes} free)")
+        return Choice(bucket_bytes, slots, "full", f"every rank can hold {stream_bytes} bytes ({rank_bytes} free)")
     reason = f"a stage takes {stream_bytes * times} bytes and a rank has {rank_bytes} free"
     return Choice(bucket_bytes, slots, "none", reason)

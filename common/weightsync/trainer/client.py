@@ -1,4 +1,4 @@
-"""Control plane to one engine, over HTTP."""
+"""The HTTP client of one engine: open, prepare, commit, abort, status."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ from weightsync.protocol.http import PREFIX, Handshake
 from weightsync.protocol.names import START_LINES, plain_url
 from weightsync.trainer import http_client
 
-#: A push that fails by its deadline says within a second of it what it has left: that long an engine may take to say
-#: that its commit is not over, and that long to say what became of it.
+#: Seconds past the deadline that an engine has to reply that its commit is not finished, and then the least for asking
+#: it for the outcome. A push that times out reports what every engine serves within a second of its deadline.
 _COMMIT_GRACE_S: Final = 0.5
 _OUTCOME_S: Final = 0.25
+#: Seconds for a request that only probes a server; a status request after a lost reply gets twice as long.
 _PROBE_S: Final = 1.0
-#: The engine gives up before nobody waits for its answer any more, and can then still say whom it waited for.
+#: Seconds by which an engine stops waiting for its ranks before the caller stops waiting for the engine, so that its
+#: reply can still name the rank that it waited for.
 _ANSWER_S: Final = 0.5
 _R = TypeVar("_R")
 
 
 class EngineClient:
-    """One engine's admin routes. Every method raises a `WeightSyncError` that names the engine, by its deadline.
+    """The admin routes of one engine.
 
-    Raises `UnsupportedOption` for a URL that is none.
+    Every method ends by its deadline; what fails is a `WeightSyncError` that names the engine. Building one raises
+    `UnsupportedOption` for an invalid URL.
     """
 
     def __init__(self, url: str, token: str):
@@ -49,9 +52,9 @@ class EngineClient:
         self._server = http_client.Server(self.url, {"Authorization": f"Bearer {token}"})
 
     def open(self, deadline: Deadline) -> http.OpenReply:
-        """Greet the engine. Raises `ProtocolMismatch` and whatever keeps it from answering."""
+        """Ask for the engine's protocol, ranks and pause modes. Raises `ProtocolMismatch` for another major version."""
         request = http.OpenRequest(
-            protocol=http.PROTOCOL, package_version=http.package_version(), timeout_s=_patience(deadline)
+            protocol=http.PROTOCOL, package_version=http.package_version(), timeout_s=_engine_timeout_s(deadline)
         )
         reply = self._post("open", request, http.OpenReply, deadline)
         if reply.protocol[0] != http.PROTOCOL[0]:
@@ -62,37 +65,37 @@ class EngineClient:
         return reply
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> http.StatusReply:
-        """What the engine serves; ``digest`` has every rank hash its weights."""
-        request = http.StatusRequest(digest=digest, timeout_s=_patience(deadline))
+        """Return what the engine serves; with ``digest``, every rank hashes its weights."""
+        request = http.StatusRequest(digest=digest, timeout_s=_engine_timeout_s(deadline))
         return self._post("status", request, http.StatusReply, deadline)
 
     def join(self, method: str, asked: Handshake, deadline: Deadline) -> http.JoinReply:
-        """Take the lease, and make every rank get a transport ready, by its set-up ``method``."""
+        """Take the lease and have every rank set up a transport; ``method`` is its set-up route."""
         return self._post(method, asked, http.JoinReply, deadline)
 
     def prepare(self, request: http.UpdateRequest, transport: str, deadline: Deadline) -> http.UpdateReply:
-        """Take the lease, and make every rank check the manifest and come for the bytes."""
+        """Take the lease, and have every rank check the manifest and connect to the sender."""
         return self._post(f"{http.UPDATE}{transport}", request, http.UpdateReply, deadline)
 
     def add_engine(self, url: str, deadline: Deadline) -> str:
-        """Of a sender that listens at this client's URL: have the engine at ``url`` take part; what it then serves."""
+        """Have the sender that listens at this client's URL add the engine at ``url``; return what that then serves."""
         return self._post("add_engine", http.AddEngine(url=url), http.EngineAdded, deadline).version
 
     def renew(self, owner: str, deadline: Deadline) -> None:
-        """Keep the lease through a push. Raises `LeaseHeld` if another has it."""
+        """Renew the lease. Raises `LeaseHeld` if another trainer has it, `PushTimeout` if no connection is accepted."""
         try:
             self._post("lease", http.LeaseRequest(owner=owner), http.Done, deadline)
         except EngineUnreachable as error:
-            if isinstance(error.__cause__, http_client.Late):  # a network that is slow to come back
-                raise PushTimeout(f"{self.url} took no connection within {deadline.seconds:g} s") from error
+            if isinstance(error.__cause__, http_client.Late):  # the network may come back: the next renewal can succeed
+                raise PushTimeout(f"{self.url} did not accept a connection within {deadline.seconds:g} s") from error
             raise
 
     def commit(self, request: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
-        """Make a prepared push, or the version before, the served one.
+        """Commit a prepared push, or roll back to the version before.
 
-        Where the reply is lost the engine is asked what became of it, as long as ``deadline`` and a grace allow.
+        If the reply is lost, the engine's status is asked for the outcome, until ``deadline`` and a grace have passed.
         """
-        # The engine stops waiting for requests in flight at the same moment as we do, and can say that nothing changed.
+        # The engine stops waiting for in-flight requests at ``deadline``; in the grace it replies that nothing changed.
         until = deadline.extended(_COMMIT_GRACE_S)
         start = time.perf_counter()
         try:
@@ -106,8 +109,8 @@ class EngineClient:
         return http.CommitReply(version=request.version, pause_s=time.perf_counter() - start, seconds={})
 
     def _outcome(self, request: http.CommitRequest, until: Deadline, error: errors.WeightSyncError) -> bool:
-        """Whether the engine serves what it was asked to commit. Raises what is known where that is not known."""
-        # One look is owed even when the time is up: it is the difference between unknown and known.
+        """Whether the engine has committed. If that cannot be found out, raises ``error`` or a more precise one."""
+        # Ask at least once, even past the deadline: one status reply tells what the engine serves.
         until = Deadline(max(until.left(), _OUTCOME_S))
         refused = False
         while until.left():
@@ -124,7 +127,7 @@ class EngineClient:
                 if status.state.endswith("applying"):
                     time.sleep(min(_PROBE_S / 4, until.left()))
                     continue
-                # A commit that waits for its turn, or is still on its way, is refused after this.
+                # After this, a commit that is queued or still in flight is refused.
                 refused = self.abort(request.push, Deadline(until.left()), request.owner) or not request.rollback
                 if not refused:
                     break  # an engine of an earlier release may still carry out a rollback
@@ -135,20 +138,20 @@ class EngineClient:
         raise error
 
     def abort(self, push: str, deadline: Deadline, owner: str = "") -> bool:
-        """Make every rank forget a push; without ``owner`` whoever's push it is, and end its lease.
+        """Have every rank drop a push and end its lease; without ``owner``, whichever trainer's push it is.
 
         Returns whether the engine will refuse a commit of the push that still arrives.
         """
-        request = http.AbortRequest(push=push, owner=owner, timeout_s=_patience(deadline))
+        request = http.AbortRequest(push=push, owner=owner, timeout_s=_engine_timeout_s(deadline))
         return self._post("abort", request, http.AbortReply, deadline).refused
 
     def release(self, address: str, owner: str, deadline: Deadline) -> None:
-        """Give the lease back, and make every rank give back what it holds of the sender at ``address``."""
-        request = http.AbortRequest(release=address, owner=owner, timeout_s=_patience(deadline))
+        """Give the lease back, and have every rank release what it holds for the sender at ``address``."""
+        request = http.AbortRequest(release=address, owner=owner, timeout_s=_engine_timeout_s(deadline))
         self._post("abort", request, http.AbortReply, deadline)
 
     def close(self) -> None:
-        """End the requests that are under way in other threads."""
+        """Shut down the connections of requests in other threads, which then fail."""
         self._server.close()
 
     def _post(self, route: str, message: msgspec.Struct, kind: type[_R], deadline: Deadline) -> _R:
@@ -158,8 +161,8 @@ class EngineClient:
             reply = self._server.ask("POST", f"{PREFIX}/{route}", body, deadline, limit=http.MAX_BODY_BYTES)
         except http_client.Untrusted as error:
             raise EngineUnreachable(
-                f"{self.url} shows a certificate that is not trusted here ({error}): set {http_client.CA_FILE} to a "
-                "file with the certificate of the authority that signed it, and use the name that it is for",
+                f"{self.url} shows a certificate that this host does not trust ({error}): set {http_client.CA_FILE} to "
+                "a file with the certificate of the authority that signed it, and use the host name that it is for",
                 weights="unknown",
             ) from error
         except http_client.NoAnswer as error:
@@ -176,30 +179,30 @@ class EngineClient:
         try:
             return http.from_json(reply.body, kind)
         except msgspec.MsgspecError as error:
-            raise ProtocolMismatch(f"{self.url} answered {route} with something else: {error}") from error
+            raise ProtocolMismatch(f"{self.url} answered {route} with a reply that cannot be read: {error}") from error
 
     def _refusal(self, route: str, reply: http_client.Reply, deadline: Deadline) -> errors.WeightSyncError:
         try:
-            said = http.from_json(reply.body, http.ErrorReply)
+            refusal = http.from_json(reply.body, http.ErrorReply)
         except msgspec.MsgspecError:
-            said = None
+            refusal = None
         if reply.status in (401, 403):
             return AuthenticationFailed(
                 f"{self.url} refused the key: this side's is {auth.origin(self._token)}, and the engine's log "
-                "says at start which it asks for; set WEIGHTSYNC_TOKEN to the same value on both sides, or run both as "
-                "one user where they share /dev/shm"
+                "says at start which key it requires; set WEIGHTSYNC_TOKEN to the same value on both sides, or run "
+                "both as one user where they share /dev/shm"
             )
-        if said is None and reply.status in (404, 405, 501):
+        if refusal is None and reply.status in (404, 405, 501):
             return PluginNotLoaded(
                 f"{self.url} answers, but weightsync is not loaded there. {self._start_line(deadline)}"
             )
-        if said is None:
+        if refusal is None:
             return TransferFailed(f"{self.url} answered {route} with HTTP {reply.status}")
-        kind = errors.named(said.error)
-        return kind(f"{self.url}: {said.message}", weights=said.weights, engines={self.url: said.weights})
+        kind = errors.named(refusal.error)
+        return kind(f"{self.url}: {refusal.message}", weights=refusal.weights, engines={self.url: refusal.weights})
 
     def _start_line(self, deadline: Deadline) -> str:
-        """How to start the engine that answers at the URL."""
+        """How to start the engine with the plugin; for either kind if the server does not tell which it is."""
         until = Deadline(min(_PROBE_S, deadline.left()))
         for path, engine in (("/version", "vllm"), ("/get_model_info", "sglang"), ("/model_info", "sglang")):
             try:
@@ -211,23 +214,23 @@ class EngineClient:
         return "Start it as: " + " or: ".join(line.format(model="MODEL") for line in START_LINES.values())
 
 
-def _patience(deadline: Deadline) -> float:
-    """How long an engine is to wait for its ranks, in seconds, on behalf of somebody who waits by ``deadline``."""
+def _engine_timeout_s(deadline: Deadline) -> float:
+    """Seconds that an engine may wait for its ranks, so that its reply arrives before ``deadline``."""
     left_s = deadline.left()
     return min(max(left_s - min(_ANSWER_S, left_s / 4), 0.01), http.MAX_TIMEOUT_S)
 
 
-def check_other(url: str, hello: http.OpenReply, others: Mapping[str, str]) -> None:
-    """Raise `UnsupportedOption` if the engine at ``url`` is one of ``others``, which are URLs by instance."""
+def check_distinct(url: str, hello: http.OpenReply, others: Mapping[str, str]) -> None:
+    """Raise `UnsupportedOption` if the engine at ``url`` is one of ``others``, URLs by engine instance."""
     if hello.instance and hello.instance in others:
         raise UnsupportedOption(
-            f"{others[hello.instance]} and {url} are one engine ({hello.engine} on one host, started once): name each "
-            "engine by one URL"
+            f"{others[hello.instance]} and {url} are one and the same engine ({hello.engine}): give each engine by one "
+            "URL"
         )
 
 
 def weights_at_open(reply: http.OpenReply | WeightSyncError) -> Weights:
-    """What an engine serves that replied so when it was opened."""
+    """What an engine serves, by its reply to `EngineClient.open`."""
     if isinstance(reply, WeightSyncError):
         return reply.weights
     return "dirty" if reply.stopped else "unchanged"

@@ -1,4 +1,4 @@
-"""What a trainer, or its rank 0, does with the engines: one operation at a time, each by its deadline."""
+"""Drives the engines from a trainer, or from its rank 0: one operation at a time, each within a deadline."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weightsync.trainer.transfer import Transfer
 
 
 class Driver:
-    """The engines at ``urls``, and what bytes travel to them by; ``ranks`` are the others of the trainer, if any.
+    """The engines at ``urls`` and the transfer to them; ``ranks`` coordinates the trainer's other ranks, if any.
 
-    Building one opens every engine. Raises as `sender.Sender`.
+    Building one opens every engine. Raises `WeightSyncError`.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class Driver:
         self._planner = Planner(self.engines, options, ranks)
         self._options, self._ranks, self._machine = options, ranks, machine
         self._transfer: Transfer | None = None
-        #: Label of what was pushed last.
+        #: Label of the version that was committed last.
         self.served = ""
 
     def connect(self, deadline: Deadline) -> None:
-        """Make groups and warm up connections, where there are any, so that the first push need not."""
+        """Set up process groups and connections, for transports that have them, so that the first push need not."""
         if not self.engines.local:
-            connect(self._provide(None), self.engines, deadline)
+            connect(self._open_transfer(None), self.engines, deadline)
 
-    def look(self, deadline: Deadline) -> dict[str, Weights]:
-        """What each engine says that it serves, by URL."""
-        return self.engines.look(deadline)
+    def current_weights(self, deadline: Deadline) -> dict[str, Weights]:
+        """What each engine serves now, by URL."""
+        return self.engines.current_weights(deadline)
 
     def push(
         self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float
     ) -> PushResult:
-        """See `sender.Sender.push`; ``start`` is when that was called, by `time.perf_counter`."""
+        """See `sender.Sender.push`; ``start`` is the time of that call, by `time.perf_counter`."""
         try:
             return self._push(source, version, expected, deadline, start)
         except EngineRestarted as error:
@@ -68,10 +68,10 @@ class Driver:
         self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float
     ) -> PushResult:
         settle(self.engines, deadline)
-        transfer = self._provide(source)
+        transfer = self._open_transfer(source)
         plan = self._planner.of(source, transfer)
         label = self._next_version() if version is None else version
-        push = self._to_push(transfer, deadline, expected)
+        push = self._new_push(transfer, deadline, expected)
         sent, commits = push.run(plan, label)
         self.served = label
         seconds = {**push.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
@@ -81,7 +81,7 @@ class Driver:
             label, nbytes, seconds, self._results(commits), plan.request.verify, choice.staging, choice.reason
         )
 
-    def _to_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
+    def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
         pause, progress = self._options.pause, self._options.progress
         return Push(self.engines, transfer, self._machine, deadline, pause, progress=progress, expected=expected)
 
@@ -96,13 +96,13 @@ class Driver:
 
     def add_engine(self, url: str, deadline: Deadline) -> EngineResult | None:
         """See `sender.Sender.add_engine`."""
-        known = self.engines.add(url, deadline)
-        self._planner.choose_again()  # a rank with less memory may be among them
+        added = self.engines.add(url, deadline)
+        self._planner.choose_again()  # the ranks of this engine may have less memory
         try:
-            return self._catch_up(known, deadline)
+            return self._catch_up(added, deadline)
         except BaseException:
-            self._release([known], deadline)
-            self.engines.remove(known)
+            self._release([added], deadline)
+            self.engines.remove(added)
             raise
 
     def remove_engine(self, url: str, deadline: Deadline) -> None:
@@ -112,17 +112,17 @@ class Driver:
         self.engines.remove(known)
 
     def catch_up(self, deadline: Deadline, only: str = "") -> dict[str, EngineResult]:
-        """See `sender.Sender.catch_up`; ``only``: of this engine."""
+        """See `sender.Sender.catch_up`; ``only``: the URL of the one engine to catch up, empty for all."""
         results: dict[str, EngineResult] = {}
-        behind, failed = self.engines.behind(self.served, deadline)
-        for url in behind:
+        outdated, failed = self.engines.find_outdated(self.served, deadline)
+        for url in outdated:
             try:
                 if only in ("", url) and (result := self._catch_up(url, deadline)) is not None:
                     results[url] = result
             except WeightSyncError as error:
                 failed[url] = error
-        if told := {url: error for url, error in failed.items() if only in ("", url)}:
-            raise joined(told, {**self.engines.untouched(), **dict.fromkeys(results, "committed")})
+        if raised := {url: error for url, error in failed.items() if only in ("", url)}:
+            raise joined(raised, {**self.engines.last_known(), **dict.fromkeys(results, "committed")})
         return results
 
     def _catch_up(self, url: str, deadline: Deadline) -> EngineResult | None:
@@ -131,7 +131,7 @@ class Driver:
             return None
         with self.engines.only(url):
             settle(self.engines, deadline)
-            _, commits = self._to_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
+            _, commits = self._new_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
             return self._results(commits)[url]
 
     def rollback(self, deadline: Deadline) -> PushResult:
@@ -142,13 +142,13 @@ class Driver:
         if len(kept) != 1 or "" in kept:
             raise TransferFailed(
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
-                engines=self.engines.untouched(),
+                engines=self.engines.last_known(),
             )
         (label,) = kept
-        back = Rollback(self.engines, self._transfer, self._machine, deadline, self._options.pause)
-        commits = back.run(label)
+        rollback = Rollback(self.engines, self._transfer, self._machine, deadline, self._options.pause)
+        commits = rollback.run(label)
         self.served = label
-        seconds = {**back.seconds, "total": time.perf_counter() - start}
+        seconds = {**rollback.seconds, "total": time.perf_counter() - start}
         return PushResult(label, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, http.StatusReply]:
@@ -156,11 +156,11 @@ class Driver:
         found = self.engines.status(deadline, digest=digest)
         replies = {url: reply for url, reply in found.items() if not isinstance(reply, WeightSyncError)}
         if failed := {url: reply for url, reply in found.items() if isinstance(reply, WeightSyncError)}:
-            raise joined(failed, self.engines.untouched())
+            raise joined(failed, self.engines.last_known())
         return replies
 
     def drop_transfer(self) -> None:
-        """Use nothing again of what bytes have travelled by."""
+        """Close the transfer; the next push makes a new one."""
         if self._transfer is not None:
             self._transfer.close()
 
@@ -174,12 +174,12 @@ class Driver:
         if self._transfer is not None:
             release(self._transfer, self.engines, urls, deadline)
 
-    def _provide(self, source: Source | None) -> Transfer:
-        """What moves the bytes; it stays while the sender does, or until a push fails."""
+    def _open_transfer(self, source: Source | None) -> Transfer:
+        """The transfer, which is kept until the sender closes or a push fails."""
         if self._transfer is None or self._transfer.closed:
             device = None if source is None else source.device
             arena = buckets.arena_device(self.engines.ranks, device, remote=not self.engines.local)
-            # Several processes can fill one in the host's memory alone.
+            # Several processes can only fill an arena in host memory.
             where = arena if self._ranks is None else torch.device("cpu")
             self._transfer = Transfer(where, self._ranks, self._options.address)
             self._planner.choose_again()

@@ -12,14 +12,14 @@ from weightsync.transports.base import Peer
 
 @dataclass
 class Engine:
-    """One engine: what it said when it was opened, and the version it served when it was last heard of.
+    """One engine: its reply when it was opened, and what this sender has learned of it since.
 
-    ``transport``: how it is reached, and ``reason`` why so. ``stopped``: it served none, being dirty or never synced.
-    ``leased``: it has answered the prepare of this push. ``noticed``: what the next result is to tell of it.
-    ``interfaces``: what its ranks said they will use. ``manifest``: the name of the one it was sent last.
-    ``committed``: which instance of it was the last to commit what this sender pushed. ``record_s``: how long it stood
-    still to find out what its loader does with that. ``unsettled``: the push or rollback that it was asked to commit,
-    until its outcome is known.
+    ``version``: what it served by its last reply. ``transport`` and ``reason``: how it is reached, and why so.
+    ``stopped``: it serves no version, being dirty or never synced. ``leased``: it has accepted the current push.
+    ``noticed``: remarks for its next result. ``interfaces``: the network interfaces that its ranks use. ``manifest``:
+    the name of the last manifest sent to it. ``committed``: the instance of it that last committed a push of this
+    sender. ``record_s``: seconds that it generated nothing in the last prepare, while its loader was recorded.
+    ``unsettled``: the push or rollback that it was asked to commit, until the outcome is known.
     """
 
     client: EngineClient
@@ -38,7 +38,7 @@ class Engine:
 
     @property
     def weights(self) -> Weights:
-        """What it serves, if nothing has changed it since it was last heard of."""
+        """What it serves, if no push has changed it since it last replied."""
         return "unknown" if self.unsettled else "dirty" if self.stopped else "unchanged"
 
     @property

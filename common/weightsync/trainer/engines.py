@@ -1,4 +1,4 @@
-"""Trainer side: all engines of one sender, asked at once, their failures told as one error."""
+"""All engines of one sender: they are asked in parallel, and their failures are raised as one error."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from weightsync.memory import processes
 from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.names import plain_url
-from weightsync.trainer.client import EngineClient, check_other, weights_at_open
+from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
 from weightsync.trainer.engine import Engine
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
 
 logger = logging.getLogger(__name__)
 
-#: How long engines are given to forget a failed push or a sender that closes, and how long past the call's deadline.
+#: Seconds for telling engines to drop a push or this sender: at most, at most past the call's deadline, and at least.
 _ABORT_S: Final = 1.0
 _SETTLED_S: Final = 0.9
 _LEAST_S: Final = 0.1
-#: How long the engines are given to say what they serve where a call has failed for another reason.
-_LOOK_S: Final = 0.5
-#: How often a sender in the middle of a push says that it is alive.
+#: Seconds for asking the engines what they serve after a call has failed for another reason.
+_STATUS_S: Final = 0.5
+#: Seconds between two renewals of the lease during a push.
 _RENEW_EVERY_S: Final = 1.0
-#: A renewal that is not answered by then is not missed: the next one follows.
+#: Seconds to wait for the reply to a renewal. Without one, the next renewal follows.
 _RENEW_S: Final = 2.0
-#: Every so many renewals the ranks are asked too, which takes a moment of their time.
-_LOOK_EVERY: Final = 3
-#: The client waits for a commit by the deadline and asks what became of it; this is more than that takes.
+#: One renewal in this many also asks for the status of the ranks, which costs the ranks a little time.
+_ASK_RANKS_EVERY: Final = 3
+#: Seconds past the deadline to wait for the thread of a commit: more than its client takes to find out the outcome.
 _OUTCOME_S: Final = 1.0
-#: More than there will be calls at once. Threads are started as they are needed and used again; a limit that calls can
-#: reach would have some engines of a streamed push wait for others, which wait for bytes that no engine is to miss.
+#: More than there are calls at once. Threads are started on demand and reused. With a limit that can be reached, some
+#: engines of a streamed push would wait for a thread while the others wait for bytes that go to all engines at once.
 _MAX_THREADS: Final = 1 << 16
 
 Commit = Future[http.CommitReply | WeightSyncError]
@@ -61,7 +61,7 @@ _T = TypeVar("_T")
 
 
 class Engines:
-    """The engines at ``urls``. ``owner`` is what they know this sender by. Raises as `Sender` when built."""
+    """The engines at ``urls``, which know this sender as ``owner``. Opens each when built. Raises `WeightSyncError`."""
 
     def __init__(self, urls: Sequence[str], token: str, pause: http.PauseMode, transport: str, deadline: Deadline):
         self.owner = secrets.token_hex(8)
@@ -79,19 +79,19 @@ class Engines:
 
     def _open(self, deadline: Deadline) -> None:
         replies = self.try_all(lambda client: client.open(deadline))
-        now = {client.url: weights_at_open(reply) for client, reply in zip(self._clients, replies, strict=True)}
-        open_replies, by = self._succeeded(replies, now), dict[str, str]()
+        at_open = {client.url: weights_at_open(reply) for client, reply in zip(self._clients, replies, strict=True)}
+        open_replies, url_of = self._succeeded(replies, at_open), dict[str, str]()
         try:
             for client, hello in zip(self._clients, open_replies, strict=True):
-                check_other(client.url, hello, by)
-                by[hello.instance] = client.url
+                check_distinct(client.url, hello, url_of)
+                url_of[hello.instance] = client.url
             for client, hello in zip(self._clients, open_replies, strict=True):
-                self._admit(client, hello)
+                self._register(client, hello)
         except WeightSyncError as error:
-            error.settle(now)
+            error.settle(at_open)
             raise
 
-    def _admit(self, client: EngineClient, hello: http.OpenReply) -> None:
+    def _register(self, client: EngineClient, hello: http.OpenReply) -> None:
         if reason := hello.pause_refused.get(self._pause):
             raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
         transport, reason = registry.pick(self._transport, client.url, hello)
@@ -104,7 +104,7 @@ class Engines:
 
     @property
     def peers(self) -> dict[str, set[Peer]]:
-        """The same by transport, as transports know them."""
+        """Every rank of every engine, by transport."""
         found: dict[str, set[Peer]] = {}
         for engine in self.by_url.values():
             found.setdefault(engine.transport, set()).update(engine.peers)
@@ -112,75 +112,75 @@ class Engines:
 
     @property
     def local(self) -> bool:
-        """Whether every rank of every engine maps the trainer's memory."""
+        """Whether every rank of every engine can map the trainer's memory."""
         return all(registry.spec(engine.transport).local for engine in self.by_url.values())
 
-    def untouched(self) -> dict[str, Weights]:
-        """What each engine serves, by URL, if a push has not changed it."""
+    def last_known(self) -> dict[str, Weights]:
+        """What each engine serves, by URL, if no push has changed it since it last replied."""
         known = self.by_url  # not all of them while this is built
         return {c.url: known[c.url].weights if c.url in known else "unchanged" for c in self._clients}
 
-    def look(self, deadline: Deadline) -> dict[str, Weights]:
-        """As `untouched`, of what engines say now; of one that does not, of what it said last."""
+    def current_weights(self, deadline: Deadline) -> dict[str, Weights]:
+        """What each engine serves now, by URL; for one that does not reply, as `last_known`."""
         if deadline.left():
-            self.status(Deadline(min(_LOOK_S, deadline.left())))
-        return self.untouched()
+            self.status(Deadline(min(_STATUS_S, deadline.left())))
+        return self.last_known()
 
     def has_key(self, shown: str) -> bool:
-        """Whether this is the key that the engines are shown."""
+        """Whether ``shown`` is the key that this sender uses."""
         return auth.same(shown, auth.usable(self._token))
 
     def open_replies(self) -> dict[str, tuple[str, http.OpenReply]]:
-        """By URL, how each engine is reached and what it said of itself."""
+        """The transport and the open reply of each engine, by URL."""
         return {url: (engine.transport, engine.hello) for url, engine in self.by_url.items()}
 
     def add(self, url: str, deadline: Deadline) -> str:
-        """One more engine; its URL as it is known from then on. Raises as `Sender` when built."""
+        """Open one more engine and return its normalised URL. Raises `WeightSyncError`."""
         client = EngineClient(url, self._token)
         if client.url in self.by_url:
-            raise UnsupportedOption(f"{client.url} is among the engines already")
+            raise UnsupportedOption(f"{client.url} is already among the engines of this sender")
         hello = client.open(deadline)
-        check_other(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
-        self._admit(client, hello)
+        check_distinct(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
+        self._register(client, hello)
         self._clients.append(client)
         return client.url
 
     def removable(self, url: str) -> str:
-        """The URL as it is known here. Raises `UnsupportedOption` for one that is not there, or is the last."""
+        """Return the normalised URL. Raises `UnsupportedOption` if it is not among the engines, or is the only one."""
         known = plain_url(url)
         if known not in self.by_url or len(self.by_url) == 1:
             raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.by_url)}")
         return known
 
     def remove(self, url: str) -> None:
-        """One engine less, which is `removable`."""
+        """Remove an engine, by the URL that `removable` returned."""
         self._clients.remove(self.by_url.pop(url).client)
 
     @contextmanager
     def only(self, url: str) -> Iterator[None]:
-        """Inside, there is this one engine alone."""
-        whole = self._clients, self.by_url
+        """Inside the context, the engine at ``url`` is the only one."""
+        saved = self._clients, self.by_url
         engine = self.by_url[url]
         self._clients, self.by_url = [engine.client], {url: engine}
         try:
             yield
         finally:
-            self._clients, self.by_url = whole
+            self._clients, self.by_url = saved
 
     def reopen(self, deadline: Deadline) -> None:
-        """Greet every engine again. Raises as `Sender` when built."""
-        if failed := self.greet(deadline):
-            raise joined(failed, self.untouched())
+        """Open every engine again. Raises the failures as one error."""
+        if failed := self.reopen_each(deadline):
+            raise joined(failed, self.last_known())
 
-    def greet(self, deadline: Deadline) -> dict[str, WeightSyncError]:
-        """Greet every engine again; by URL what keeps those that do not answer, or cannot be used any more."""
+    def reopen_each(self, deadline: Deadline) -> dict[str, WeightSyncError]:
+        """Open every engine again; return, by URL, the errors of engines that do not reply or can no longer be used."""
         failed: dict[str, WeightSyncError] = {}
         for client, hello in zip(self._clients, self.try_all(lambda client: client.open(deadline)), strict=True):
             before = self.by_url[client.url]
             try:
                 if isinstance(hello, WeightSyncError):
                     raise hello
-                self._admit(client, hello)
+                self._register(client, hello)
             except WeightSyncError as error:
                 failed[client.url] = error
                 continue
@@ -189,21 +189,21 @@ class Engines:
             if hello.instance == before.hello.instance:
                 engine.unsettled = before.unsettled
             else:
-                engine.noticed.append("restarted since this sender last met it")
+                engine.noticed.append("restarted since this sender last opened it")
         return failed
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, http.StatusReply | WeightSyncError]:
-        """What each engine serves, by URL, or why it does not say so; ``digest`` has every rank hash its weights."""
+        """Return each engine's status, or its error, by URL; with ``digest``, every rank hashes its weights."""
         replies = self.try_all(lambda client: client.status(deadline, digest=digest))
         for engine, reply in zip(self.by_url.values(), replies, strict=True):
             if not isinstance(reply, WeightSyncError):
                 engine.stopped = states.is_stopped(reply.state)
         return dict(zip(self.by_url, replies, strict=True))
 
-    def behind(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
-        """The engines that do not serve ``version`` as this sender pushed it, and what keeps others from answering."""
-        # Who answers is not to wait for who is frozen until the time is up.
-        failed = self.greet(Deadline(deadline.left() / 2))
+    def find_outdated(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
+        """The engines that do not serve ``version`` as this sender pushed it, and the errors of those that fail."""
+        # Half of the time for each request: an engine that is frozen leaves time to reach those that are not.
+        failed = self.reopen_each(Deadline(deadline.left() / 2))
         found: list[str] = []
         for url, reply in self.status(Deadline(deadline.left() / 2)).items():
             if isinstance(reply, WeightSyncError):
@@ -215,7 +215,7 @@ class Engines:
         return found, failed
 
     def join(self, asked: Mapping[str, Handshake], deadline: Deadline) -> dict[str, http.JoinReply]:
-        """Tell engines, by URL, what a transport has to say before a push."""
+        """Send engines, by URL, the handshakes of their transports; return their replies."""
 
         def run(client: EngineClient) -> http.JoinReply | None:
             if client.url not in asked:
@@ -230,7 +230,7 @@ class Engines:
         return replies
 
     def prepare(self, requests: Mapping[str, http.UpdateRequest], expected: str | None, deadline: Deadline) -> None:
-        """Have every engine check the manifest. Raises `EngineRestarted` where another answers than was opened.
+        """Have every engine check the manifest. Raises `EngineRestarted` if one is not the instance that was opened.
 
         Raises `WrongState` for an engine that does not serve the version ``expected``, if one is given.
         """
@@ -254,12 +254,12 @@ class Engines:
         self.all(run)
 
     def _prepared(self, engine: Engine, request: http.UpdateRequest, deadline: Deadline) -> http.UpdateReply:
-        """Ask one engine; of a manifest that it has seen it is told the name."""
+        """Prepare one engine; a manifest that it already has is sent as its name."""
         if request.known and engine.manifest == request.known:
             try:
                 return engine.client.prepare(msgspec.structs.replace(request, manifest=()), engine.transport, deadline)
             except ManifestUnknown:
-                logger.debug("%s was pushed something else meanwhile", engine.client.url)
+                logger.debug("%s no longer has the manifest; it is sent in full", engine.client.url)
         engine.manifest = ""
         reply = engine.client.prepare(request, engine.transport, deadline)
         engine.manifest = request.known
@@ -274,10 +274,10 @@ class Engines:
             asked = msgspec.structs.replace(request, instance=self.by_url[client.url].hello.instance)
             return client.commit(asked, deadline)
 
-        return [self._threads.submit(_caught, lambda c=client: ask(c)) for client in self._clients]
+        return [self._threads.submit(_reply_or_error, lambda c=client: ask(c)) for client in self._clients]
 
     def outcome(self, futures: Sequence[Commit], version: str, deadline: Deadline) -> dict[str, http.CommitReply]:
-        """What became of it, by URL. Raises one error for the engines that failed, with the state of each."""
+        """Wait for the replies to `commit`, by URL. Raises the failures as one error, with what each engine serves."""
         replies: dict[str, http.CommitReply] = {}
         failed: dict[str, WeightSyncError] = {}
         for client, future in zip(self._clients, futures, strict=True):
@@ -285,7 +285,7 @@ class Engines:
             try:
                 reply = future.result(deadline.extended(_OUTCOME_S).left())
             except FutureTimeout:
-                reply = PushTimeout(f"no thread came to ask {client.url} about its commit", weights="unknown")
+                reply = PushTimeout(f"the request to {client.url} to commit did not end in time", weights="unknown")
             if not isinstance(reply, WeightSyncError) or reply.weights != "unknown":
                 engine.unsettled = ""
             if isinstance(reply, WeightSyncError):
@@ -302,56 +302,56 @@ class Engines:
 
     @contextmanager
     def renewed(self, push: str, deadline: Deadline) -> Iterator[None]:
-        """Inside, a thread tells the engines that this sender lives, and ends ``deadline`` when ``push`` is in vain.
+        """Inside the context, a thread renews the lease at every engine.
 
-        That is when an engine is gone or another's, or when a rank has given up and had no means to say so.
+        It ends ``deadline`` if an engine is gone, is leased to another trainer, or has a rank that failed in ``push``.
         """
-        over, beats = threading.Event(), itertools.count(1)
-        # Its own connections: one that waits for a frozen engine may outlive this push.
-        asked = [(engine, EngineClient(url, self._token)) for url, engine in self.by_url.items()]
+        ended, renewals = threading.Event(), itertools.count(1)
+        # Separate clients: a request to a frozen engine may outlive this push.
+        clients = [(engine, EngineClient(url, self._token)) for url, engine in self.by_url.items()]
 
         def run() -> None:
-            while not over.wait(_RENEW_EVERY_S):
-                look = next(beats) % _LOOK_EVERY == 0
-                for engine, client in asked:
-                    if over.is_set() or not engine.leased:
+            while not ended.wait(_RENEW_EVERY_S):
+                ask_ranks = next(renewals) % _ASK_RANKS_EVERY == 0
+                for engine, client in clients:
+                    if ended.is_set() or not engine.leased:
                         continue
                     try:
                         client.renew(self.owner, Deadline(_RENEW_S))
-                        for rank in client.status(Deadline(_RENEW_S)).ranks if look else ():
+                        for rank in client.status(Deadline(_RENEW_S)).ranks if ask_ranks else ():
                             if rank.failed == push:
                                 deadline.end(TransferFailed(f"{client.url}: rank {rank.rank}: {rank.detail}"))
                     except (EngineUnreachable, LeaseHeld) as error:
                         error.engines.setdefault(client.url, error.weights)
                         deadline.end(error)
                     except WeightSyncError:
-                        continue  # slow, or busy: its absence shows elsewhere
-            for _, client in asked:
+                        continue  # slow or busy; if it stays so, the push itself times out
+            for _, client in clients:
                 client.close()
 
-        try:  # before it starts: Ctrl-C may come while it does, and it would go on for ever
+        try:  # includes the start: after Ctrl-C in it, the thread would otherwise run for ever
             threading.Thread(target=run, name="weightsync-lease", daemon=True).start()
             yield
         finally:
-            over.set()
+            ended.set()
 
     def abort(self, push: str, deadline: Deadline) -> None:
-        """Have all forget a push. Best effort: an engine that cannot be reached drops it by its own deadline."""
-        until = _moment(deadline)
+        """Have every engine drop a push. Best effort: an engine that cannot be reached drops it at its own deadline."""
+        until = _cleanup_deadline(deadline)
         self.try_all(lambda client: client.abort(push, until, self.owner))
 
     def release(self, addresses: Mapping[str, str], deadline: Deadline) -> None:
-        """Have all forget this sender, which each knows by the address of its URL. Best effort, as `abort`."""
-        told, until = {url: address for url, address in addresses.items() if address}, _moment(deadline)
-        self.try_all(lambda client: client.release(told[client.url], self.owner, until) if client.url in told else None)
+        """Have every engine release this sender, which it knows by its address here. Best effort, as `abort`."""
+        at, until = {url: address for url, address in addresses.items() if address}, _cleanup_deadline(deadline)
+        self.try_all(lambda client: client.release(at[client.url], self.owner, until) if client.url in at else None)
 
     def all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
-        """Call every engine at once; raises the failures of all as one error."""
+        """Call every engine in parallel. Raises the failures as one error."""
         outcome = self.try_all(call)
-        return self._succeeded(outcome, self.untouched())
+        return self._succeeded(outcome, self.last_known())
 
     def _succeeded(self, outcome: list[_T | WeightSyncError], others: Mapping[str, Weights]) -> list[_T]:
-        """What all replied. Raises the failures as one error; ``others`` is what is served where there was none."""
+        """The replies of all. Raises the failures as one error; ``others`` is what the other engines serve."""
         failed = {
             client.url: reply
             for client, reply in zip(self._clients, outcome, strict=True)
@@ -362,23 +362,23 @@ class Engines:
         return [reply for reply in outcome if not isinstance(reply, WeightSyncError)]
 
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
-        """Call every engine at once; a failure takes the place of the result."""
-        return list(self._threads.map(lambda client: _caught(lambda: call(client)), self._clients))
+        """Call every engine in parallel; each result is a reply or an error."""
+        return list(self._threads.map(lambda client: _reply_or_error(lambda: call(client)), self._clients))
 
     def close(self) -> None:
         """End threads and connections; idempotent."""
         for client in self._clients:
             client.close()
-        # Whatever is still being waited for has lost its connection: nobody needs to wait for that, too.
+        # Requests that are still pending have lost their connections and end by themselves.
         self._threads.shutdown(wait=False)
 
 
-def _moment(deadline: Deadline) -> Deadline:
-    """For telling engines that something is over: as long as that takes, though `_SETTLED_S` past the deadline."""
+def _cleanup_deadline(deadline: Deadline) -> Deadline:
+    """How long engines may take to be told to drop a push or this sender, see `_ABORT_S`."""
     return Deadline(max(_LEAST_S, min(_ABORT_S, deadline.extended(_SETTLED_S).left())))
 
 
-def _caught(call: Callable[[], _T]) -> _T | WeightSyncError:
+def _reply_or_error(call: Callable[[], _T]) -> _T | WeightSyncError:
     try:
         return call()
     except WeightSyncError as error:

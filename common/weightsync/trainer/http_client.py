@@ -1,9 +1,9 @@
-"""One HTTP request and its reply, within one deadline, whatever the server does.
+"""One HTTP request and its reply, within one deadline.
 
-A timeout of an HTTP client holds for each wait: a server that sends a byte now and then outlasts it for as long as it
-likes. So every wait for a connection is given here what is left of the caller's deadline, in the caller's own thread.
-Only a name server cannot be waited for like that: it is asked in a thread, one for each `Server`, which ends by the
-resolver's own limits if nobody waits for it any more.
+The timeout of an HTTP client applies to each socket operation, so a server that sends one byte now and then never
+exceeds it. Here every socket operation gets what is left of the caller's deadline, in the caller's own thread. Name
+resolution takes no timeout: it runs in a thread, one for each `Server` at a time, which ends by the resolver's own
+limits if the caller has given up.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from urllib.parse import urlsplit
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption
 
-#: How long all addresses of a server together may take to accept a connection.
+#: Seconds for connecting to a server, all of its addresses together.
 _CONNECT_S: Final = 5.0
 _CHUNK_BYTES: Final = 1 << 20
 _PORTS: Final = {"http": 80, "https": 443}
-#: Where certificates of one's own authority are named: OpenSSL's own variable, and that of Python's HTTP clients.
+#: Environment variables that name a private authority's certificates: OpenSSL's, and that of Python's HTTP clients.
 CA_FILE: Final = "SSL_CERT_FILE"
 _CA_BUNDLE: Final = "REQUESTS_CA_BUNDLE"
 
 
 class NoAnswer(Exception):
-    """There is no reply; the text says why."""
+    """No reply arrived; the text says why."""
 
 
 class Late(NoAnswer):
-    """The time was up. ``connected``: the server had taken the connection."""
+    """The deadline passed; ``connected`` is whether the server had accepted the connection."""
 
     def __init__(self, connected: bool):
-        super().__init__("it did not answer in time" if connected else "it took no connection in time")
+        super().__init__("it did not answer in time" if connected else "it did not accept a connection in time")
         self.connected = connected
 
 
 class Untrusted(NoAnswer):
-    """The server's certificate is none that this host trusts."""
+    """This host does not trust the server's certificate."""
 
 
 class Reply(NamedTuple):
-    """``status`` as HTTP counts them, and the whole body."""
+    """``status`` is the HTTP status code, ``body`` the whole body."""
 
     status: int
     body: bytes
 
 
 class Server:
-    """The server at a base URL, as `names.plain_url` writes it. ``headers`` go with every request. For several threads.
+    """The HTTP server at a base URL in the form of `names.plain_url`. ``headers`` go with every request. Thread-safe.
 
-    Proxies are for the outside world, and a redirect would show the key to another server: neither is followed. Each
-    request has a connection of its own: servers close idle ones, and a commit must not meet one that closes just then.
-    Raises `UnsupportedOption` for certificates that cannot be read.
+    Proxies from the environment are ignored, as they are meant for outside servers. Redirects are not followed, as one
+    would show the key to another server. Each request has its own connection: servers close idle connections, and a
+    commit must not be sent on one that is being closed. Raises `UnsupportedOption` if a certificate file cannot be
+    read.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]):
@@ -75,14 +76,14 @@ class Server:
         self._looked_up: Future[list[Any]] | None = None
 
     def ask(self, method: str, path: str, body: bytes, deadline: Deadline, *, limit: int) -> Reply:
-        """Send a request and return its reply, whose body takes ``limit`` bytes at most. Raises `NoAnswer`."""
+        """Send a request and return its reply. Raises `NoAnswer`, also for a body of more than ``limit`` bytes."""
         connection: socket.socket | None = None
         try:
             connection = self._connect(deadline)
             with self._lock:
                 self._open.add(connection)
             return self._asked(connection, method, path, body, deadline, limit)
-        except (TimeoutError, FutureTimeout) as error:  # they are one from Python 3.11 on
+        except (TimeoutError, FutureTimeout) as error:  # one class from Python 3.11 on
             raise Late(connection is not None) from error
         except ssl.SSLCertVerificationError as error:
             raise Untrusted(error.verify_message) from error
@@ -99,11 +100,11 @@ class Server:
     ) -> Reply:
         if self._tls is not None:
             connection.settimeout(_left(deadline))
-            # A duplicate, so that `close` still reaches what is underneath.
+            # A duplicate, since wrap_socket detaches the socket that it is given, and `close` must still reach it.
             connection = self._tls.wrap_socket(connection.dup(), server_hostname=self._host)
         with connection:
             client = http.client.HTTPConnection(self._host, self._port)
-            client.sock = _Wire(connection, deadline)  # as much of a socket as it uses
+            client.sock = _Wire(connection, deadline)  # has the methods that http.client uses
             client.request(method, self._path + path, body, self._headers)
             with client.getresponse() as response:
                 read = response.read(limit + 1)
@@ -118,17 +119,17 @@ class Server:
         addresses = self._addresses(until)
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
             connection = socket.socket(family, kind, protocol)
-            to_come = len(addresses) - number
+            remaining = len(addresses) - number
             try:
-                connection.settimeout(_left(until) / to_come)
+                connection.settimeout(_left(until) / remaining)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.connect(address)
                 return connection
             except OSError:
                 connection.close()
-                if to_come == 1:
+                if remaining == 1:
                     raise
-        raise OSError("its name has no address")
+        raise OSError("its host name has no address")
 
     def _addresses(self, deadline: Deadline) -> list[Any]:
         where = self._host, self._port, socket.AF_UNSPEC, socket.SOCK_STREAM
@@ -144,7 +145,7 @@ class Server:
         return found.result(_left(deadline))
 
     def close(self) -> None:
-        """End the requests that are under way in other threads; they raise `NoAnswer`."""
+        """Shut down the connections of requests in other threads, which then raise `NoAnswer`."""
         with self._lock:
             for connection in self._open:
                 with suppress(OSError):
@@ -152,7 +153,7 @@ class Server:
 
 
 class _Wire(io.RawIOBase):
-    """A connection as `http.client` uses one, each of whose waits is for what is left of one deadline."""
+    """A socket as `http.client` uses one; every operation gets what is left of one deadline."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline):
         self._connection, self._deadline = connection, deadline
@@ -174,7 +175,7 @@ class _Wire(io.RawIOBase):
         return io.BufferedReader(self)
 
     def close(self) -> None:
-        """It is read to its end after `http.client` has given it up; `Server` closes the connection."""
+        """Do nothing: `http.client` closes before the body is read, and `Server` closes the connection."""
 
 
 def _left(deadline: Deadline) -> float:
@@ -191,7 +192,7 @@ def _look_up(found: Future[list[Any]], *where: Any) -> None:
 
 
 def _trust() -> ssl.SSLContext:
-    """What certificates are checked against: the system's authorities or `CA_FILE`'s, and those of `_CA_BUNDLE`."""
+    """The authorities to trust: the system's, or those in `CA_FILE`, and in addition those in `_CA_BUNDLE`."""
     context = ssl.create_default_context()
     if named := os.environ.get(_CA_BUNDLE, ""):
         try:
@@ -199,15 +200,15 @@ def _trust() -> ssl.SSLContext:
                 context.load_verify_locations(capath=named)
             else:
                 context.load_verify_locations(cafile=named)
-        except OSError as error:  # ssl.SSLError, too
+        except OSError as error:  # includes ssl.SSLError
             raise UnsupportedOption(f"{_CA_BUNDLE} is {named!r}, which holds no certificates: {error}") from error
     return context
 
 
 def _reason(error: BaseException) -> str:
-    """What a person needs to know of it."""
+    """The cause, for an error message."""
     if isinstance(error, ssl.SSLError):
-        return f"it does not speak TLS as https:// asks for ({error.reason})"
+        return f"it does not speak TLS, which https:// requires ({error.reason})"
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
         return "it does not speak HTTP"
     if isinstance(error, http.client.IncompleteRead):

@@ -1,6 +1,6 @@
-"""Where a trainer is asked, by those who start engines, to have one more take part: HTTP, with the key, no more.
+"""The HTTP server of a `Sender` that listens: with the key, a program that starts an engine asks it to add the engine.
 
-The trainer's own program has no part in it: a thread answers, between two pushes.
+It answers in a thread, between two pushes, without any action of the trainer's program.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from weightsync.protocol import auth, http
 logger = logging.getLogger(__name__)
 
 ROUTE: Final = "add_engine"
-#: Longer than any address is.
+#: More than a request with one URL takes.
 _MAX_BODY_BYTES: Final = 64 << 10
-#: Whoever connects and says nothing is not waited for.
+#: Seconds after which a connection that sends nothing is closed.
 _SILENCE_S: Final = 10.0
 
 
 class JoinServer:
-    """Listens at ``host`` and ``port`` (0: any that is free); ``has_key`` says whether a caller does.
+    """Listens at ``host`` and ``port`` (0: any free port). ``has_key`` checks the key that a caller shows.
 
-    ``admit`` brings in the engine at a URL and returns the version that it then serves. Raises `WeightSyncError`.
+    ``add_engine`` adds the engine at a URL and returns the version that it then serves, or raises `WeightSyncError`.
+    Building a server raises `UnsupportedOption` if it cannot listen.
     """
 
-    def __init__(self, host: str, port: int, has_key: Callable[[str], bool], admit: Callable[[str], str]):
+    def __init__(self, host: str, port: int, has_key: Callable[[str], bool], add_engine: Callable[[str], str]):
         try:
-            self._server = _Server((host, port), partial(_Handler, has_key, admit))
+            self._server = _Server((host, port), partial(_Handler, has_key, add_engine))
         except OSError as error:
             raise UnsupportedOption(f"cannot listen at {host} port {port}: {error}") from error
         self._server.daemon_threads = True
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, name="weightsync-reception", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="weightsync-join", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -56,7 +57,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        # Not the base class's, which asks a name server what this host is called and waits as long as that takes.
+        # The base class also resolves the name of this host, which may take as long as the resolver likes.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
@@ -64,9 +65,9 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     timeout = _SILENCE_S
 
-    def __init__(self, has_key: Callable[[str], bool], admit: Callable[[str], str], *connection: Any):
-        self._has_key, self._admit = has_key, admit
-        super().__init__(*connection)  # answers, too
+    def __init__(self, has_key: Callable[[str], bool], add_engine: Callable[[str], str], *connection: Any):
+        self._has_key, self._add_engine = has_key, add_engine
+        super().__init__(*connection)  # also handles the request
 
     def do_POST(self) -> None:
         status, reply = self._answer()
@@ -86,11 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
             return 413, http.ErrorReply(error="UnsupportedOption", message=f"at most {_MAX_BODY_BYTES} bytes")
         try:
-            asked = http.from_json(self.rfile.read(int(length)), http.AddEngine)
+            request = http.from_json(self.rfile.read(int(length)), http.AddEngine)
         except msgspec.MsgspecError as error:
             return 400, http.ErrorReply(error="UnsupportedOption", message=f"not an engine: {error}")
         try:
-            return 200, http.EngineAdded(version=self._admit(asked.url))
+            return 200, http.EngineAdded(version=self._add_engine(request.url))
         except WeightSyncError as error:
             return 409, http.error_reply(error)
 

@@ -1,4 +1,4 @@
-"""One push as the trainer sends it: the memory that it goes through, and the transports that carry it."""
+"""One push on the trainer's side: the arena that it goes through, and the transports that send it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weightsync.trainer.ranks import Coordinator
 from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
 
 Packed = dict[int, tuple[tuple[object, ...], PackPlan | None, bool]]
-"""By arena, what was packed last, and how to do so again if it was planned."""
+"""By arena: what identifies the last packing, its plan if there is one, and whether planning was tried."""
 
 
 class Sent(NamedTuple):
-    """Seconds of a transfer: ``gather_s`` copying the trainer's tensors, ``digest_s`` hashing them, ``verify_s`` the
-    slowest rank's checking."""
+    """Seconds that sending took: ``gather_s`` for copying the trainer's tensors, ``digest_s`` for hashing them, and
+    ``verify_s`` for hashing at the slowest rank."""
 
     gather_s: float
     digest_s: float
@@ -36,11 +36,11 @@ class Sent(NamedTuple):
 
 
 class Outgoing:
-    """A push of ``plan``, whose stream is ``layout``, made by `Transfer.begin` or `Transfer.again`.
+    """A push, made by `Transfer.begin` or `Transfer.again`.
 
-    ``arena`` is where the stream goes through, ``others`` hold what may be served still; ``ends`` are those of the
-    transports in use, by name, ``packed`` what is known of earlier pushes. ``announced`` are the digests
-    of each bucket, if the arena holds the stream since an earlier push.
+    ``plan`` is the request to every engine, ``layout`` is the stream, which goes through ``arena``; ``others`` are
+    arenas that ranks may still use. ``ends`` has the trainer end of each transport in use, by name, and ``packed`` is
+    kept from push to push. ``announced`` has the digests of each bucket, if ``arena`` already holds the stream.
     """
 
     def __init__(
@@ -57,45 +57,46 @@ class Outgoing:
         self._by_name, self._packed, self._others = ends, packed, others
         #: This push, in each of the transports that carry it.
         self._sendings: list[Sending] = []
-        #: What is to be hashed for those who came.
+        #: The digests that the connected ranks need.
         self.demand = Wanted(())
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arena holds the whole stream once it was sent."""
+        """Whether the arena holds the whole stream after the push."""
         return not self.plan.stream and self.layout.nbytes <= self.plan.slots * self.plan.bucket_bytes
 
     def request(self, engine: str, transport: str) -> UpdateRequest:
-        """What an engine is to be asked, by its URL."""
+        """The request to the engine at the URL ``engine``."""
         return self._by_name[transport].request(self.plan, engine)
 
     def await_ranks(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
-        """Return once every rank, by transport, has come for the bytes. Raises `TransferFailed` or `PushTimeout`."""
-        for name, those in peers.items():
-            sending = self._by_name[name].begin(self.plan, self.layout, [self.arena, *self._others], those, deadline)
+        """Wait until all ``peers``, by transport, have connected. Raises `TransferFailed` or `PushTimeout`."""
+        for name, ranks in peers.items():
+            sending = self._by_name[name].begin(self.plan, self.layout, [self.arena, *self._others], ranks, deadline)
             self._sendings.append(sending)
             sending.await_ranks()
         self.demand = Wanted(parts for sending in self._sendings for parts in sending.needs())
 
     def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, identity: object | None = None) -> Sent:
-        """Pack and send the stream; returns once every rank has it, and verified. Raises as `await_ranks`.
+        """Pack and send the stream; return once every rank has received and verified it.
 
-        Where ``mark``, see `Source.identity`, is that of the push before, ``tensors`` are not looked at.
+        If ``identity``, see `Source.identity`, is that of the push before, ``tensors`` need not be read again. Raises
+        `SourceError` for a tensor that has changed, `TransferFailed` or `PushTimeout`.
         """
-        if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # there is nothing to do with them
+        if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # nothing to copy or hash
             self.announced = [{}] * self.layout.buckets(self.plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(progress))
         addresses: list[int] = []
         how = self.layout, self.arena.bytes, self.plan.bucket_bytes, self.plan.slots, self.plan.digest, self.demand
         known = (identity, self.layout, *how[2:5], frozenset(self.demand.names))
         before, pack, planned = self._packed.get(key(self.arena.bytes), ((), None, False))
-        seen = identity is not None and before == known
-        if seen and pack is not None:
+        same = identity is not None and before == known
+        if same and pack is not None:
             packer: PackPlan | Packer = pack
             filled = pack.fill(self._acquire)
         else:
             packer = Packer(*how)
-            filled = packer.fill(_noted(tensors, addresses), self._acquire)
+            filled = packer.fill(_noting_addresses(tensors, addresses), self._acquire)
         self.announced = []
         for bucket in filled:
             self._announce(bucket.number, bucket.digests)
@@ -103,18 +104,18 @@ class Outgoing:
             if progress is not None:
                 progress(bucket.nbytes)
         sent = Sent(packer.gather_s, packer.digest_s, self._finish())
-        if seen and not planned:  # worth while, for it comes again
+        if same and not planned:  # pushed for the second time: a plan will pay off
             all_there = len(addresses) == len(self.layout.entries)
             self._packed[key(self.arena.bytes)] = known, pack_plan(*how, addresses) if all_there else None, True
-        elif not seen:
+        elif not same:
             self._packed[key(self.arena.bytes)] = known, None, False
         return sent
 
     def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress | None) -> Sent:
-        """As `send`, of an arena that holds all and that the trainer's ranks fill. Raises what they raise, too."""
+        """As `send`, with the trainer's ranks filling an arena that holds all. Also raises what they raise."""
         size = self.plan.bucket_bytes
-        assert self.layout.nbytes <= self.plan.slots * size, "the arena holds everything"
-        assert isinstance(self.arena, arenas.ShmArena), "processes share the host's memory"
+        assert self.layout.nbytes <= self.plan.slots * size, "the arena holds the whole stream"
+        assert isinstance(self.arena, arenas.ShmArena), "several processes can fill an arena in host memory only"
         alive = tuple(arena.name for arena in [self.arena, *self._others] if isinstance(arena, arenas.ShmArena))
         found, work = ranks.fill(source, deadline, self.layout, self.arena, alive, self.plan.digest, self.demand)
         self.announced = [{}] * self.layout.buckets(size)
@@ -123,10 +124,10 @@ class Outgoing:
         return Sent(work.gather_s, work.digest_s, self._announce_all(progress))
 
     def resend(self, progress: Progress | None) -> Sent:
-        """Send what lies in the arena since an earlier push; nothing is packed. Raises as `await_ranks`."""
+        """Send what the arena holds from an earlier push without packing. Raises `TransferFailed` or `PushTimeout`."""
         start = time.perf_counter()
         new = self.demand.without(set[str]().union(*self.announced))
-        if self.plan.digest and new.names:  # they keep other parts than those it was sent to
+        if self.plan.digest and new.names:  # these ranks need other parts than the ranks of that push
             found = hash_stream(self.layout, self.arena.bytes, self.plan.digest, new)
             by_bucket = new.by_bucket(self.layout, self.plan.bucket_bytes, found)
             self.announced = [{**known, **more} for known, more in zip(self.announced, by_bucket, strict=True)]
@@ -134,7 +135,7 @@ class Outgoing:
         return Sent(0.0, hashed_s, self._announce_all(progress))
 
     def _announce_all(self, progress: Progress | None) -> float:
-        """Every bucket, of an arena that holds them all; the seconds of `_finish`."""
+        """Announce every bucket of an arena that holds them all; the seconds that `_finish` returns."""
         for number, digests in enumerate(self.announced):
             self._announce(number, digests)
             if progress is not None:
@@ -153,13 +154,13 @@ class Outgoing:
             sending.acquire(bucket)
 
     def cancel(self, error: BaseException) -> None:
-        """Tell the ranks that no more will come."""
+        """Tell the ranks that the push is cancelled."""
         while self._sendings:
             self._sendings.pop().cancel(error)
 
 
-def _noted(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:
-    """The tensors; the addresses of those that lie in host memory in one piece are noted."""
+def _noting_addresses(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors; append the address of each that is contiguous in host memory to ``addresses``."""
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
             addresses.append(tensor.data_ptr())

@@ -1,9 +1,9 @@
-"""Packing again what was packed before, from the same memory to the same arena, without looking at any tensor.
+"""Repeats a packing, from the same memory to the same arena, without touching any tensor object.
 
-A module that was pushed before is known again by one pass over its tensors that runs in C: the same objects, addresses,
-shapes, strides and dtypes. A dictionary is known by the same names, addresses and so on. The copies and hashes that
-packed it were then written down as addresses. Small tensors are worked on in groups of 1 MiB, so that what is hashed is
-still in the cache and other threads get their turn. Everything else takes the general way, see `packing`.
+One pass in C recognises a module that was pushed before by the objects, addresses, shapes, strides and dtypes of its
+tensors, and a mapping by names in place of objects. A `PackPlan` holds the copies and hashes of that push as addresses.
+Small tensors are handled in groups of 1 MiB, so that hashing finds them in the cache and other threads get to run.
+Everything else goes through `packing`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightsync.trainer.packing import Packed
 
 
 class _Group(NamedTuple):
-    """Tensors that are hashed after they were copied, or not at all; ``number`` among the steps of a bucket."""
+    """Tensors that are copied, then hashed if wanted; ``number`` is the place among the steps of a bucket."""
 
     number: int
     copies: Copies
@@ -35,10 +35,10 @@ class _Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a bucket holds of a tensor that is large, or goes on in another bucket.
+    """The bytes, in one bucket, of a tensor that is large or crosses buckets.
 
-    All of the tensor is hashed while it is copied, if there is a ``hasher``; ``rest`` are parts of it, that follow once
-    the ``last`` of it was copied.
+    With a ``hasher`` the whole tensor is hashed while it is copied. ``rest`` hashes boxes of it, after its ``last``
+    part was copied.
     """
 
     number: int
@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What was hashed in a step, and the seconds that copying and hashing took."""
+    """The digests of one step, and the seconds it spent copying and hashing."""
 
     number: int
     digests: list[int]
@@ -59,7 +59,7 @@ class _Done(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """Steps, and which of the digests that they yield are announced to whom. Threads share the ``large`` ones."""
+    """The steps of a bucket; threads share the ``large`` ones. ``picks`` selects each subset's digests, by its name."""
 
     groups: list[_Group]
     large: list[_Part]
@@ -68,10 +68,10 @@ class _Bucket(NamedTuple):
 
 
 class PackPlan:
-    """How to pack tensors at ``addresses`` in host memory, each in one piece, into ``arena``; see `packing.Packer`.
+    """Packs contiguous tensors at ``addresses`` in host memory into ``arena``; see `packing.Packer`.
 
-    Made for one layout, arena, demand, and hashes by XXH3 or not at all. Afterwards ``gather_s`` and ``digest_s`` are
-    as there. Use `pack_plan`, which knows what cannot be planned.
+    Holds for one layout, arena and demand, and hashes with XXH3 or not at all. ``gather_s`` and ``digest_s`` are as
+    in `packing.Packer`. Use `pack_plan` to make one: it checks what can be planned.
     """
 
     def __init__(
@@ -103,20 +103,19 @@ class PackPlan:
         del self._addresses, self._boxes, self._hashers
 
     def _steps(self, pieces: Sequence[Piece], base: int) -> Iterator[_Group | _Part]:
-        """What is hashed while it is copied by itself; all else in groups, as large as what is hashed of them can be.
+        """The steps of a bucket: groups of small tensors, and every other piece by itself.
 
-        What was copied is hashed while it is in the cache, so that nothing is read twice; without that there is but
-        one group.
+        A group is small enough to be hashed from the cache after it was copied. Without hashing there is one group.
         """
         hashed = any(self._boxes[piece.entry.number] for piece in pieces)
         nbytes = (lambda piece: piece.nbytes) if hashed else (lambda _: 0)
         number = itertools.count()
         for group in native_copy.grouped(pieces, nbytes):
-            for together, some in itertools.groupby(group, _is_small if hashed else lambda _: True):
-                if together:
-                    yield self._group(next(number), list(some), base)
+            for small, members in itertools.groupby(group, _is_small if hashed else lambda _: True):
+                if small:
+                    yield self._group(next(number), list(members), base)
                 else:
-                    yield from (self._part(next(number), piece, base) for piece in some)
+                    yield from (self._part(next(number), piece, base) for piece in members)
 
     def _group(self, number: int, pieces: Sequence[Piece], base: int) -> _Group:
         runs = [self._run(piece, base) for piece in pieces] if self._copies else []
@@ -141,25 +140,25 @@ class PackPlan:
         for number, bucket in enumerate(self._buckets):
             acquire(number)
             start = time.perf_counter()
-            small = [*map(_grouped, bucket.groups), *map(self._take, bucket.small)]
-            done = sorted([*small, *native_copy.each(self._take, bucket.large)])
-            self._spent(time.perf_counter() - start, done)
-            found = [digest for one in done for digest in one.digests]
+            small = [*map(_run_group, bucket.groups), *map(self._run_part, bucket.small)]
+            done = sorted([*small, *native_copy.each(self._run_part, bucket.large)])
+            self._add_seconds(time.perf_counter() - start, done)
+            found = [digest for step in done for digest in step.digests]
             digests: Digests = {name: pick(found) for name, pick in bucket.picks.items()}
             yield Packed(number, digests, min((number + 1) * self._bucket_bytes, self._layout.nbytes))
 
-    def _spent(self, seconds: float, done: Sequence[_Done]) -> None:
-        """Threads that work side by side share the time that passes."""
-        gather_s, digest_s = sum(one.gather_s for one in done), sum(one.digest_s for one in done)
+    def _add_seconds(self, seconds: float, done: Sequence[_Done]) -> None:
+        """Add to the totals; steps that ran in parallel share the elapsed ``seconds`` in proportion."""
+        gather_s, digest_s = sum(step.gather_s for step in done), sum(step.digest_s for step in done)
         share = seconds / max(gather_s + digest_s, seconds, 1e-9)
         self.gather_s += share * gather_s
         self.digest_s += share * digest_s
 
-    def _take(self, part: _Part) -> _Done:
+    def _run_part(self, part: _Part) -> _Done:
         gather_s = digest_s = 0.0
         if part.first and part.hasher is not None:
-            part.hasher.reset()  # what a push that was called off has left there
-        # What is hashed is still in the cache then.
+            part.hasher.reset()  # a cancelled push may have left something in it
+        # In chunks, so that hashing finds the bytes in the cache.
         for run in native_copy.chunks(
             part.run, native_copy.SHARE_BYTES if part.hasher is None else native_copy.LARGE_BYTES
         ):
@@ -177,7 +176,7 @@ class PackPlan:
         return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start)
 
 
-def _grouped(group: _Group) -> _Done:
+def _run_group(group: _Group) -> _Done:
     start = time.perf_counter()
     group.copies.make()
     copied = time.perf_counter()
@@ -193,7 +192,7 @@ def pack_plan(
     demand: Wanted,
     addresses: Sequence[int],
 ) -> PackPlan | None:
-    """A plan, where all that is to be hashed lies in one piece each."""
+    """A `PackPlan`; None if the arena or the algorithm rules it out, or a box to be hashed is not contiguous."""
     if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
         return None
     boxes: list[list[tuple[Box | None, native_copy.Block]]] = []
@@ -207,17 +206,17 @@ def pack_plan(
 
 
 def _is_small(piece: Piece) -> bool:
-    """Whether it is a whole tensor, of few bytes."""
+    """Whether it is a whole tensor of less than `native_copy.LARGE_BYTES`."""
     return piece.nbytes == piece.entry.nbytes and piece.nbytes < native_copy.LARGE_BYTES
 
 
 def _picks(
     demand: Wanted, keys: Sequence[tuple[int, Box | None]]
 ) -> dict[str, Callable[[Sequence[int]], tuple[int, ...]]]:
-    """For every name in ``demand``, which of the digests found for ``keys`` are announced."""
+    """For every name in ``demand``, a function that selects its digests from all that were found for ``keys``."""
     at = {key: index for index, key in enumerate(keys)}
     numbers = dict.fromkeys(number for number, _ in keys)
-    return {name: _picker(those) for name, those in demand.digests(numbers, at).items()}
+    return {name: _picker(indices) for name, indices in demand.digests(numbers, at).items()}
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Packing tensors into the buckets of an arena, and hashing them on the way."""
+"""Packs tensors into the buckets of an arena, and hashes them on the way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightsync.tensors.subset import Digests, Found, Wanted
 
 
 class Packed(NamedTuple):
-    """A bucket that is full: its number, the digests of the tensors that end in it, the bytes packed so far."""
+    """A full bucket: its number, the digests of the tensors that end in it, and the bytes packed so far."""
 
     number: int
     digests: Digests
@@ -27,15 +27,15 @@ class Packed(NamedTuple):
 
 
 _Hashing = dict[tuple[int, Box | None], Hasher]
-"""What has been hashed, by tensor and part."""
+"""Hashers by tensor number and box, None for the whole tensor."""
 
 
 class Packer:
-    """Packs one stream into ``arena``, a 1-D uint8 tensor of ``slots`` buckets that are filled in turn.
+    """Packs one stream into ``arena``, 1-D uint8, whose ``slots`` buckets of ``bucket_bytes`` are filled in turn.
 
-    What is hashed, for ``demand``, is the trainer's own tensor where that is possible, so that a fault in packing shows
-    too. A scattered arena is the tensors' own memory: nothing is copied then.
-    Afterwards ``gather_s`` and ``digest_s`` are the seconds that copying and hashing took.
+    The digests that ``demand`` asks for are those of the trainer's own tensors where possible, so that a fault in
+    packing shows too. A scattered arena is the tensors' own memory, and nothing is copied into it. Afterwards
+    ``gather_s`` and ``digest_s`` are the seconds spent copying and hashing.
     """
 
     def __init__(self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted):
@@ -46,11 +46,11 @@ class Packer:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[Packed]:
-        """Every bucket as soon as it is full; ``acquire(index)`` waits until its slot may be written.
+        """Yield every bucket once it is full; ``acquire(number)`` waits until the slot of a bucket may be written.
 
-        Raises `SourceError` by name for a tensor that is not what the layout says.
+        Raises `SourceError` that names a tensor whose shape or dtype is not that of the layout.
         """
-        bucket, size, ended = -1, self._bucket_bytes, _Hashing()
+        bucket, size, finished = -1, self._bucket_bytes, _Hashing()
         for entry, tensor in zip(self._layout.entries, tensors, strict=True):
             if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != entry.dtype:
                 raise SourceError(
@@ -65,20 +65,20 @@ class Packer:
                 wanted = (entry.offset + done) // size
                 if wanted != bucket:
                     if bucket >= 0:
-                        yield self._full(bucket, ended)
+                        yield self._full(bucket, finished)
                     bucket = wanted
                     acquire(bucket)
                 done += self._copy(entry, tensor, raw, done, hasher)
             if hasher is not None:
-                ended[entry.number, None] = hasher
+                finished[entry.number, None] = hasher
             if boxes - {None}:
-                ended |= self._parts(entry, tensor, boxes)
+                finished |= self._boxes(entry, tensor, boxes)
         if bucket < 0:
             acquire(0)
-        yield self._full(max(bucket, 0), ended)
+        yield self._full(max(bucket, 0), finished)
 
     def _raw(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor's own bytes, where they lie in one piece or must be cut."""
+        """The tensor's bytes, contiguous; None for a strided tensor that is copied whole into one bucket."""
         whole = tensor.is_contiguous() and not tensor.is_neg()
         if not whole and entry.offset // self._bucket_bytes == (entry.offset + entry.nbytes) // self._bucket_bytes:
             return None
@@ -87,7 +87,7 @@ class Packer:
     def _copy(
         self, entry: Entry, tensor: torch.Tensor, raw: torch.Tensor | None, done: int, hasher: Hasher | None
     ) -> int:
-        """Copy as much of the tensor as the bucket still holds; returns how many bytes that was."""
+        """Copy as much of the tensor as fits into the current bucket; return how many bytes that was."""
         start, hashing_s = time.perf_counter(), 0.0
         position = entry.offset + done
         nbytes = min(entry.nbytes - done, self._bucket_bytes - position % self._bucket_bytes)
@@ -98,7 +98,7 @@ class Packer:
             pieces = [(target, target)]
         else:
             source = raw[done : done + nbytes]
-            # In pieces, so that what is hashed is still in the cache; on an accelerator that would only cost launches.
+            # In chunks, so that hashing finds them in the cache; on an accelerator chunks would only cost launches.
             cached = hasher is not None and self._copies and source.device.type == "cpu"
             step = digest.CHUNK_BYTES if cached else max(1, nbytes)
             pieces = list(zip(torch.split(target, step), torch.split(source, step), strict=True))
@@ -106,40 +106,40 @@ class Packer:
             if into is not out_of and self._copies:
                 arenas.copy(into, out_of)
             if hasher is not None:
-                identity = time.perf_counter()
+                hash_start = time.perf_counter()
                 hasher.update(out_of)
-                hashing_s += time.perf_counter() - identity
+                hashing_s += time.perf_counter() - hash_start
         self.digest_s += hashing_s
         self.gather_s += time.perf_counter() - start - hashing_s
         return nbytes
 
-    def _parts(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
-        """Hash parts of a tensor."""
-        identity = time.perf_counter()
-        plain = tensor.resolve_neg()
+    def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
+        """Hash boxes of a tensor."""
+        hash_start = time.perf_counter()
+        resolved = tensor.resolve_neg()
         found: _Hashing = {
-            (entry.number, box): digest.hashed(self._algorithm, narrowed(plain, *box))
+            (entry.number, box): digest.hashed(self._algorithm, narrowed(resolved, *box))
             for box in boxes
             if box is not None
         }
-        self.digest_s += time.perf_counter() - identity
+        self.digest_s += time.perf_counter() - hash_start
         return found
 
-    def _full(self, bucket: int, ended: _Hashing) -> Packed:
+    def _full(self, bucket: int, finished: _Hashing) -> Packed:
         digests: Digests = {}
-        if ended:
-            identity = time.perf_counter()
-            numbers = dict.fromkeys(number for number, _ in ended)
-            digests = self._demand.digests(numbers, {which: hasher.value() for which, hasher in ended.items()})
-            ended.clear()
-            self.digest_s += time.perf_counter() - identity
+        if finished:
+            hash_start = time.perf_counter()
+            numbers = dict.fromkeys(number for number, _ in finished)
+            digests = self._demand.digests(numbers, {which: hasher.value() for which, hasher in finished.items()})
+            finished.clear()
+            self.digest_s += time.perf_counter() - hash_start
         arenas.synchronize(self._arena.device)
         return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))
 
 
 @torch.no_grad()
 def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Wanted) -> Found:
-    """Hash what ``demand`` asks for, of a stream that was packed before."""
+    """Hash what ``demand`` asks for in a stream that is already packed; digests by tensor number and box."""
     return {
         (entry.number, box): digest.hashed(algorithm, tensor if box is None else narrowed(tensor, *box)).value()
         for entry in layout.entries

@@ -1,5 +1,4 @@
-"""Trainer side: one push on its way, from prepare to commit, to every engine of a fleet; `states.PUSH` says what may
-follow what."""
+"""One push, from prepare to commit, to every engine of a sender; `states.PUSH` is its state machine."""
 
 from __future__ import annotations
 
@@ -35,23 +34,23 @@ Commits = dict[str, http.CommitReply]
 
 
 def connect(transfer: Transfer, engines: Engines, deadline: Deadline) -> None:
-    """Make every engine ready to be pushed to; those that are, hear nothing. Raises as `Transfer.connect`."""
+    """Set up the transport of every engine that is not set up yet. Raises `WeightSyncError`."""
     transfer.connect(engines.open_replies(), lambda asked: engines.join(asked, deadline), deadline)
 
 
 def release(transfer: Transfer, engines: Engines, urls: Iterable[str], deadline: Deadline) -> None:
-    """Have engines give back what they hold of this sender, and its lease. ``deadline`` is that of the whole call."""
-    by = {url: engines.by_url[url].transport for url in urls}
-    engines.release({url: transfer.address(url, transport) for url, transport in by.items()}, deadline)
-    for url, transport in by.items():
+    """Have engines release what they hold for this sender, and its lease. ``deadline`` is that of the whole call."""
+    transports = {url: engines.by_url[url].transport for url in urls}
+    engines.release({url: transfer.address(url, transport) for url, transport in transports.items()}, deadline)
+    for url, transport in transports.items():
         transfer.disconnect(url, transport)
 
 
 def settle(engines: Engines, deadline: Deadline) -> None:
-    """Make sure that no engine still carries out a commit whose outcome is not known: it will refuse it.
+    """Have every engine refuse a commit whose outcome is unknown, should it still arrive.
 
-    It comes before anything else is asked of them: what is told of that would not stay true. Raises `WeightSyncError`,
-    with ``weights="unknown"`` for the engines that cannot be told.
+    Call it before any other request: a late commit would make false what that reports. Raises `WeightSyncError`, with
+    ``weights="unknown"`` for each engine that did not confirm.
     """
 
     def run(client: EngineClient) -> None:
@@ -66,7 +65,7 @@ def settle(engines: Engines, deadline: Deadline) -> None:
         for error in failed.values():
             error.weights = "unknown"
         if failed:
-            raise joined(failed, engines.untouched())
+            raise joined(failed, engines.last_known())
 
 
 class Payload(Protocol):
@@ -74,24 +73,24 @@ class Payload(Protocol):
 
     @property
     def name(self) -> str:
-        """What the engines call the push."""
+        """The name by which the engines know the push."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are on their way in it."""
+        """The bytes that it transfers."""
 
     def begin(self, transfer: Transfer) -> Outgoing:
-        """Have memory for it."""
+        """Provide the arena, and return the push that goes through it."""
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """Send the bytes. Raises as `Outgoing.send`."""
+        """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
 
 
 class Change:
-    """What is common to a push and to going back. ``seconds`` are those of its phases, once it is over.
+    """The base of `Push` and `Rollback`. ``seconds`` has the duration of each phase that has ended.
 
-    Whatever fails, the engines are told to forget it, the error says what each of them serves, and a transfer through
-    which something broke is closed.
+    Whatever fails, the engines are told to drop the push, the error says what each engine serves, and the transfer is
+    closed if it may still be in use or is broken.
     """
 
     def __init__(
@@ -121,31 +120,31 @@ class Change:
             return self._engines.outcome(self._engines.commit(request, self._deadline), request.version, self._deadline)
 
     @contextmanager
-    def _settled(self, push: str) -> Iterator[None]:
-        """Inside, whatever goes wrong is settled with the engines and told in full."""
+    def _failures_handled(self, push: str) -> Iterator[None]:
+        """Inside the context, a failure is cleaned up at the engines, and its error says what each engine serves."""
         try:
             yield
         except BaseException as error:
-            asked = self._machine.state == "committing"
-            self._failed(push, error)
-            self._tell(error, asked)
+            commit_requested = self._machine.state == "committing"
+            self._clean_up(push, error)
+            self._report(error, commit_requested)
             raise
 
-    def _failed(self, push: str, error: BaseException) -> None:
+    def _clean_up(self, push: str, error: BaseException) -> None:
         transfer = self._transfer
         try:
             if transfer is not None:
-                # Before anything that takes time or may be interrupted: the trainer's memory is its own again.
+                # First, as the rest takes time and may be interrupted: the trainer will write to its memory again.
                 transfer.revoke()
-            if self._machine.state != "idle":  # else it was interrupted before it began
+            if self._machine.state != "idle":  # idle: it was interrupted before it began
                 self._machine.move({"preparing": "refused", "transferring": "lost"}.get(self._machine.state, "failed"))
             if transfer is not None:
                 transfer.cancel(error)
-            # An engine that is still in its commit could not be told in time, and ends by itself.
+            # An engine that is still committing could not be told in time; its commit ends by itself.
             if not (isinstance(error, PushTimeout) and error.weights == "unknown"):
                 self._engines.abort(push, self._deadline)
             if transfer is not None and isinstance(error, LeaseHeld):
-                # Two trainers that each hold some of the engines would keep each other from the rest.
+                # Otherwise two trainers that each hold the leases of some engines would block each other.
                 release(transfer, self._engines, self._engines.by_url, self._deadline)
         finally:
             if transfer is not None and not _is_settled(error):
@@ -153,23 +152,23 @@ class Change:
             if self._machine.state != "idle":
                 self._machine.move("aborted" if self._machine.allows("aborted") else "interrupted")
 
-    def _tell(self, error: BaseException, asked: bool) -> None:
-        """Say in the error what every engine serves after it; raises `SourceError` for what the weights raised.
+    def _report(self, error: BaseException, commit_requested: bool) -> None:
+        """Add to ``error`` what every engine serves. Raises `SourceError` in place of an error of the tensors.
 
-        ``asked``: engines may have been asked to commit by then.
+        ``commit_requested``: engines may have been asked to commit, and have then reported the outcome themselves.
         """
-        failed = isinstance(error, Exception) and not asked  # who was asked has said what became of it
-        untold = self._engines.look(self._deadline) if failed else self._engines.untouched()
+        ask = isinstance(error, Exception) and not commit_requested
+        served = self._engines.current_weights(self._deadline) if ask else self._engines.last_known()
         if isinstance(error, WeightSyncError):
-            told: dict[str, Weights] = {
-                url: untold[url] if state == "unchanged" else state for url, state in error.engines.items()
+            reported: dict[str, Weights] = {
+                url: served[url] if state == "unchanged" else state for url, state in error.engines.items()
             }
-            error.settle({**untold, **told})
-        elif asked and isinstance(error, Exception):
-            unknown: dict[str, Weights] = dict.fromkeys(untold, "unknown")
+            error.settle({**served, **reported})
+        elif commit_requested and isinstance(error, Exception):
+            unknown: dict[str, Weights] = dict.fromkeys(served, "unknown")
             raise WeightSyncError(f"the commit broke off: {type(error).__name__}: {error}", engines=unknown) from error
         elif isinstance(error, (RuntimeError, OSError, ValueError)):
-            raise SourceError(f"the weights could not be read or packed: {error}", engines=untold) from error
+            raise SourceError(f"the weights could not be read or packed: {error}", engines=served) from error
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -179,7 +178,7 @@ class Change:
 
 
 class Push(Change):
-    """One push of a payload to every engine, under a label."""
+    """A push of a payload to every engine."""
 
     def __init__(
         self,
@@ -193,14 +192,17 @@ class Push(Change):
         expected: str | None = None,
     ):
         super().__init__(engines, transfer, machine, deadline, pause)
-        self._through, self._progress, self._expected = transfer, progress, expected
+        self._push_transfer, self._progress, self._expected = transfer, progress, expected
 
     def run(self, payload: Payload, label: str) -> tuple[Sent, Commits]:
-        """Prepare, send and commit. Raises `WeightSyncError`."""
-        with self._settled(payload.name):
+        """Prepare, send and commit ``payload`` as version ``label``; return sending times and commit replies.
+
+        Raises `WeightSyncError`.
+        """
+        with self._failures_handled(payload.name):
             self._machine.move("push")
             with self._engines.renewed(payload.name, self._deadline):
-                outgoing = payload.begin(self._through)
+                outgoing = payload.begin(self._push_transfer)
                 self._prepare(outgoing)
                 if outgoing.plan.stream:
                     sent, commits = self._stream(payload, outgoing, label)
@@ -211,13 +213,13 @@ class Push(Change):
             if not outgoing.plan.stream:
                 commits = self._commit(self._request(payload.name, label))
         self._machine.move("committed")
-        self._through.served(outgoing)
+        self._push_transfer.served(outgoing)
         return sent, commits
 
     def _prepare(self, outgoing: Outgoing) -> None:
         engines, deadline = self._engines, self._deadline
-        connect(self._through, engines, deadline)
-        # Here, and not in the threads that ask the engines: a socket is not for several.
+        connect(self._push_transfer, engines, deadline)
+        # ZMQ sockets are not thread-safe, so requests are built here, not in the threads that send them.
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
         with self._timed("prepare"):
             engines.prepare(requests, self._expected, deadline)
@@ -225,34 +227,34 @@ class Push(Change):
         self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 
     def _send(self, payload: Payload, outgoing: Outgoing) -> Sent:
-        with self._timed("transfer"), _bar(payload.nbytes, self._progress) as progress:
+        with self._timed("transfer"), _progress_bar(payload.nbytes, self._progress) as progress:
             return payload.send(outgoing, self._deadline, progress)
 
     def _stream(self, payload: Payload, outgoing: Outgoing, label: str) -> tuple[Sent, Commits]:
-        """The bytes travel while the engines are stopped: memory for no stage is needed."""
+        """Send the bytes while the engines are paused, so that no stage is needed."""
         self._machine.move("stream")
         with self._timed("commit"):
             commits = self._engines.commit(self._request(payload.name, label), self._deadline)
             try:
                 sent = self._send(payload, outgoing)
             except BaseException as error:
-                self._through.cancel(error)
-                # What became of the engines is theirs to say.
+                self._push_transfer.cancel(error)
+                # The engines' own replies say what they serve; this raises for those that failed.
                 replies = self._engines.outcome(commits, label, self._deadline)
                 raise TransferFailed(
-                    f"every engine has committed, but sending did not end well: {error}",
+                    f"every engine has committed, but sending ended with an error: {error}",
                     engines=dict.fromkeys(replies, "committed"),
                 ) from error
             return sent, self._engines.outcome(commits, label, self._deadline)
 
 
 class Rollback(Change):
-    """The return to the version that the engines kept."""
+    """The return of every engine to the version that it kept."""
 
     def run(self, label: str) -> Commits:
-        """Have the engines serve it. Raises `WeightSyncError`."""
+        """Have every engine serve its kept version, ``label``; return the replies. Raises `WeightSyncError`."""
         request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
-        with self._settled(request.push):
+        with self._failures_handled(request.push):
             self._machine.move("rollback")
             commits = self._commit(request)
         self._machine.move("committed")
@@ -262,12 +264,12 @@ class Rollback(Change):
 
 
 def _is_settled(error: BaseException) -> bool:
-    """Whether nobody can be using the memory and the sockets of a push that failed like this.
+    """Whether no engine can still be using the memory and sockets of a push that failed with ``error``.
 
-    An engine that was asked to load and has not said how that ended may be loading still, whichever engine's error is
-    the one that is told; so may all of them after an error that is none of ours, Ctrl-C for one. Memory that they read
-    is never written again: the next push gets other. So it does where something broke, be it a socket whose file
-    somebody removed.
+    An engine that was asked to load and has not reported the outcome may still be loading, whichever engine raised
+    ``error``. After an error of another library, or Ctrl-C, every engine may be. Memory that may still be read is never
+    written again: the next push gets new arenas. It also gets new ones, and new sockets, after a transfer that failed
+    or timed out.
     """
     if not isinstance(error, WeightSyncError) or isinstance(error, (PushTimeout, TransferFailed, EngineUnreachable)):
         return False
@@ -275,7 +277,7 @@ def _is_settled(error: BaseException) -> bool:
 
 
 @contextmanager
-def _bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
+def _progress_bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
     if not shown:
         yield None
         return

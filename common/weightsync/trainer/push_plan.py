@@ -1,4 +1,4 @@
-"""Trainer side: what a push consists of and how its bytes are to travel, worked out before any engine hears of it."""
+"""Works out what a push consists of and how its bytes travel, before any engine is contacted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weightsync.transports.base import Progress
 
 
 class Options(NamedTuple):
-    """What a `sender.Sender` was told of every push."""
+    """The arguments of a `sender.Sender`, which hold for every push; ``keep`` is its ``keep_previous``."""
 
     timeout_s: float
     transport: str
@@ -42,8 +42,8 @@ class Options(NamedTuple):
 class PushPlan(NamedTuple):
     """A push of ``source``.
 
-    ``shared`` are its tensors where engines read them in place; ``identity`` is `Source.identity`; ``ranks`` are the
-    trainer's where they fill one arena together.
+    ``shared`` are its tensors if engines read them in place, else None. ``identity`` is that of `Source.identity`.
+    ``ranks`` coordinates the trainer's ranks if they fill one arena together, else it is None.
     """
 
     source: Source
@@ -56,20 +56,20 @@ class PushPlan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the engines call the push."""
+        """The name by which the engines know the push."""
         return self.request.push
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are on their way in it."""
+        """The bytes that it transfers."""
         return self.layout.nbytes
 
     def begin(self, transfer: Transfer) -> Outgoing:
-        """Have memory for it."""
+        """Provide the arena, and return the push that goes through it."""
         return transfer.begin(self.request, self.layout, self.shared)
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """Send the bytes. Raises as `Outgoing.send`."""
+        """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
         if self.ranks is not None:
             return outgoing.send_filled(self.ranks, self.source, deadline, progress)
         arenas.synchronize(self.source.device)
@@ -77,7 +77,7 @@ class PushPlan(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """What is served, as a push for engines that do not serve it; the arena holds it still."""
+    """A push of the served version, which the arena still holds, to engines that do not serve it."""
 
     outgoing: Outgoing
 
@@ -101,7 +101,7 @@ class Repeated(NamedTuple):
 
 
 class Planner:
-    """Of one sender; what stays the same from push to push is worked out once."""
+    """Plans the pushes of one sender; what stays the same from push to push is worked out once."""
 
     def __init__(self, engines: Engines, options: Options, ranks: Coordinator | None):
         self._engines, self._options, self._ranks = engines, options, ranks
@@ -109,41 +109,41 @@ class Planner:
         #: Whether several processes fill the arena.
         self._assembled = False
         self._chosen: Choice | None = None
-        #: The source that was looked at last, where arenas were then, and its tensors if they can be shared.
-        self._looked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
+        #: The identity of the last source checked for sharing, the arenas' device then, and its tensors if shareable.
+        self._checked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
 
     def choose_again(self) -> None:
-        """Other ranks take part, or there is another arena: how the bytes travel may change."""
+        """Choose buckets and staging anew for the next push: the ranks or the arena have changed."""
         self._chosen = None
 
     def of(self, source: Source, transfer: Transfer) -> PushPlan:
-        """What a push of ``source`` is. Raises `SourceError`, or `UnsupportedOption` for what nobody has room for."""
+        """Plan a push of ``source``. Raises `SourceError`, or `UnsupportedOption` if memory does not suffice."""
         manifest, assembled = source.specs, False
         if self._ranks is not None:
             split = self._ranks.planned(source)
-            # What rank 0 holds whole it sends as if it were alone, unless making its tensors takes the others.
-            alone = not any(split.pieces[1:]) and split.manifest == source.specs
-            assembled = not alone or isinstance(source, WeightSourceAdapter)
+            # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
+            rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
+            assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
         identity = None if assembled else source.identity()
         shared = None if assembled else self._share(source, transfer, identity)
         layout = self._layout_of(manifest, assembled)
-        choice = self._choose(transfer, layout) if shared is None else buckets.in_place(layout.nbytes)
+        choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
         request = self._request(transfer, source, layout, choice)
         return PushPlan(source, request, layout, choice, shared, identity, self._ranks if assembled else None)
 
     def _share(self, source: Source, transfer: Transfer, identity: object | None) -> list[torch.Tensor] | None:
-        """All tensors, if every rank can read them where they are and nobody will want them after the push."""
+        """All tensors, if every rank can read them in place and none needs them after the push; otherwise None."""
         here, options = arenas.process_space(), self._options
-        alone = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
-        if not alone or options.keep or options.staging == "none" or options.bucket_bytes is not None:
+        reachable = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
+        if not reachable or options.keep or options.staging == "none" or options.bucket_bytes is not None:
             return None
         if not isinstance(source, (MappingSource, ModuleSource)):
-            return None  # it makes its tensors as it is read, and beginning to only look may cost a gather
-        seen, device, shared = self._looked
-        if identity is None or identity is not seen or transfer.device != device:
+            return None  # other sources make their tensors while they are read: the first may already cost a gather
+        last, device, shared = self._checked
+        if identity is None or identity is not last or transfer.device != device:
             shared = shared_parameters.find(source.tensors(), transfer.device, transfer.shared)
-            self._looked = identity, transfer.device, shared
+            self._checked = identity, transfer.device, shared
         return shared
 
     def _layout_of(self, manifest: tuple[http.TensorSpec, ...], assembled: bool) -> Layout:
@@ -153,7 +153,7 @@ class Planner:
         return self._layout
 
     def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
-        """How the bytes travel; it stays while the model does."""
+        """Buckets and staging; kept for as long as the layout is, or until `choose_again`."""
         if self._chosen is None:
             ranks, here, options = self._engines.ranks, transfer.device.type, self._options
             free = min([transfer.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
@@ -169,7 +169,7 @@ class Planner:
         return self._chosen
 
     def _request(self, transfer: Transfer, source: Source, layout: Layout, choice: Choice) -> http.UpdateRequest:
-        """What every engine is told of a push; the transport adds where to come for the bytes."""
+        """The request to every engine; each transport adds its address and secret."""
         devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._engines.ranks)]
         options = self._options
         return http.UpdateRequest(
@@ -187,6 +187,6 @@ class Planner:
             stream=choice.staging == "none",
             slots=choice.slots,
             known=layout.name,
-            # An engine's own loader takes all there is.
+            # The engine's own loader, which these use, needs every tensor in full.
             parts=choice.staging != "none" and options.verify != "deep",
         )

@@ -1,4 +1,4 @@
-"""What a push tells its caller."""
+"""What a push returns to its caller."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from weightsync.trainer.buckets import Staging
 
 @dataclass(frozen=True)
 class EngineResult:
-    """One engine's part of a push. ``seconds``: the steps of its commit.
+    """One engine's part of a push.
 
-    ``pause_s``: how long new requests waited; with ``pause="wait"`` that includes what those in flight took to finish.
-    Before the pause the engine stands still for ``record`` of these seconds, to see whether its load plan still holds.
+    ``pause_s``: seconds that new requests waited; with ``pause="wait"`` this includes the time that requests in flight
+    took to finish. ``seconds``: duration of each step of its commit. ``record`` is the time before the pause in which
+    the engine generates nothing because it compares its load plan with its loader.
 
-    ``noticed`` says what the sender found out about it: that it was restarted, or served another version than expected.
-    ``transport`` is how the bytes got there, and ``transport_reason`` why so.
+    ``transport``: how the bytes got there; ``transport_reason``: why that transport was chosen. ``noticed``: remarks,
+    for example that the engine was restarted, or served another version than this sender had left it with.
     """
 
     pause_s: float
@@ -30,11 +31,16 @@ class EngineResult:
 class PushResult:
     """What a push did.
 
-    ``nbytes`` counts the tensors, without padding. ``seconds``: ``prepare`` (the engines check the manifest; of it
-    ``record`` is how long the slowest engine stood still to find out what its loader does with it),
-    ``transfer`` (the bytes travel while the engines serve; of it ``gather`` is packing on the trainer, ``digest`` its
-    hashing, ``verify`` the hashing of the slowest rank), ``commit`` (pause to resume, slowest engine) and ``total``.
-    ``verify`` is how it was checked, ``staging`` where the bytes waited, and ``staging_reason`` why there.
+    ``version`` is the label that the engines now serve, ``nbytes`` the size of the tensors without padding.
+
+    ``seconds`` holds the duration of each phase: ``prepare`` (the engines check the manifest), ``transfer`` (the bytes
+    travel while the engines serve), ``commit`` (pause to resume, slowest engine) and ``total``; and of these parts:
+    ``record`` (in prepare, how long the slowest engine generated nothing because its loader was recorded), ``gather``
+    and ``digest`` (in transfer, packing and hashing on the trainer) and ``verify`` (in transfer, hashing at the slowest
+    rank).
+
+    ``engines`` has each engine's part, by URL. ``verify`` is how the push was verified, ``staging`` where the bytes
+    waited for the commit, and ``staging_reason`` why there.
     """
 
     version: str

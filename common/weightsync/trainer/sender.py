@@ -1,4 +1,4 @@
-"""What a trainer calls: `Sender`."""
+"""The public API of the trainer side: `Sender`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from weightsync.transports.control.sockets import own_address
 
 _T = TypeVar("_T")
 
-#: A call that fails by its deadline has ended by then.
-_OTHERS_S: Final = 2.0
-#: What takes the sender to be where this move of `states.PUSH` may follow.
+#: Seconds past its deadline by which another thread's call has ended.
+_LATE_S: Final = 2.0
+#: The event of `states.PUSH` that must be legal when a call begins.
 _MOVES: Final = {
     "push": "push",
     "add_engine": "push",
@@ -44,29 +44,35 @@ _MOVES: Final = {
 class Sender:
     """Pushes a model's weights into engines: ``Sender(urls).push(model)``.
 
-    ``engines`` are base URLs of vLLM or SGLang servers with the plugin loaded. ``transport`` is what the bytes travel
-    by: the name of a transport, or ``"auto"``, which picks for each engine and says why in the result. ``token``
-    defaults to ``$WEIGHTSYNC_TOKEN`` or this user's key file. ``timeout_s`` bounds a whole push. ``pause`` says what
-    happens to requests in flight at commit. ``staging``: ``"full"`` holds a whole version before any engine stops,
-    ``"none"`` streams the bytes in while the engines are stopped (a failure then leaves them dirty), ``"auto"`` picks.
-    ``verify``: ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also
-    what the engine then computes with, ``"off"`` nothing. ``keep_previous`` has the engines keep the version before,
-    for `rollback` and for going back when a commit fails; that takes the memory of the weights twice. ``bucket_bytes``
-    is the size of each of two buckets that hold bytes on their way; by default there are as many as the model fills
-    where memory allows, so that on one host nothing is copied twice. ``progress`` shows a bar. ``address``, a number or
-    a name, is that of this host at which engines elsewhere find the trainer; by default the one from which the trainer
-    reaches each.
+    Arguments:
 
-    Building one contacts every engine and raises what would make a push fail: `EngineUnreachable`, `PluginNotLoaded`,
-    `AuthenticationFailed`, `ProtocolMismatch`, `UnsupportedOption`. The first push takes the engines' lease, or
-    building one does where a transport has something to set up, and `close` gives it back. Not for use by several
-    threads.
+    - ``engines``: base URLs of vLLM or SGLang servers that have loaded the plugin.
+    - ``transport``: the name of a transport, or ``"auto"``, which picks one for each engine; the result says why.
+    - ``token``: the key, by default ``$WEIGHTSYNC_TOKEN`` or the content of this user's key file.
+    - ``timeout_s``: seconds that each call may take, a whole push for example.
+    - ``pause``: what happens to requests in flight at the commit.
+    - ``staging``: ``"full"`` holds a whole version before any engine pauses; ``"none"`` streams the bytes in while the
+      engines are paused, so that a failure leaves them dirty; ``"auto"`` picks by the memory that is free.
+    - ``verify``: ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also
+      what the engine computes with after loading, ``"off"`` nothing.
+    - ``keep_previous``: engines keep the previous version, for `rollback` and for a commit that fails; this doubles the
+      memory for the weights.
+    - ``bucket_bytes``: the size of each of two buckets through which the bytes travel. By default the buckets hold the
+      whole model if memory allows, so that on one host nothing is copied twice.
+    - ``progress``: show a progress bar.
+    - ``address``: the address or name of this host at which engines on other hosts reach the trainer; by default the
+      local address from which the trainer reaches each engine.
 
-    In a trainer of several processes (an initialised `torch.distributed` group of more than one) every rank builds one,
-    with the same arguments, and every rank makes each call of it; all return the same, or raise the same. Rank 0 alone
-    talks to the engines. Each rank sends what it holds: nothing is gathered, and no collective is started. Of plain
-    tensors that several ranks hold, as with DistributedDataParallel, the lowest sends. `close` waits for nobody. The
-    ranks must be on one host, whose shared memory holds the whole model.
+    Building a sender contacts every engine and raises what would make a push fail: `EngineUnreachable`,
+    `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch` or `UnsupportedOption`. The first push takes the
+    engines' leases (building does if a transport has something to set up) and `close` gives them back. Not meant for
+    several threads: their calls run one after the other.
+
+    In a trainer of several processes (an initialised `torch.distributed` group of more than one) every rank builds a
+    sender with the same arguments and makes the same calls; all ranks return the same result, or raise the same error.
+    Only rank 0 talks to the engines. Each rank sends what it holds: nothing is gathered, and no collective is started.
+    A plain tensor that several ranks hold, as with DistributedDataParallel, is sent by the lowest of them. `close` does
+    not wait for the other ranks. All ranks must be on one host, whose shared memory holds the whole model.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class Sender:
             ("verify", verify, get_args(http.Verify)),
         ):
             if value not in known:
-                raise UnsupportedOption(f"{name} {value!r} is unknown; there is {', '.join(known)}")
+                raise UnsupportedOption(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
         if bucket_bytes is not None and bucket_bytes < ALIGN_BYTES:
             raise UnsupportedOption(f"bucket_bytes must be at least {ALIGN_BYTES}")
         if staging == "none" and (keep_previous or verify == "deep"):
@@ -116,62 +122,64 @@ class Sender:
         )
         self._urls = urls
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
-        #: The module or mapping that was pushed last, which is opened at less cost.
+        #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
         self._ranks = ranks()
-        #: What asks for engines to take part waits for a push to end, and the other way round.
+        #: Calls of the trainer and requests to the join server wait for each other.
         self._turns = Turns()
         self._join_server: JoinServer | None = None
-        #: None in the ranks of a trainer other than rank 0.
+        #: None in the trainer's other ranks.
         self._driver: Driver | None = None
         try:
-            self._together("build a Sender", type(None), lambda _, deadline: self._open(token, deadline))
+            self._run("build a Sender", type(None), lambda _, deadline: self._open(token, deadline))
         except BaseException:
             self.close()
             raise
 
     def _open(self, token: str | None, deadline: Deadline) -> None:
         key = auth.sender_token() if token is None else token
-        of = self._ranks if isinstance(self._ranks, Coordinator) else None
-        self._driver = Driver(self._urls, key, self._options, of, self._machine, deadline)
+        coordinator = self._ranks if isinstance(self._ranks, Coordinator) else None
+        self._driver = Driver(self._urls, key, self._options, coordinator, self._machine, deadline)
         self._driver.connect(deadline)
 
-    def _together(
+    def _run(
         self,
         what: str,
         kind: Any,
         act: Act[_T],
-        offer: Callable[[], Source] | None = None,
+        open_model: Callable[[], Source] | None = None,
     ) -> _T:
-        """``act``, which returns a ``kind``: here, or at rank 0 of a trainer of several processes: see `Ranks.run`."""
+        """Run ``act``, which returns a ``kind``: here, or in rank 0 if the trainer has several, see `Ranks.run`."""
         deadline = Deadline(self._options.timeout_s)
         with self._turns.take(what, deadline):
             self._recover()
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
             if self._ranks is None:
-                with self._told(deadline):
-                    return act(offer() if offer is not None else None, deadline)
-            return self._ranks.run(what, kind, deadline, act, offer, self._look)
+                with self._engines_reported(deadline):
+                    return act(open_model() if open_model is not None else None, deadline)
+            return self._ranks.run(what, kind, deadline, act, open_model, self._current_weights)
 
     @property
-    def _at_rank_0(self) -> Driver:
-        """What rank 0 does with the engines; there is one once the sender is built."""
-        assert self._driver is not None, "rank 0 alone acts, of a sender that is built"
+    def _rank_0_driver(self) -> Driver:
+        """The driver, which rank 0 has once the sender is built."""
+        assert self._driver is not None, "only rank 0 of a sender that is built drives the engines"
         return self._driver
 
     @contextmanager
-    def _told(self, deadline: Deadline) -> Iterator[None]:
-        """Inside, an error that knows nothing of engines says what they serve: nobody has asked anything of them."""
+    def _engines_reported(self, deadline: Deadline) -> Iterator[None]:
+        """Inside the context, an error that does not name engines gets what each of them serves."""
         try:
             yield
         except WeightSyncError as error:
             if not error.engines and error.weights == "unchanged":
-                error.settle(self._look(deadline))
+                error.settle(self._current_weights(deadline))
             raise
 
-    def _look(self, deadline: Deadline) -> dict[str, Weights]:
-        return dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.look(deadline)
+    def _current_weights(self, deadline: Deadline) -> dict[str, Weights]:
+        return (
+            dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.current_weights(deadline)
+        )
 
     def push(self, model: object, *, version: str | None = None, expected: str | None = None) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
@@ -180,11 +188,12 @@ class Sender:
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, or an object in the shape
         of vLLM's ``WeightSource``. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
-        every engine serves exactly these weights. On error see `WeightSyncError.engines` for what each engine serves.
+        every engine serves exactly these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
+        serves.
         """
         start = time.perf_counter()
 
-        def offer() -> Source:
+        def open_model() -> Source:
             for label in (version, expected):  # before any engine is asked for anything
                 if label is not None:
                     check_label(label)
@@ -192,89 +201,90 @@ class Sender:
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"
-            return self._at_rank_0.push(source, version, expected, deadline, start)
+            return self._rank_0_driver.push(source, version, expected, deadline, start)
 
-        return self._together("push", PushResult, act, offer)
+        return self._run("push", PushResult, act, open_model)
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._known)
-        # Others than a module's might keep a whole gathered model alive until the next push.
+        # Other sources might keep a whole gathered model alive until the next push.
         self._known = source if isinstance(source, ModuleSource) else None
         if isinstance(source, MappingSource):
             self._known = source.seen
         return source
 
     def add_engine(self, url: str) -> EngineResult | None:
-        """Have another engine take part. Raises as building a sender, and as `push`.
+        """Add an engine. Raises what building a sender raises, and what `push` raises.
 
-        It is brought to the version that the others serve, at once and from the memory that still holds it; the others
-        are left alone. Where that memory does not hold a whole version it returns None, and the next push is the first.
+        The engine is brought to the version that the others serve, from the arena that still holds it; the other
+        engines are not involved. If no arena holds a whole version, returns None: the next push is the engine's first.
         """
-        return self._together(
-            "add_engine", EngineResult | None, lambda _, deadline: self._at_rank_0.add_engine(url, deadline)
+        return self._run(
+            "add_engine", EngineResult | None, lambda _, deadline: self._rank_0_driver.add_engine(url, deadline)
         )
 
     def remove_engine(self, url: str) -> None:
-        """Have an engine take no part any more; it keeps what it serves, and its lease is given back."""
-        self._together("remove_engine", type(None), lambda _, deadline: self._at_rank_0.remove_engine(url, deadline))
+        """Remove an engine: it keeps what it serves, and its lease is given back. The last one cannot be removed."""
+        self._run("remove_engine", type(None), lambda _, deadline: self._rank_0_driver.remove_engine(url, deadline))
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Answer, from now on, those who ask by ``weightsync join`` for an engine to take part; where to ask.
+        """Accept engines that ``weightsync join`` announces; return the URL to join at.
 
-        A new engine, or one that was restarted, is then brought to the served version as by `add_engine` and
-        `catch_up`, between two pushes and without an act of the trainer. Raises `UnsupportedOption`.
+        A new engine is then added as by `add_engine`, and one that was restarted is caught up as by `catch_up`, between
+        two pushes and without any call of the trainer. ``port`` 0 means any free port. Raises `UnsupportedOption` if
+        the sender listens already, cannot listen there, or belongs to a trainer of several processes.
         """
         if self._ranks is not None or self._join_server is not None:
             raise UnsupportedOption("a sender listens once, and not in a trainer of several processes")
-        self._join_server = JoinServer(host, port, self._at_rank_0.engines.has_key, self._admit)
+        self._join_server = JoinServer(host, port, self._rank_0_driver.engines.has_key, self._add_or_catch_up)
         return self._join_server.url
 
-    def _admit(self, url: str) -> str:
+    def _add_or_catch_up(self, url: str) -> str:
         with self._turns.take("join", Deadline(self._options.timeout_s)):
-            known, engines = plain_url(url), self._at_rank_0.engines
+            known, engines = plain_url(url), self._rank_0_driver.engines
             if known in engines.by_url:
                 self._catch_up(known)
             else:
                 self.add_engine(known)
             version = engines.by_url[known].version
-            return version if version == self._at_rank_0.served else ""
+            return version if version == self._rank_0_driver.served else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
-        """Bring the engines that do not serve what was pushed last, having been restarted for one, to that version.
+        """Bring engines that do not serve the last pushed version, for example after a restart, to that version.
 
-        The bytes come from the memory that still holds them; nothing of the model is needed. Where that does not hold a
-        whole version nothing happens, and the next push reaches them. An engine that is gone, or fails, keeps none of
-        the others: all that can be are brought up first. Raises as `push` for those that could not be.
+        The bytes come from the arena that still holds them; the model is not needed. If no arena holds a whole version,
+        nothing happens, and the next push reaches these engines. Returns the results by URL. Raises what `push` raises
+        for engines that could not be caught up, after all others were.
         """
         return self._catch_up()
 
     def _catch_up(self, only: str = "") -> dict[str, EngineResult]:
         results = dict[str, EngineResult]
-        return self._together("catch_up", results, lambda _, deadline: self._at_rank_0.catch_up(deadline, only))
+        return self._run("catch_up", results, lambda _, deadline: self._rank_0_driver.catch_up(deadline, only))
 
     def rollback(self) -> PushResult:
-        """Serve the version before again, which the engines kept (``keep_previous=True``). Raises as `push`.
+        """Serve the previous version again, which the engines kept (``keep_previous=True``). Raises as `push`.
 
-        Once more brings the newer one back.
+        A second rollback brings the newer version back.
         """
-        return self._together("rollback", PushResult, lambda _, deadline: self._at_rank_0.rollback(deadline))
+        return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline))
 
     def status(self, *, digest: bool = False) -> dict[str, http.StatusReply]:
-        """What each engine serves, by URL; ``digest`` has every rank hash the weights it computes with."""
+        """Return what each engine serves, by URL; with ``digest``, every rank hashes the weights it computes with."""
         replies = dict[str, http.StatusReply]
-        return self._together("status", replies, lambda _, deadline: self._at_rank_0.status(deadline, digest=digest))
+        return self._run("status", replies, lambda _, deadline: self._rank_0_driver.status(deadline, digest=digest))
 
     def close(self) -> None:
-        """Give the lease back; release memory, sockets and connections; idempotent."""
+        """Give the leases back; release memory, sockets and connections. Idempotent."""
         if self._join_server is not None:
             self._join_server.close()
             self._join_server = None
-        # Another thread's call ends by its own deadline.
-        with self._turns.take("close", Deadline(self._options.timeout_s + _OTHERS_S)):
+        # A call of another thread ends by its own deadline.
+        with self._turns.take("close", Deadline(self._options.timeout_s + _LATE_S)):
             self._close()
 
     def _recover(self) -> None:
-        """After a call that was interrupted (Ctrl-C) even while it cleaned up: nothing that it used is used again."""
+        """After a call whose cleanup was interrupted too (Ctrl-C): drop the transfer, which may still be in use."""
         if self._machine.allows("interrupted"):
             if self._driver is not None:
                 self._driver.drop_transfer()

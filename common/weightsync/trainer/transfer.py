@@ -1,4 +1,4 @@
-"""Trainer side: what carries the bytes of a sender's pushes. One arena is packed, whatever carries it to whom."""
+"""Moves the bytes of a sender's pushes: one arena is packed, and every transport in use sends it."""
 
 from __future__ import annotations
 
@@ -21,64 +21,65 @@ from weightsync.transports import registry
 from weightsync.transports.base import PeerRanks, TrainerEnd
 
 Post = Callable[[Mapping[str, Handshake]], Mapping[str, http.JoinReply]]
-"""Tells engines, by URL, what a transport has to say before a push; returns their replies."""
+"""Sends engines, by URL, the handshake of a transport; returns their replies."""
 
 
 class Transfer:
-    """The arenas of one sender and a trainer end for every transport in use. ``device`` is where the arenas are.
+    """The arenas of one sender, on ``device``, and a trainer end for every transport in use.
 
-    ``helpers`` are the other ranks of the trainer, if it has any; ``address`` is what ranks dial, see `TransportSpec`.
+    ``helpers`` are the other ranks of the trainer, if any; ``address`` is where engine ranks find this host, see
+    `TransportSpec`.
     """
 
     def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
         self.device, self._helpers, self._address = device, helpers, address
         self._ends: dict[str, TrainerEnd] = {}
-        #: The next push goes into the first; a second holds what is served, where engines keep that.
+        #: The next push goes into the first. With ``keep_previous`` a second one holds the served version.
         self._arenas: list[Arena] = []
         self._current: Outgoing | None = None
-        #: What is served, where an arena holds all of it.
+        #: The push of the served version, if an arena holds all of it.
         self._served: Outgoing | None = None
         self._packed: Packed = {}
         self.closed = False
 
     def free_bytes(self) -> int:
-        """Memory that an arena could take, in bytes."""
+        """Bytes that arenas can take, including those that this sender's arenas already have."""
         free = arenas.free_bytes(self.device) if self.device.type == "cuda" else arenas.free_shared_bytes()
         return free + sum(arena.bytes.numel() for arena in self._arenas if not isinstance(arena, SharedParameters))
 
     def connect(self, engines: Mapping[str, tuple[str, http.OpenReply]], post: Post, deadline: Deadline) -> None:
-        """Make every engine ready to be pushed to; ``engines`` says by URL over what. Those that are, hear nothing.
+        """Set up every engine that is not set up yet. ``engines``: transport and open reply of each engine, by URL.
 
         Raises `UnsupportedOption`, `TransferFailed`, `PushTimeout`, and what ``post`` raises.
         """
         for name in sorted({transport for transport, _ in engines.values()}):
             if name not in self._ends:
                 self._ends[name] = registry.spec(name).trainer_end(self.device, self._helpers, self._address)
-            those = {url: hello for url, (transport, hello) in engines.items() if transport == name}
-            if asked := self._ends[name].connect(those, max(deadline.left(), 0.1)):
-                self._ends[name].connected(post(asked), deadline)
+            hellos = {url: hello for url, (transport, hello) in engines.items() if transport == name}
+            if handshakes := self._ends[name].connect(hellos, max(deadline.left(), 0.1)):
+                self._ends[name].connected(post(handshakes), deadline)
 
     def begin(self, plan: UpdateRequest, layout: Layout, shared: list[torch.Tensor] | None = None) -> Outgoing:
-        """A push, in the arenas of the push before where those have its size.
+        """Start a push, in the arenas of the push before if they have the right size.
 
-        ``lent`` are all tensors, if they are to be read where they are.
+        ``shared`` are all tensors, if the ranks read them in place.
         """
         self._served = None
         if shared is not None:
             self._share(layout, shared)
         else:
-            self._provide(plan, layout)
+            self._make_arenas(plan, layout)
         self._current = Outgoing(self._ends, self._packed, plan, layout, self._arenas[0], self._arenas[1:])
         return self._current
 
     def again(self) -> Outgoing | None:
-        """What is served, as a push anew that `Outgoing.resend` sends; None where no arena holds it."""
+        """Start a push of the served version, for `Outgoing.resend`; None if no arena holds that version."""
         if self._served is None or not arenas.reachable(self._served.arena):
             return None
-        was = self._served
-        plan, others = msgspec.structs.replace(was.plan, push=secrets.token_hex(8)), list(self._arenas)
-        others.remove(was.arena)
-        self._current = Outgoing(self._ends, self._packed, plan, was.layout, was.arena, others, was.announced)
+        last = self._served
+        plan, others = msgspec.structs.replace(last.plan, push=secrets.token_hex(8)), list(self._arenas)
+        others.remove(last.arena)
+        self._current = Outgoing(self._ends, self._packed, plan, last.layout, last.arena, others, last.announced)
         return self._current
 
     def _share(self, layout: Layout, shared: list[torch.Tensor]) -> None:
@@ -89,7 +90,7 @@ class Transfer:
             self._free()
             self._arenas.append(SharedParameters(layout, shared))
 
-    def _provide(self, plan: UpdateRequest, layout: Layout) -> None:
+    def _make_arenas(self, plan: UpdateRequest, layout: Layout) -> None:
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and layout.nbytes <= nbytes else 1
         same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.shared is None
@@ -102,7 +103,7 @@ class Transfer:
 
     @property
     def shared(self) -> SharedParameters | None:
-        """The tensors that were read where they are in the push before."""
+        """The parameters that ranks read in place in the push before, if they did."""
         arena = self._arenas[0] if self._arenas else None
         return arena if isinstance(arena, SharedParameters) else None
 
@@ -115,21 +116,21 @@ class Transfer:
             self._arenas.pop().close()
 
     def disconnect(self, engine: str, transport: str) -> None:
-        """An engine was told to forget this sender."""
+        """Note that an engine was told to release this sender: it is set up again before the next push."""
         if transport in self._ends:
             self._ends[transport].disconnect(engine)
 
     def address(self, engine: str, transport: str) -> str:
-        """What the engine knows this sender by; empty if it was never told."""
+        """The address by which the engine knows this sender; empty if it does not."""
         return self._ends[transport].address(engine) if transport in self._ends else ""
 
     def revoke(self) -> None:
-        """The trainer may write to its parameters again: ranks that still read them where they are find out."""
+        """Revoke shared parameters, which the trainer may then change: ranks that still read them will notice."""
         if self.shared is not None:
             self.shared.revoke()
 
     def cancel(self, error: BaseException) -> None:
-        """Tell the ranks that no more will come of the push that is under way."""
+        """Tell the ranks that the current push is cancelled."""
         if self._current is not None:
             self._current.cancel(error)
             self._current = None
@@ -137,15 +138,15 @@ class Transfer:
             self._free()
 
     def served(self, push: Outgoing) -> None:
-        """A push is served: where engines keep the version before, the next push must leave it intact."""
+        """Note that a push is served. With two arenas, the next push goes into the other one."""
         again, self._current = self._served is not None, None
-        if push.is_whole and self.shared is None:  # what is the trainer's own it changes
+        if push.is_whole and self.shared is None:  # shared parameters change with the next training step
             self._served = push
         if not again:
             self._arenas.reverse()
 
     def rolled_back(self) -> None:
-        """The version before is what is served."""
+        """Note that the version before is served again."""
         self._served = None
         self._arenas.reverse()
 

@@ -1,4 +1,4 @@
-"""Threads of one trainer that use one sender: one after the other."""
+"""Serialises the calls that several threads make to one sender."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from weightsync.errors import PushTimeout
 
 
 class Turns:
-    """Whose turn it is. A thread that has it may take it again."""
+    """A lock with a deadline. The thread that holds it may take it again."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._doing = ""
+        self._current = ""
 
     @contextmanager
     def take(self, what: str, deadline: Deadline) -> Iterator[None]:
-        """Inside, it is the turn of this thread, for ``what``. Raises `PushTimeout`, naming what others are doing."""
+        """Hold the lock inside the context, for the call ``what``. Raises `PushTimeout` with the call in progress."""
         if not self._lock.acquire(timeout=deadline.left()):
             raise PushTimeout(
-                f"{what}: another thread is in {self._doing} of this sender, and was not done with it within "
-                f"{deadline.seconds:g} s; no engine was asked for anything"
+                f"{what}: another thread is in {self._current} of this sender and did not finish within "
+                f"{deadline.seconds:g} s; no engine was contacted"
             )
-        before, self._doing = self._doing, what
+        before, self._current = self._current, what
         try:
             yield
         finally:
-            self._doing = before
+            self._current = before
             self._lock.release()

@@ -1,13 +1,13 @@
-"""A trainer of several processes: what its ranks say to each other, and who writes what.
+"""A trainer of several processes: the messages between its ranks, and which rank writes which bytes.
 
-Rank 0 makes an arena in shared memory, the others map it, and every rank copies its cells (see `assignment`) to their
-place in the assembled tensors. A tensor that one rank writes alone is hashed by that rank on the way; the others are
-hashed once all have written, each by one of the ranks. Then rank 0 announces the buckets, over any transport. The
-engines begin to verify when all ranks have written.
+Rank 0 makes an arena in shared memory, the other ranks map it, and every rank copies its cells (see `assignment`) to
+their place in the assembled tensors. A tensor that only one rank writes is hashed by that rank while it is copied. The
+other tensors are hashed after all ranks have written, each by one rank. Then rank 0 announces the buckets over every
+transport, so the engines verify only after all ranks have written.
 
-What one rank raises, rank 0 tells all. A rank whose process has ended is noticed within a second, one that is frozen by
-the deadline. A rank that was given up may still write when it thaws: into an arena that is not used again before it has
-come to the next call.
+If one rank raises, rank 0 makes every rank raise. A rank whose process has ended is noticed within a second, a frozen
+one at the deadline. A frozen rank may still write when it continues, but that arena is not used again before this rank
+takes part in the next call.
 """
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ __all__ = ["Coordinator", "Follower", "ranks"]
 
 
 def ranks() -> Coordinator | Follower | None:
-    """This process's part among the ranks of its trainer; None if it is the only one."""
+    """This process's role in a trainer of several processes; None if it is the only process."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     rank = dist.get_rank()

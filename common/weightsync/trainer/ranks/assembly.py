@@ -1,7 +1,6 @@
-"""What each rank of a sharded trainer does with the arena that all of them map: write its pieces to their place in the
-assembled tensors, and hash.
+"""The work of each rank of a sharded trainer: write its pieces into the arena that all ranks map, and hash.
 
-Nothing is gathered: every byte of the model is copied once, from the rank that holds it to where the engines read it.
+Nothing is gathered: every byte of the model is copied once, from a rank that holds it to where the engines read it.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from weightsync.trainer.ranks.assignment import Plan, spread
 
 
 class Order(NamedTuple):
-    """One piece to be written: ``part`` of the tensor that begins at byte ``at`` of the stream, out of the ``held``
-    entry's box number ``box``. ``alone``: nobody else writes into tensor ``tensor``, of which all is to be hashed, so
-    whoever writes it does that too."""
+    """One piece to write: ``part`` of tensor ``tensor``, which begins at byte ``at`` of the stream. It is read from box
+    number ``box`` of the rank's ``held`` entry. ``exclusive``: no other rank writes into the tensor, and all of it is
+    to be hashed, so the rank that writes it also hashes it."""
 
     tensor: int
     at: int
     held: int
     box: int
     part: Box
-    alone: bool
+    exclusive: bool
 
 
 class HashPart(NamedTuple):
-    """What is to be hashed once all have written: a ``box`` of a tensor, or all of it, at byte ``at`` of the stream."""
+    """What to hash once all have written: a ``box``, or all, of the tensor that begins at byte ``at`` of the stream."""
 
     tensor: int
     spec: TensorSpec
@@ -48,14 +47,14 @@ class HashPart(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """One rank's work: what it writes, then, once all have, what of it is to be hashed."""
+    """One rank's work: what it writes, and what it hashes once all ranks have written."""
 
     write: tuple[Order, ...]
     hash: tuple[HashPart, ...]
 
 
 class Work(NamedTuple):
-    """What a rank has done: digests by tensor and box of it, bytes written, seconds spent copying and hashing."""
+    """The result of a rank: digests by tensor number and box, bytes written, seconds spent copying and hashing."""
 
     digests: tuple[tuple[int, Box | None, int], ...]
     nbytes: int
@@ -64,7 +63,7 @@ class Work(NamedTuple):
 
 
 def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
-    """Every rank's work; what is not hashed while it is written is hashed by whom that leaves with the least to do."""
+    """Every rank's work. What is not hashed while it is written goes to the rank that has the least to hash."""
     providers, entries = plan.providers(), layout.entries
     wanted = [demand.boxes(entry.number) if entry.nbytes else set() for entry in entries]
     later = [
@@ -88,7 +87,7 @@ def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
                 )
                 for p in pieces
             ),
-            tuple(part for part, one in zip(later, hashing, strict=True) if one == rank),
+            tuple(part for part, hashed_by in zip(later, hashing, strict=True) if hashed_by == rank),
         )
         for rank, pieces in enumerate(plan.pieces)
     ]
@@ -96,9 +95,10 @@ def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
 
 @torch.no_grad()
 def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorithm: str) -> Work:
-    """Copy what ``orders`` say into ``stream``, 1-D uint8, and hash what nobody else writes into.
+    """Copy the pieces of ``orders`` into ``stream``, 1-D uint8, and hash the tensors that no other rank writes into.
 
-    No digests where ``algorithm`` is empty. Raises `SourceError` by name for a tensor that is not as it was described.
+    With an empty ``algorithm`` nothing is hashed. Raises `SourceError` that names a tensor whose shape or dtype is not
+    what the source had announced.
     """
     start, hashing_s, nbytes = time.perf_counter(), 0.0, 0
     wanted: dict[int, list[Order]] = {}
@@ -107,7 +107,7 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     pieces = Counter(order.tensor for order in orders)
     digests: dict[int, int] = {}
     arenas.synchronize(source.device)
-    # All are asked for, also where nothing of them is needed: making them may take every rank.
+    # Every tensor is read, needed or not: making one may be a collective operation of all ranks.
     for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
         for order in wanted.get(index, ()):
             part = _cut(held.spec, held.boxes[order.box], parts[order.box], order.part)
@@ -115,29 +115,29 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
             region = stream[order.at : order.at + size]
             target = narrowed(region.view(part.dtype).view(held.spec.shape), *order.part)
             plain = target.is_contiguous() and part.is_contiguous() and not part.is_neg()
-            at_once = algorithm and order.alone and pieces[order.tensor] == 1
+            at_once = algorithm and order.exclusive and pieces[order.tensor] == 1
             nbytes += part.nbytes
             if not plain or part.device.type != "cpu":
                 target.copy_(part)
             elif not at_once:
                 arenas.copy(target, part)
             else:
-                # What is hashed is the trainer's own tensor, so that a fault in copying shows too.
+                # The trainer's own tensor is hashed, so that a fault in copying shows too.
                 digests[order.tensor], seconds = _copy_and_hash(target, part, algorithm)
                 hashing_s += seconds
-    identity = time.perf_counter()
+    hash_start = time.perf_counter()
     for order in orders:
-        if algorithm and order.alone and order.tensor not in digests:
+        if algorithm and order.exclusive and order.tensor not in digests:
             size = _nbytes(source.held[order.held].spec)
             digests[order.tensor] = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
-    hashing_s += time.perf_counter() - identity
+    hashing_s += time.perf_counter() - hash_start
     found = tuple((tensor, None, value) for tensor, value in digests.items())
     return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s)
 
 
 @torch.no_grad()
 def hash_parts(parts: Sequence[HashPart], stream: torch.Tensor, algorithm: str) -> Work:
-    """Hash what all have written."""
+    """Hash parts of ``stream`` after all ranks have written."""
     start = time.perf_counter()
     digests = []
     for tensor, spec, at, box in parts:
@@ -161,12 +161,12 @@ def _cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Te
 
 
 def _copy_and_hash(target: torch.Tensor, part: torch.Tensor, algorithm: str) -> tuple[int, float]:
-    """In pieces, so that what is hashed is still in the cache; the digest, and the seconds that hashing took."""
+    """Copy in chunks and hash each from the cache; return the digest, and the seconds spent hashing."""
     hasher, seconds = digest.ALGORITHMS[algorithm](), 0.0
     into, out_of = (one.view(-1).view(torch.uint8) for one in (target, part))
     for left, right in zip(torch.split(into, digest.CHUNK_BYTES), torch.split(out_of, digest.CHUNK_BYTES), strict=True):
         arenas.copy(left, right)
-        identity = time.perf_counter()
+        hash_start = time.perf_counter()
         hasher.update(right)
-        seconds += time.perf_counter() - identity
+        seconds += time.perf_counter() - hash_start
     return hasher.value(), seconds

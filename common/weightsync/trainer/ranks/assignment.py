@@ -1,7 +1,8 @@
-"""Who of a trainer's ranks provides which part of which tensor: worked out from what each of them holds. Pure.
+"""Which rank of a trainer provides which part of which tensor, worked out from what each rank holds. No I/O.
 
-Each tensor is cut wherever a box begins or ends, so that each cell lies in a box as a whole or not at all. Each cell is
-given to one rank that holds it, by bytes; one that nobody holds is an error that says who holds what.
+Each tensor is cut at every edge of a box, so that each cell lies either wholly inside a box or wholly outside. Each
+cell is assigned to one rank that holds it, so that bytes are balanced. A cell that no rank holds is an error, which
+says what each rank holds.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from weightsync.tensors.boxes import Box, is_inside
 from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import DTYPES
 
-#: How much of what is wrong an error lists before it says "and N more".
+#: The number of gaps that an error lists before "and N more".
 _LISTED: Final = 5
 
 
 class Assignment(NamedTuple):
-    """What one rank is to provide: ``part`` of the manifest's tensor ``tensor``, which lies in its ``held`` entry's box
-    number ``box``."""
+    """One piece that a rank provides: ``part`` of the manifest's tensor number ``tensor``, which lies in box number
+    ``box`` of the rank's entry number ``held``."""
 
     tensor: int
     held: int
@@ -33,13 +34,13 @@ class Assignment(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``manifest`` is every tensor of the model in sending order, ``pieces`` are those of each rank, in that order."""
+    """``manifest`` has every tensor of the model in sending order; ``pieces`` has those of each rank."""
 
     manifest: tuple[TensorSpec, ...]
     pieces: tuple[tuple[Assignment, ...], ...]
 
     def providers(self) -> list[set[int]]:
-        """The ranks that provide each tensor; none for one without elements."""
+        """The ranks that provide each tensor; none for a tensor without elements."""
         found: list[set[int]] = [set() for _ in self.manifest]
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -48,25 +49,26 @@ class Plan(NamedTuple):
 
 
 def plan(held: Sequence[Sequence[HeldShards]]) -> Plan:
-    """Assign every element of every tensor to exactly one rank that holds it; ``held`` is that of each rank, in order.
+    """Assign every element of every tensor to exactly one rank that holds it. ``held`` has one item for each rank.
 
-    The manifest is rank 0's, then what rank 1 has beside it, and so on. What several ranks hold is spread over them by
-    bytes. Raises `SourceError`, by name, for what is held by nobody, and for tensors that ranks do not agree on.
+    The manifest is that of rank 0, followed by the tensors that only rank 1 adds, and so on. Cells that several ranks
+    hold are spread over these ranks by bytes. Raises `SourceError` that names a tensor of which no rank holds some
+    part, or whose shape or dtype differs between ranks.
     """
     manifest: dict[str, TensorSpec] = {}
     holders: dict[str, list[tuple[int, int, HeldShards]]] = {}
     for rank, entries in enumerate(held):
-        for index, one in enumerate(entries):
-            name = one.spec.name
-            if manifest.setdefault(name, one.spec) != one.spec:
+        for index, shards in enumerate(entries):
+            name = shards.spec.name
+            if manifest.setdefault(name, shards.spec) != shards.spec:
                 first, _, other = holders[name][0]
                 raise SourceError(
-                    f"{name} is {_text(other.spec)} at trainer rank {first} and {_text(one.spec)} at trainer rank "
+                    f"{name} is {_text(other.spec)} at trainer rank {first} and {_text(shards.spec)} at trainer rank "
                     f"{rank}; every rank must hold parts of the same model"
                 )
-            for box in one.boxes:
-                _check_inside(one.spec, box, rank)
-            holders.setdefault(name, []).append((rank, index, one))
+            for box in shards.boxes:
+                _check_inside(shards.spec, box, rank)
+            holders.setdefault(name, []).append((rank, index, shards))
     units: list[_Unit] = []
     gaps: list[str] = []
     for number, spec in enumerate(manifest.values()):
@@ -85,30 +87,30 @@ def plan(held: Sequence[Sequence[HeldShards]]) -> Plan:
 
 
 def spread(work: Sequence[tuple[int, Sequence[int]]], ranks: Iterable[int]) -> list[int]:
-    """Which rank does each piece of ``work``: its size, and the ranks that can. Largest first, to whom has least."""
+    """Choose a rank for each item of ``work``: its size, and the ranks that can. Largest first, to the least loaded."""
     load = dict.fromkeys(ranks, 0)
     chosen = [-1] * len(work)
-    # What only one can do counts before anything is dealt out.
+    # Items that only one rank can do are assigned first, so that the others can balance them.
     for index in sorted(range(len(work)), key=lambda i: (len(work[i][1]) > 1, -work[i][0], i)):
-        size, able = work[index]
-        chosen[index] = min(able, key=lambda rank: (load[rank], rank))
+        size, candidates = work[index]
+        chosen[index] = min(candidates, key=lambda rank: (load[rank], rank))
         load[chosen[index]] += size
     return chosen
 
 
 class _Unit(NamedTuple):
-    """A part that is provided by one rank; ``pieces`` by rank that could."""
+    """A part that one rank will provide; ``pieces`` has it for each rank that could."""
 
     nbytes: int
     pieces: Mapping[int, Assignment]
 
 
 class _Gap(Exception):
-    """Part of a tensor is held by nobody."""
+    """No rank holds some part of a tensor."""
 
 
 def _units(number: int, spec: TensorSpec, holders: Sequence[tuple[int, int, HeldShards]]) -> Iterator[_Unit]:
-    """Cut a tensor wherever a box begins or ends: each cell then lies in a box, or beside it, as a whole."""
+    """Cut a tensor at every edge of a box; each cell is then wholly inside or wholly outside of every box."""
     if not math.prod(spec.shape):
         return
     boxes = [box for _, _, one in holders for box in one.boxes]
@@ -127,9 +129,9 @@ def _units(number: int, spec: TensorSpec, holders: Sequence[tuple[int, int, Held
             raise _Gap(f"no rank holds {_part(cell, cuts)} of {spec.name} {list(spec.shape)} (held: {have})")
     replicated = all(one.replicated for _, _, one in holders if one.boxes)
     for pieces in cells.values():
-        able = pieces if replicated else {min(pieces): pieces[min(pieces)]}
+        candidates = pieces if replicated else {min(pieces): pieces[min(pieces)]}
         part = next(iter(pieces.values())).part
-        yield _Unit(math.prod(part.shape) * DTYPES[spec.dtype].itemsize, able)
+        yield _Unit(math.prod(part.shape) * DTYPES[spec.dtype].itemsize, candidates)
 
 
 def _cells_of(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

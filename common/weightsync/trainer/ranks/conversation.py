@@ -1,4 +1,4 @@
-"""What the ranks of a trainer have in common, whichever part they take in a call of the `Sender`."""
+"""The base of both roles that a trainer's ranks have in a call of the `Sender`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from weightsync.errors import Weights, WeightSyncError
 from weightsync.sources import Source
 from weightsync.trainer.ranks.messages import Messages
 
-#: How long after their deadline the others wait for rank 0 to say how it ended. Rank 0 knows who is missing and should
-#: be the one to say so, may still have to ask the engines what became of a commit, and so ends that much earlier.
+#: Seconds that the other ranks wait for the outcome past their deadline, and seconds by which rank 0's deadline is
+#: earlier: only rank 0 knows which rank is missing, and it may still have to ask the engines how a commit ended.
 GRACE_S: Final = 1.0
 EARLIER_S: Final = 0.5
-#: How long rank 0 lets the others hear how it ended before it closes: the store may end with it.
+#: Seconds that a closing rank 0 waits for the others to read the last outcome: the store may end with rank 0.
 HEARD_S: Final = 2.0
-LOOK_S: Final = 0.002
+#: Seconds between two polls.
+POLL_S: Final = 0.002
 _T = TypeVar("_T")
 
 Act = Callable[[Source | None, Deadline], _T]
-"""What rank 0 does with the engines."""
+"""What a call does with the engines; runs in rank 0."""
 
 
 class Ranks(ABC):
-    """This process's part among the ranks of its trainer."""
+    """This process's role in a trainer of several processes."""
 
     def __init__(self) -> None:
         self._messages = Messages()
         self._session = ""
-        #: What this rank has to send, in a push.
+        #: What this rank sends in a push.
         self._source: Source | None = None
 
     def run(
@@ -40,18 +41,18 @@ class Ranks(ABC):
         kind: Any,
         deadline: Deadline,
         act: Act[_T],
-        offer: Callable[[], Source] | None,
+        open_model: Callable[[], Source] | None,
         engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:
-        """Have rank 0 ``act``, and every rank return what that returns, which is of type ``kind``, or raise the same.
+        """Run ``act`` in rank 0; every rank returns its result, of type ``kind``, or raises the same error.
 
-        ``offer`` opens what this rank has to send. ``engines`` are what they serve if nothing has happened to them. The
-        first of the ranks' deadlines is that of all.
+        ``open_model`` opens what this rank sends. ``engines`` returns what each engine serves, for an error that does
+        not say so. The earliest of the ranks' deadlines holds for all of them.
         """
         try:
             failure: Exception | None = None
             try:
-                self._source = offer() if offer is not None else None
+                self._source = open_model() if open_model is not None else None
             except Exception as error:
                 failure = error
             return self._take_part(what, kind, deadline, failure, act, engines)
@@ -73,7 +74,7 @@ class Ranks(ABC):
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:
-        """As `run`; ``failure`` is what kept this rank from opening what it has to send."""
+        """As `run`; ``failure`` is what ``open_model`` raised, if it did."""
 
     def _key(self, rank: int) -> str:
         return f"{self._session or 'build'}/{rank}"

@@ -1,7 +1,7 @@
-"""Rank 0 of a trainer of several processes, which alone talks to the engines.
+"""Rank 0 of a trainer of several processes: the only rank that talks to the engines.
 
-Every public call of a `Sender` is one conversation: each rank greets rank 0, does what rank 0 asks, and is told how it
-ended. What one rank raises, all raise. The messages are JSON, in the store of the trainer's process group.
+Every public call of a `Sender` is one conversation: each rank sends rank 0 a greeting, does what rank 0 asks for, and
+receives the outcome. If one rank raises, all raise. The messages are JSON, in the store of the trainer's process group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
-from weightsync.trainer.ranks.conversation import EARLIER_S, HEARD_S, LOOK_S, Act, Ranks
+from weightsync.trainer.ranks.conversation import EARLIER_S, HEARD_S, POLL_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
     Fill,
@@ -43,33 +43,33 @@ from weightsync.trainer.ranks.messages import (
     ToRank,
     Welcome,
     WorkDone,
-    raised,
+    as_exception,
     remote_error_of,
 )
 
-#: From a lost connection until the process at its other end is seen to have ended.
+#: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible.
 _ENDS_S: Final = 0.3
 _T = TypeVar("_T")
 
 
 class Coordinator(Ranks):
-    """Rank 0 of ``size`` processes."""
+    """The role of rank 0 in a trainer of ``size`` processes."""
 
     def __init__(self, size: int):
         super().__init__()
         self.size, self._others = size, range(1, size)
-        #: The other side of each conversation, the number of messages sent, and the last of them.
+        #: By rank: the nonce of its conversation, the number of messages sent to it, and the key of the last one.
         self._nonces: dict[int, str] = {}
         self._count: dict[int, int] = {}
         self._last: dict[int, str] = {}
         self._held: dict[int, tuple[HeldShards, ...]] = {}
         self._plan: Plan | None = None
         self._orders: list[Orders] = []
-        #: Whether all have mapped what this push's `fill` has filled.
+        #: Whether every rank has mapped the arena that `fill` has filled in this push.
         self.filled = False
-        #: What the others have answered to what they were told last.
-        self._came: dict[int, bytes] = {}
-        #: What they hash, by name.
+        #: Replies of the other ranks to the last message to each.
+        self._replies: dict[int, bytes] = {}
+        #: The names of the subsets that the ranks' orders cover.
         self._demand: Set[str] = frozenset()
         self._ordered: dict[int, Orders] = {}
 
@@ -86,7 +86,7 @@ class Coordinator(Ranks):
         self.filled = False
         try:
             try:
-                self._gather(what, deadline)
+                self._await_greetings(what, deadline)
             except WeightSyncError:
                 if failure is not None:
                     raise failure from None
@@ -98,22 +98,22 @@ class Coordinator(Ranks):
             self._ordered.clear()
             if isinstance(error, WeightSyncError) and not error.engines:
                 error.settle(dict(engines(deadline)))
-            self._tell(Outcome(failure=remote_error_of(error)))
+            self._send_outcome(Outcome(failure=remote_error_of(error)))
             raise
-        self._tell(Outcome(result=msgspec.Raw(msgspec.json.encode(result))))
+        self._send_outcome(Outcome(result=msgspec.Raw(msgspec.json.encode(result))))
         return result
 
-    def _gather(self, what: str, deadline: Deadline) -> None:
-        """Greet every other rank. Raises what the first of them that is in trouble has raised."""
+    def _await_greetings(self, what: str, deadline: Deadline) -> None:
+        """Wait for the greeting of every other rank. Raises the error of the lowest rank that reports one."""
         keys = {rank: self._key(rank) for rank in self._others}
-        to = f"to {what} (in a process group of {self.size} every rank builds a Sender and calls the same of it)"
-        came: dict[int, bytes] = {}
+        to = f"to {what} (in a process group of {self.size} every rank builds a Sender and makes the same calls)"
+        bodies: dict[int, bytes] = {}
         greetings: dict[int, Greeting] = {}
         try:
-            self._messages.take(keys, came, deadline, to)
-        finally:  # whoever has come is told, also where another has not
-            for rank, body in sorted(came.items()):
-                greetings[rank] = self._greeted(rank, http.from_json(body, Greeting))
+            self._messages.take(keys, bodies, deadline, to)
+        finally:  # ranks that are there get the outcome, also if another is missing
+            for rank, body in sorted(bodies.items()):
+                greetings[rank] = self._begin(rank, http.from_json(body, Greeting))
         if not self._session:
             self._welcome(greetings, deadline)
         deadline.advance(
@@ -121,17 +121,21 @@ class Coordinator(Ranks):
         )
         for rank, greeting in greetings.items():
             if greeting.what != what:
-                raise WrongState(f"trainer rank {rank} came to {greeting.what} where rank 0 came to {what}")
+                raise WrongState(
+                    f"trainer rank {rank} is in {greeting.what!r} and rank 0 in {what!r}; "
+                    "every rank must make the same calls"
+                )
         for rank, greeting in greetings.items():
             if greeting.failure is not None:
-                raise raised(greeting.failure, f"trainer rank {rank}: ")
+                raise as_exception(greeting.failure, f"trainer rank {rank}: ")
         for rank, greeting in greetings.items():
             if greeting.held is not None:
                 self._held[rank], self._plan = greeting.held, None
 
-    def _greeted(self, rank: int, greeting: Greeting) -> Greeting:
+    def _begin(self, rank: int, greeting: Greeting) -> Greeting:
         if rank in self._last:
-            self._messages.drop(self._last.pop(rank), Deadline(HEARD_S))  # it may not have heard how the last one ended
+            # It may not have read the outcome of the last call.
+            self._messages.drop(self._last.pop(rank), Deadline(HEARD_S))
         self._nonces[rank], self._count[rank] = greeting.nonce, 0
         if greeting.space == arenas.process_space():
             self._messages.pids[rank] = greeting.pid
@@ -144,14 +148,14 @@ class Coordinator(Ranks):
                 raise UnsupportedOption(
                     f"trainer rank {rank} runs on another host than rank 0 (or in a container with its own /dev/shm): "
                     "the ranks of a trainer assemble the model in memory that they share, so all must be on one host; "
-                    "for a trainer of several hosts, save a checkpoint and push its folder from a process of its own"
+                    "for a trainer of several hosts, save a checkpoint and push its folder from a separate process"
                 )
         self._session = secrets.token_hex(8)
         for rank in self._others:
-            self._say(rank, Welcome(self._session, os.getpid(), arenas.process_space()), deadline)
+            self._send(rank, Welcome(self._session, os.getpid(), arenas.process_space()), deadline)
 
     def planned(self, source: Source) -> Plan:
-        """Who provides what, given what all have greeted with. Raises `SourceError`."""
+        """Which rank provides what, by what each rank holds according to its greeting. Raises `SourceError`."""
         if self._plan is None or self._held.get(0) != source.held:
             self._held[0] = source.held
             self._plan, self._orders = plan([self._held[rank] for rank in range(self.size)]), []
@@ -167,20 +171,21 @@ class Coordinator(Ranks):
         algorithm: str,
         demand: Wanted,
     ) -> tuple[Found, Work]:
-        """Have every rank write what it provides into the arena; what was to be hashed, and what the slowest took.
+        """Have every rank write its part into the arena and hash; return the digests, and the slowest rank's times.
 
-        Raises `TransferFailed` or `PushTimeout` by rank, and what a rank has raised.
+        ``alive`` names the arenas that are in use. Raises `TransferFailed` or `PushTimeout` that names the rank, and
+        what a rank has raised.
         """
-        assert self._plan is not None, "planned() comes first"
+        assert self._plan is not None, "planned() is called first"
         if not self._orders or self._demand != demand.names:
             self._orders, self._demand = assembly.orders_of(self._plan, layout, demand), set(demand.names)
         handle, orders = arena.handle(), self._orders
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
-            self._say(rank, Fill(arena.name, handle, alive, algorithm, new), deadline)
+            self._send(rank, Fill(arena.name, handle, alive, algorithm, new), deadline)
         stream = arena.bytes[: layout.nbytes]
         written = [assembly.write(source, orders[0].write, stream, algorithm)]
-        written += self._answers("to write its part into the arena", deadline)
+        written += self._await_replies("to write its part into the arena", deadline)
         self._ordered = {rank: orders[rank] for rank in self._others}
         nbytes = sum(work.nbytes for work in written)
         if nbytes != layout.payload_bytes:
@@ -188,9 +193,9 @@ class Coordinator(Ranks):
         hashed: list[Work] = []
         if algorithm and any(one.hash for one in orders):
             for rank in self._others:
-                self._say(rank, Hash(), deadline)
+                self._send(rank, Hash(), deadline)
             hashed = [assembly.hash_parts(orders[0].hash, stream, algorithm)]
-            hashed += self._answers("to hash its part of the arena", deadline)
+            hashed += self._await_replies("to hash its part of the arena", deadline)
         self.filled = True
         found = {(tensor, box): value for work in (*written, *hashed) for tensor, box, value in work.digests}
         gather_s = max(work.gather_s for work in written)
@@ -200,66 +205,66 @@ class Coordinator(Ranks):
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""
         for rank in self._others:
-            self._say(rank, Assist(transport, msgspec.Raw(message)), deadline)
+            self._send(rank, Assist(transport, msgspec.Raw(message)), deadline)
 
     def answered(self, to: str, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""
-        self._answers(to, deadline)
+        self._await_replies(to, deadline)
 
     def check(self, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""
-        keys, to = self._answers_to_come(), "to help"
-        self._messages.look(keys, self._came, deadline, to)
-        self._heard()
-        self._messages.check(keys, self._came, deadline, to)
+        keys, to = self._reply_keys(), "to help"
+        self._messages.poll(keys, self._replies, deadline, to)
+        self._read_replies()
+        self._messages.check(keys, self._replies, deadline, to)
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
         """See `base.PeerRanks`."""
         until = Deadline(_ENDS_S)
         while not (faulty := [rank for rank in self._others if not self._messages.runs(rank)]) and until.left():
-            time.sleep(LOOK_S)
-        if not faulty or self._messages.named(faulty) in str(error):
+            time.sleep(POLL_S)
+        if not faulty or self._messages.describe(faulty) in str(error):
             return error
-        message = f"{error}; {self._messages.named(faulty)} was to send its part"
+        message = f"{error}; {self._messages.describe(faulty)} was to send its part"
         return type(error)(message, weights=error.weights, engines=error.engines)
 
-    def _answers_to_come(self) -> dict[int, str]:
+    def _reply_keys(self) -> dict[int, str]:
         return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
 
-    def _answers(self, to: str, deadline: Deadline) -> list[Work]:
-        self._messages.take(self._answers_to_come(), self._came, deadline, to)
-        return self._heard()
+    def _await_replies(self, to: str, deadline: Deadline) -> list[Work]:
+        self._messages.take(self._reply_keys(), self._replies, deadline, to)
+        return self._read_replies()
 
-    def _heard(self) -> list[Work]:
+    def _read_replies(self) -> list[Work]:
         found: list[Work] = []
-        for rank, body in sorted(self._came.items()):
+        for rank, body in sorted(self._replies.items()):
             done = http.from_json(body, WorkDone)
             if done.failure is not None:
-                raise raised(done.failure, f"trainer rank {rank}: ")
+                raise as_exception(done.failure, f"trainer rank {rank}: ")
             if done.work is not None:
                 found.append(done.work)
         return found
 
-    def _say(self, rank: int, message: ToRank, deadline: Deadline) -> None:
+    def _send(self, rank: int, message: ToRank, deadline: Deadline) -> None:
         self._count[rank] += 1
-        self._came.pop(rank, None)
+        self._replies.pop(rank, None)
         self._last[rank] = f"{self._nonces[rank]}/down/{self._count[rank]}"
         self._messages.put(self._last[rank], http.to_json(message), deadline, f"a message to trainer rank {rank}")
 
-    def _tell(self, outcome: Outcome) -> None:
-        """Best effort: who cannot be told finds out by its own deadline."""
+    def _send_outcome(self, outcome: Outcome) -> None:
+        """Best effort: a rank that does not get the outcome ends at its own deadline."""
         for rank in self._nonces:
             try:
-                self._say(rank, outcome, Deadline(HEARD_S))
+                self._send(rank, outcome, Deadline(HEARD_S))
             except WeightSyncError:
                 return
 
     def close(self) -> None:
-        """Release the connection, once the others have heard how the last call ended. Idempotent."""
+        """Release the connection, once the other ranks have read the outcome of the last call. Idempotent."""
         deadline = Deadline(HEARD_S)
         with contextlib.suppress(WeightSyncError):
             for rank in [rank for rank in self._last if self._messages.runs(rank)]:
                 while deadline.left() and self._messages.unread(self._last[rank], deadline):
-                    time.sleep(LOOK_S)
+                    time.sleep(POLL_S)
         self._last.clear()
         self._messages.close()

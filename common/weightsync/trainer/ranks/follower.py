@@ -1,4 +1,4 @@
-"""A rank of a trainer other than rank 0: it does what rank 0 asks, see `coordinator`."""
+"""A rank of a trainer other than rank 0: it does what rank 0 asks for, see `coordinator`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weightsync.trainer.ranks.messages import (
     ToRank,
     Welcome,
     WorkDone,
-    raised,
+    as_exception,
     remote_error_of,
 )
 from weightsync.transports import registry
@@ -43,14 +43,14 @@ _T = TypeVar("_T")
 
 
 class Follower(Ranks):
-    """The process of this ``rank``."""
+    """The role of ``rank``, which is not 0, in a trainer of several processes."""
 
     def __init__(self, rank: int):
         super().__init__()
         self._rank = rank
-        #: What rank 0 knows, what it has asked for, and the arenas that are mapped, by name.
+        #: What rank 0 knows that this rank holds, the orders that it sent last, and the mapped arenas by name.
         self._known: tuple[HeldShards, ...] | None = None
-        self._mine: Orders | None = None
+        self._orders: Orders | None = None
         self._arenas: dict[str, torch.Tensor] = {}
         self._filling: tuple[torch.Tensor, str] | None = None
         self._helpers: dict[str, RankHelper] = {}
@@ -64,7 +64,7 @@ class Follower(Ranks):
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
     ) -> _T:
-        patient, nonce, key = deadline.extended(GRACE_S), secrets.token_hex(8), self._key(self._rank)
+        until, nonce, key = deadline.extended(GRACE_S), secrets.token_hex(8), self._key(self._rank)
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
             nonce,
@@ -77,17 +77,17 @@ class Follower(Ranks):
             remote_error_of(failure) if failure is not None else None,
         )
         self._known, known = None, held if held is not None else self._known
-        self._messages.put(key, http.to_json(greeting), patient, "trainer rank 0")
+        self._messages.put(key, http.to_json(greeting), until, "trainer rank 0")
         number, last = 1, key
         try:
             while True:
                 down = {0: f"{nonce}/down/{number}"}
-                came: dict[int, bytes] = {}
-                self._messages.take(down, came, patient, f"to {what}")
-                message: ToRank = msgspec.json.decode(came[0], type=ToRank)
+                bodies: dict[int, bytes] = {}
+                self._messages.take(down, bodies, until, f"to {what}")
+                message: ToRank = msgspec.json.decode(bodies[0], type=ToRank)
                 if isinstance(message, Outcome):
                     if message.failure is not None:
-                        raise raised(message.failure) from failure
+                        raise as_exception(message.failure) from failure
                     self._known = known
                     result: _T = msgspec.json.decode(message.result, type=kind)
                     return result
@@ -98,22 +98,22 @@ class Follower(Ranks):
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
-                    done, failure = self._attempt(message, lambda: self._still_wanted(after, patient))  # noqa: B023 - called here
-                    self._messages.put(last, http.to_json(done), patient, "trainer rank 0")
+                    done, failure = self._attempt(message, lambda: self._still_wanted(after, until))  # noqa: B023 - called here
+                    self._messages.put(last, http.to_json(done), until, "trainer rank 0")
                 number += 1
         except BaseException as error:
             with contextlib.suppress(WeightSyncError):
                 self._messages.drop(last, Deadline(HEARD_S))
             if isinstance(error, (PushTimeout, TransferFailed)) and not error.engines:
-                error.weights = "unknown"  # rank 0 would know
+                error.weights = "unknown"  # only rank 0 knows
             raise
 
     def _still_wanted(self, after: str, deadline: Deadline) -> None:
-        """Raise where rank 0 has said more since, or says no more."""
+        """Raise if rank 0 has sent its next message, or if its process has ended."""
         if self._messages.unread(after, deadline):
-            raise TransferFailed("the push was called off")
+            raise TransferFailed("the push was cancelled")
         if self._messages.ended(0):
-            raise TransferFailed(f"{self._messages.named([0])}: it was to end the push")
+            raise TransferFailed(f"{self._messages.describe([0])}: it was to finish the push")
 
     def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[WorkDone, Exception | None]:
         try:
@@ -128,7 +128,7 @@ class Follower(Ranks):
         if message.transport not in self._helpers:
             make = registry.spec(message.transport).rank_helper
             if make is None:
-                raise TransferFailed(f"the transport {message.transport} is sent by rank 0 alone")
+                raise TransferFailed(f"in the transport {message.transport} only rank 0 of a trainer sends")
             self._helpers[message.transport] = make(self._rank)
         stream = self._filling[0] if self._filling is not None else None
         try:
@@ -142,15 +142,15 @@ class Follower(Ranks):
                 del self._arenas[name]
             if message.arena not in self._arenas:
                 self._arenas[message.arena] = arenas.attach(message.handle)
-            self._mine = message.orders if message.orders is not None else self._mine
+            self._orders = message.orders if message.orders is not None else self._orders
             self._filling = self._arenas[message.arena], message.algorithm
-        assert self._filling is not None, "an arena comes first"
-        assert self._mine is not None, "orders come with the first push"
+        assert self._filling is not None, "Fill, with the arena, is sent first"
+        assert self._orders is not None, "the first Fill has the orders"
         stream, algorithm = self._filling
         if isinstance(message, Hash):
-            return assembly.hash_parts(self._mine.hash, stream, algorithm)
-        assert self._source is not None, "only a push asks for weights"
-        return assembly.write(self._source, self._mine.write, stream, algorithm)
+            return assembly.hash_parts(self._orders.hash, stream, algorithm)
+        assert self._source is not None, "only a push sends Fill"
+        return assembly.write(self._source, self._orders.write, stream, algorithm)
 
     def close(self) -> None:
         """Release memory and connection; idempotent."""

@@ -1,10 +1,10 @@
 """Small messages between the processes of one trainer, through the store of its torch.distributed process group.
 
-No collective is started: the trainer's own groups are not touched, and nobody who is missing makes the others hang.
-Every message has one writer and one reader, who removes it.
+No collective is started: the trainer's own groups are not touched, and a missing rank does not make the others hang.
+Every message has one writer and one reader, which removes it.
 
-They are JSON under a prefix of ours, over a connection of our own. They are waited for by polling, in a thread, since a
-store whose process is frozen does not time out.
+Messages are JSON, under a prefix and over a connection that only weightsync uses. The store is polled from a thread,
+since a request to a store whose process is frozen does not time out.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks.assembly import Orders, Work
 
 _PREFIX: Final = "weightsync"
-#: Between two looks at the store, at first and at most.
+#: Seconds between two polls of the store, at first and at most.
 _FIRST_S, _MOST_S = 0.0005, 0.02
-#: How often the processes of those who are missing are looked at.
-_LOOK_UP_S: Final = 0.5
-#: From a process's last closed connection until it is seen to have ended.
+#: Seconds between two checks of the processes of missing ranks.
+_CHECK_S: Final = 0.5
+#: Seconds from the last connection that a process closes until its end is visible.
 _ENDS_S: Final = 0.1
-#: torch's store takes values of up to 8 MB; what is longer goes in parts.
+#: torch's store takes values of up to 8 MB; longer messages are sent in parts of this many characters.
 _PART_CHARS: Final = 4 << 20
 
 _T = TypeVar("_T")
@@ -45,7 +45,7 @@ _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class RemoteError(Message, frozen=True):
-    """An error as another rank raises it again."""
+    """An error of one rank, which another rank raises again."""
 
     error: str
     message: str
@@ -54,10 +54,10 @@ class RemoteError(Message, frozen=True):
 
 
 class Greeting(Message, frozen=True):
-    """rank -> 0: this rank was called, to do ``what``; ``nonce`` names its side of the conversation.
+    """rank -> 0: this rank has been called to do ``what``; ``nonce`` names its conversation.
 
-    It waits until ``moment``, by its host's `time.monotonic`. ``held`` is what it holds; None where that is what it
-    held in the last push, or where nothing is to be sent.
+    Its deadline is ``moment``, by its host's `time.monotonic`. ``held`` is what it holds; None if that is the same as
+    in the last push, or if the call sends nothing.
     """
 
     nonce: str
@@ -71,7 +71,7 @@ class Greeting(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """0 -> rank: the name of the conversations to come, and who rank 0 is."""
+    """0 -> rank: the session that names later conversations, and rank 0's process."""
 
     session: str
     pid: int
@@ -79,9 +79,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Fill(Message, frozen=True, tag="fill"):
-    """0 -> rank: write into the arena; ``orders`` are those of the last push where absent.
+    """0 -> rank: write into the arena; without ``orders``, those of the last push hold.
 
-    ``alive`` are the arenas that are still in use, ``algorithm`` the digest.
+    ``alive`` names the arenas that are still in use, ``algorithm`` is the digest, empty for none.
     """
 
     arena: str
@@ -92,25 +92,25 @@ class Fill(Message, frozen=True, tag="fill"):
 
 
 class Hash(Message, frozen=True, tag="hash"):
-    """0 -> rank: all have written."""
+    """0 -> rank: all ranks have written; hash."""
 
 
 class Assist(Message, frozen=True, tag="assist"):
-    """0 -> rank: help a transport; ``body`` is its own message."""
+    """0 -> rank: help ``transport``; ``body`` is that transport's own message."""
 
     transport: str
     body: msgspec.Raw
 
 
 class Outcome(Message, frozen=True, tag="over"):
-    """0 -> rank: how it ended."""
+    """0 -> rank: how the call ended."""
 
     result: msgspec.Raw = msgspec.Raw(b"null")
     failure: RemoteError | None = None
 
 
 class WorkDone(Message, frozen=True):
-    """rank -> 0: what was asked for is done."""
+    """rank -> 0: the request is done, or has failed."""
 
     work: Work | None = None
     failure: RemoteError | None = None
@@ -120,35 +120,35 @@ ToRank = Welcome | Fill | Hash | Assist | Outcome
 
 
 class Messages:
-    """The messages of this process; ``pids`` are those of the others whose processes can be seen from here, by rank."""
+    """Sends and receives this process's messages; ``pids``: the other ranks' processes that are visible from here."""
 
     def __init__(self) -> None:
-        self._theirs: Any = dist.distributed_c10d._get_default_store()
-        self._ours: Any = None
+        self._group_store: Any = dist.distributed_c10d._get_default_store()
+        self._own_store: Any = None
         self.pids: dict[int, int] = {}
         self._calls: _Calls = queue.SimpleQueue()
-        # In a thread, for a store whose process is frozen does not even time out.
+        # In a thread, since a request to a store whose process is frozen does not time out.
         threading.Thread(target=_serve, args=(self._calls,), name="weightsync-store", daemon=True).start()
-        #: Ends the thread; also runs when this is forgotten.
+        #: Ends the thread; also runs when this object is collected.
         self.close = weakref.finalize(self, self._calls.put, None)
 
     @property
     def _store(self) -> Any:
-        if self._ours is None:
-            # A connection of our own: while one waits for a reply, nobody else can ask over it.
-            theirs = self._theirs.clone() if hasattr(self._theirs, "clone") else self._theirs
-            self._ours = dist.PrefixStore(_PREFIX, theirs)
-        return self._ours
+        if self._own_store is None:
+            # Separate connections: while one waits for a reply, no other request can use it.
+            group_store = self._group_store.clone() if hasattr(self._group_store, "clone") else self._group_store
+            self._own_store = dist.PrefixStore(_PREFIX, group_store)
+        return self._own_store
 
     def put(self, key: str, body: bytes, deadline: Deadline, to: str) -> None:
-        """Leave a message. Raises `TransferFailed`, `PushTimeout`."""
+        """Write a message; ``to`` is what an error says was waited for. Raises `TransferFailed` or `PushTimeout`."""
         text = body.decode()
         parts = [text[at : at + _PART_CHARS] for at in range(0, len(text), _PART_CHARS)]
 
         def put() -> None:
             for number, part in enumerate(parts):
                 self._store.set(f"{key}/{number}", part)
-            self._store.set(key, str(len(parts)))  # last: whoever finds this finds all
+            self._store.set(key, str(len(parts)))  # last: a reader that finds this finds every part
 
         self._call(put, deadline, to)
 
@@ -162,60 +162,60 @@ class Messages:
         return body
 
     def drop(self, key: str, deadline: Deadline) -> None:
-        """Remove a message that may not have been read."""
+        """Remove a message, whether it was read or not."""
         self._call(lambda: self._remove(key), deadline, "the store of the process group")
 
     def unread(self, key: str, deadline: Deadline) -> bool:
-        """Whether a message has not been read yet."""
+        """Whether a message is there and has not been read yet."""
         there: bool = self._call(lambda: self._store.check([key]), deadline, "the store of the process group")
         return there
 
     def take(self, keys: Mapping[int, str], found: dict[int, bytes], deadline: Deadline, to: str) -> None:
-        """Wait for one message from each rank, by its key, until all are ``found``.
+        """Wait for one message from each rank, by its key, and add them to ``found``.
 
-        Raises `TransferFailed` or `PushTimeout`, naming those who are missing, and what they were ``to`` do.
+        Raises `TransferFailed` or `PushTimeout` that names the missing ranks, and what each was ``to`` do.
         """
-        pause_s, looked = _FIRST_S, time.monotonic()
-        while missing := self.look(keys, found, deadline, to):
-            deadline.check(f"{self.named(missing)} {to}")
-            if time.monotonic() - looked > _LOOK_UP_S:
-                looked = time.monotonic()
+        pause_s, checked = _FIRST_S, time.monotonic()
+        while missing := self.poll(keys, found, deadline, to):
+            deadline.check(f"{self.describe(missing)} {to}")
+            if time.monotonic() - checked > _CHECK_S:
+                checked = time.monotonic()
                 self.check(keys, found, deadline, to)
             time.sleep(min(pause_s, deadline.left()))
             pause_s = min(pause_s * 1.5, _MOST_S)
 
-    def look(self, keys: Mapping[int, str], found: dict[int, bytes], deadline: Deadline, to: str) -> list[int]:
-        """As `take`, of the messages that are there; the ranks whose is not."""
+    def poll(self, keys: Mapping[int, str], found: dict[int, bytes], deadline: Deadline, to: str) -> list[int]:
+        """As `take`, without waiting; return the ranks whose message is missing."""
         missing = [rank for rank in keys if rank not in found]
 
-        def look() -> None:
+        def read() -> None:
             for rank in missing:
                 if (body := self._remove(keys[rank])) is not None:
                     found[rank] = body
 
-        self._call(look, deadline, f"{self.named(missing)} {to}")
+        self._call(read, deadline, f"{self.describe(missing)} {to}")
         return [rank for rank in missing if rank not in found]
 
     def check(self, keys: Mapping[int, str], found: dict[int, bytes], deadline: Deadline, to: str) -> None:
-        """As `look`. Raises `TransferFailed` where a rank that is missing has ended."""
+        """As `poll`. Raises `TransferFailed` if the process of a missing rank has ended."""
         ended = [rank for rank in keys if rank not in found and self.ended(rank)]
         if ended:
-            missing = self.look(keys, found, deadline, to)  # it may have ended after its last word
+            missing = self.poll(keys, found, deadline, to)  # it may have ended after its last message
             if ended := [rank for rank in ended if rank in missing]:
-                raise TransferFailed(f"{self.named(ended)}: it was {to}")
+                raise TransferFailed(f"{self.describe(ended)}: it was {to}")
 
-    def named(self, ranks: list[int]) -> str:
-        """Ranks as errors show them, with what can be seen of their processes."""
-        return ", ".join(self._named(rank) for rank in ranks) or "the store of the process group"
+    def describe(self, ranks: list[int]) -> str:
+        """Ranks for an error message, with the state of their processes as far as visible."""
+        return ", ".join(self._describe(rank) for rank in ranks) or "the store of the process group"
 
-    def _named(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         if rank not in self.pids:
             return f"trainer rank {rank}"
-        seen = self._fault(rank)
-        return f"trainer rank {rank} (process {self.pids[rank]}{f', which {seen}' if seen else ''})"
+        fault = self._fault(rank)
+        return f"trainer rank {rank} (process {self.pids[rank]}{f', which {fault}' if fault else ''})"
 
     def runs(self, rank: int) -> bool:
-        """Whether nothing is known against a rank's process."""
+        """Whether a rank's process is not known to have ended or to be frozen."""
         return not self._fault(rank)
 
     def ended(self, rank: int) -> bool:
@@ -230,37 +230,37 @@ class Messages:
         self._calls.put((answer, call))
         while True:
             try:
-                return answer.result(min(max(deadline.left(), 0.05), _LOOK_UP_S))
+                return answer.result(min(max(deadline.left(), 0.05), _CHECK_S))
             except FutureTimeout:
-                which = "" if self.runs(0) else f"; {self._named(0)}, may have it"
+                which = "" if self.runs(0) else f"; {self._describe(0)} may hold the store"
                 deadline.check(f"the store of the process group, for {waiting_for}{which}")
-            except RuntimeError as error:  # what torch raises where the process that has the store is gone
+            except RuntimeError as error:  # torch raises it if the process that has the store is gone
                 time.sleep(_ENDS_S)
-                ended = f"; {self._named(0)}" if self._fault(0) == ENDED else ""
+                ended = f"; {self._describe(0)}" if self._fault(0) == ENDED else ""
                 raise TransferFailed(
                     f"the store of the process group does not answer, waiting for {waiting_for}: {error}{ended}"
                 ) from error
 
 
 def _serve(calls: _Calls) -> None:
-    while (asked := calls.get()) is not None:
-        answer, call = asked
+    while (request := calls.get()) is not None:
+        answer, call = request
         try:
             answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
-        del asked, answer, call  # nothing is kept alive by waiting for the next
+        del request, answer, call  # what they refer to must not live until the next request
 
 
 def remote_error_of(error: BaseException) -> RemoteError:
-    """What another rank is told of an error."""
+    """An error in the form in which it is sent to another rank."""
     if isinstance(error, WeightSyncError):
         return RemoteError(type(error).__name__, str(error), error.weights, error.engines)
     kind = SourceError if isinstance(error, Exception) else TransferFailed
     return RemoteError(kind.__name__, f"{type(error).__name__}: {error}", "unchanged", {})
 
 
-def raised(failure: RemoteError, who: str = "") -> WeightSyncError:
-    """The error that another rank told of, as an exception of this one."""
+def as_exception(failure: RemoteError, prefix: str = "") -> WeightSyncError:
+    """The error that another rank sent, as an exception to raise here."""
     kind = errors.named(failure.error)
-    return kind(f"{who}{failure.message}", weights=failure.weights, engines=failure.engines)
+    return kind(f"{prefix}{failure.message}", weights=failure.weights, engines=failure.engines)
