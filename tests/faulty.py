@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.rig import SITE
+from tests.faults.harness import SITE
 from tools import servers
 from weightsync import Sender
 from weightsync.tensors.layout import digest_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.contract.rig import Rig
+from tests.contract.harness import Harness
 from weightsync.transports import registry
 
 OUTSIDE = str(Path(__file__).resolve().parents[1] / "outside")
@@ -51,7 +51,7 @@ def transport(way):
 
 
 @pytest.fixture
-def rig(way):
-    rig = Rig(way.transport, way.sources)
-    yield rig
-    rig.close()
+def harness(way):
+    harness = Harness(way.transport, way.sources)
+    yield harness
+    harness.close()

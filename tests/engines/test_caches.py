@@ -36,7 +36,7 @@ def cached_tokens(served):
     return body["meta_info"]["cached_tokens"]
 
 
-def test_a_primed_prompt_is_answered_by_the_new_weights(served):
+def test_a_cached_prompt_is_answered_with_the_new_weights(served):
     served.push(served.a)
     servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     primed = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
@@ -63,7 +63,7 @@ def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served):
     assert served.state().version == "under-load"
 
 
-def test_a_push_that_waits_for_streams_commits_when_they_have_ended(served):
+def test_pause_wait_commits_once_the_streams_have_ended(served):
     served.push(served.a, version="before")
     servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     reference = models.load_reference(served.b)
@@ -78,7 +78,7 @@ def test_a_push_that_waits_for_streams_commits_when_they_have_ended(served):
     assert served.state().version == "waited"
 
 
-def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(served):
+def test_pause_wait_that_times_out_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests, trained = served.digests(), models.load_reference(served.b)
     # Many times what a tiny push needs beside eight streams, and a fraction of what so many tokens need.
@@ -92,7 +92,7 @@ def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(serve
     assert served.digests() == digests
 
 
-def test_abort_ends_the_streams_and_serves_the_new_weights(served):
+def test_pause_abort_ends_the_streams_and_serves_the_new_weights(served):
     served.push(served.a)
     trained = models.load_reference(served.b)
     with served.sender(pause="abort") as sender, Streams(served.server) as streams:
@@ -103,7 +103,7 @@ def test_abort_ends_the_streams_and_serves_the_new_weights(served):
     assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
 
 
-def test_the_engines_own_version_is_the_pushed_one(served):
+def test_the_engine_reports_the_pushed_label_as_its_version(served):
     with served.sender() as sender:
         sender.push(models.load_reference(served.b), version="seen-by-users")
     if served.server.engine == "vllm":

@@ -73,7 +73,7 @@ def make_dirty(served, monkeypatch):
     assert served.state().state == "dirty"
 
 
-def test_an_engine_that_somebody_has_paused_stays_paused(served):
+def test_an_engine_that_a_user_paused_stays_paused(served):
     served.push(served.a, version="before")
     assert call(served, *PAUSE[served.server.engine]).ok
     with ThreadPoolExecutor(1) as thread:
@@ -87,7 +87,7 @@ def test_an_engine_that_somebody_has_paused_stays_paused(served):
 
 
 @pytest.mark.parametrize("pause", ["retract", "wait"])
-def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
+def test_requests_that_a_user_froze_stay_frozen(served, pause):
     served.push(served.a)
     most = STREAM_TOKENS[served.server.engine]
     tokens, began, enough = [], threading.Event(), most
@@ -118,7 +118,7 @@ def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
     assert_agrees(served.server, models.load_reference(served.b), greedy(served))
 
 
-def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
+def test_users_cannot_resume_a_dirty_engine_and_a_push_repairs_it(served, monkeypatch):
     served.push(served.a)
     make_dirty(served, monkeypatch)
     engine = served.server.engine
@@ -143,7 +143,7 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
         assert_same(answer.result(60), served.fresh_b.short)
 
 
-def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypatch):
+def test_the_health_routes_of_a_dirty_engine_return_503(served, monkeypatch):
     make_dirty(served, monkeypatch)
     for route in ("/health", "/ping"):
         assert requests.get(served.server.url + route, timeout=30).status_code == 503
@@ -152,7 +152,7 @@ def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypat
         assert requests.get(served.server.url + route, timeout=30).status_code == 200
 
 
-def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, monkeypatch):
+def test_a_dirty_engine_that_a_user_paused_is_repaired_and_stays_paused(served, monkeypatch):
     make_dirty(served, monkeypatch)
     assert call(served, *PAUSE[served.server.engine]).ok
     with ThreadPoolExecutor(1) as thread:
@@ -164,7 +164,7 @@ def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, 
         assert_same(answer.result(60), served.fresh_b.short)
 
 
-def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(served):
+def test_sleeping_weights_refuse_a_push_and_sleeping_kv_stays_asleep(served):
     served.push(served.a, version="awake")
     assert call(served, *PAUSE[served.server.engine]).ok
     calls(served, SLEEP)
@@ -184,7 +184,7 @@ def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(
         assert_same(answer.result(60), served.fresh_b.short)
 
 
-def test_status_says_nothing_is_off(served):
+def test_status_lists_nothing_as_off(served):
     assert served.state().off == {}
     with served.sender(verify="deep") as sender:
         sender.push(models.load_reference(served.b))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from tests.faults.harness import BUCKET_BYTES, Harness, Outcome
 from tests.faults.plan import Fault, at_random, catalogue
-from tests.faults.rig import BUCKET_BYTES, Outcome, Rig
 from tests.faults.run import suffer
 from tools import servers
 from weightsync.sources import open_source
@@ -63,10 +63,10 @@ def _own_shm() -> bool:
 def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]:
     scratch.mkdir()
     tp = 1 if engine == "reference" else asked.tp
-    rig = Rig(engine, tp, scratch)
+    harness = Harness(engine, tp, scratch)
     try:
-        rig.prove()
-        specs = open_source(rig.folders["A"]).specs
+        harness.prove()
+        specs = open_source(harness.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
         transports = asked.transport or list(registry.names())
         every = [fault for transport in transports for fault in catalogue(tp, tensors - 1, transport)]
@@ -78,13 +78,13 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
             faults = [fault for fault in faults if fault.special != "full disk"]
         if asked.rounds:
             begin = time.monotonic()
-            rig.push_clean("A")
+            harness.push_clean("A")
             push_s = time.monotonic() - begin
-            rig.push_clean("B")
+            harness.push_clean("B")
             faults += at_random(asked.seed, asked.rounds, tp, push_s, tensors, buckets, transports)
-        return [_shown(suffer(rig, fault)) for fault in faults]
+        return [_shown(suffer(harness, fault)) for fault in faults]
     finally:
-        rig.close()
+        harness.close()
 
 
 def _shown(outcome: Outcome) -> Outcome:

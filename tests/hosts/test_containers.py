@@ -51,7 +51,7 @@ def weights(model_folder):
     return load_file(model_folder("llama", 1) / "model.safetensors")
 
 
-def test_an_engine_that_shares_the_memory_and_not_the_temporary_folder(elsewhere, weights):
+def test_an_engine_that_shares_dev_shm_but_not_tmp(elsewhere, weights):
     """As with ``docker run --ipc=host``, or a pod's volume at /dev/shm."""
     into = ("unshare", "--mount", "sh", "-c", f'mount --bind {elsewhere} /tmp && exec "$0" "$@"')
     with contained("/tmp/model", *into) as engine, Sender([engine.url]) as sender:
@@ -61,7 +61,7 @@ def test_an_engine_that_shares_the_memory_and_not_the_temporary_folder(elsewhere
         assert serves(sender, engine, weights)
 
 
-def test_an_engine_with_shared_memory_of_its_own(model_folder, weights):
+def test_an_engine_with_its_own_dev_shm(model_folder, weights):
     into = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
     with contained(model_folder("llama", 0), *into) as engine, Sender([engine.url]) as sender:
         result = sender.push(weights).engines[engine.url]
@@ -81,7 +81,7 @@ def stranger():
 @pytest.mark.parametrize(
     "into", ["env HOME=/ setpriv --reuid {0} --clear-groups", "env HOME=/ unshare --user --map-user={0}"]
 )
-def test_an_engine_of_another_user_of_the_host(elsewhere, weights, stranger, into):
+def test_an_engine_of_another_user_on_this_host(elsewhere, weights, stranger, into):
     with contained(f"{elsewhere}/model", *into.format(stranger).split()) as engine:
         with Sender([engine.url]) as sender:
             result = sender.push(weights).engines[engine.url]

@@ -48,7 +48,9 @@ def forwarded(network, far):
     process.communicate()
 
 
-def test_it_is_refused_by_name_before_anything_is_asked_of_it(trainer, far, forwarded, model_folder, transport):
+def test_a_forwarded_engine_is_refused_before_it_is_asked_for_anything(
+    trainer, far, forwarded, model_folder, transport
+):
     before = far[0].status()
     said = trainer.push([forwarded], model_folder("llama", 1), transport=transport, timeout_s=10.0)
     assert said["error"] == "UnsupportedOption", said
@@ -58,7 +60,7 @@ def test_it_is_refused_by_name_before_anything_is_asked_of_it(trainer, far, forw
     assert far[0].status() == before
 
 
-def test_it_is_pushed_to_where_the_trainers_address_is_given(
+def test_a_forwarded_engine_is_reached_if_the_trainers_address_is_given(
     trainer,
     network,
     far,

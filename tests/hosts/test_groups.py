@@ -33,7 +33,7 @@ def pair():
     engine.drop()
 
 
-def test_a_group_with_a_broadcast_half_way_is_left_at_once():
+def test_a_group_with_an_unfinished_broadcast_is_left_at_once():
     with pair() as trainer:
         work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # that the engine never takes
         begin = time.monotonic()
@@ -42,7 +42,7 @@ def test_a_group_with_a_broadcast_half_way_is_left_at_once():
         assert not work.is_completed()
 
 
-def test_a_broadcast_does_not_end_before_the_deadline_of_who_waits_for_it():
+def test_a_broadcast_does_not_time_out_before_its_waiters_deadline():
     with pair() as trainer:
         work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 0.0)
         time.sleep(0.5)  # and ends 4.5 s later

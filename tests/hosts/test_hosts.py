@@ -26,7 +26,7 @@ def test_every_push_reaches_engines_on_two_hosts(trainer, far, model_folder, dig
 
 
 @pytest.mark.skipif(not agents.available(), reason="needs nixl: pip install 'weightsync[nixl]'")
-def test_auto_picks_for_each_engine_of_one_push(trainer, near, far, model_folder, digest):
+def test_auto_chooses_a_transport_for_each_engine(trainer, near, far, model_folder, digest):
     said = trainer.push([near, far[0]], model_folder("llama", 2))
     assert not said["error"], said
     here, there = said["engines"][near.url], said["engines"][far[0].url]
@@ -55,7 +55,7 @@ def interrupted(trainer, far, model_folder, fault, **options):
     return said, during, trainer.push(far, model_folder("llama", 2), **options)
 
 
-def test_a_network_that_is_cut_ends_the_push_and_the_next_works(trainer, network, far, model_folder, digest, transport):
+def test_a_cut_network_ends_the_push_and_the_next_push_succeeds(trainer, network, far, model_folder, digest, transport):
     said, during, after = interrupted(trainer, far, model_folder, network.cut("a"), transport=transport)
     # Whoever finds out first tells: the transport, or who renews the lease.
     assert said["error"] in ("PushTimeout", "TransferFailed", "EngineUnreachable"), said
@@ -67,7 +67,7 @@ def test_a_network_that_is_cut_ends_the_push_and_the_next_works(trainer, network
     assert [served(engine) for engine in far] == [digest(2)] * 2
 
 
-def test_a_firewall_that_lets_only_http_through_is_told_by_rank_and_engine(
+def test_a_firewall_that_passes_only_http_is_reported_by_rank_and_engine(
     trainer, network, far, model_folder, digest, transport
 ):
     said, during, after = interrupted(trainer, far, model_folder, network.firewall("a", PORT), transport=transport)
@@ -81,7 +81,7 @@ def test_a_firewall_that_lets_only_http_through_is_told_by_rank_and_engine(
     assert [served(engine) for engine in far] == [digest(2)] * 2
 
 
-def test_an_engine_that_was_restarted_is_pushed_to_and_said_to_be(trainer, far, model_folder, digest, transport):
+def test_a_restarted_engine_gets_the_push_and_is_reported(trainer, far, model_folder, digest, transport):
     assert not trainer.push(far, model_folder("llama", 1), transport=transport)["error"]
     before = [engine.status()["instance"] for engine in far]
     far[0].kill()

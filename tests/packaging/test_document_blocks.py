@@ -67,14 +67,14 @@ def test_every_block_does_what_the_document_says(document, world):
 
 
 @pytest.mark.parametrize("document", [document for document in DOCUMENTS if spoken(document)])
-def test_every_command_in_the_text_is_one(document, world):
+def test_every_command_in_the_text_exists(document, world):
     for span in dict.fromkeys(spoken(document)):
         line = span.replace("URL", "http://127.0.0.1:8000")
         run_command(Command(line, shlex.split(line)), world, f"{document}: `{span}`")
 
 
 @pytest.mark.parametrize(("column", "engine"), [(0, "vllm"), (1, "sglang")])
-def test_the_engines_have_the_options_that_are_named(parsers, engine, column):
+def test_every_engine_option_in_the_documents_exists(parsers, engine, column):
     for row in table("docs/versions.md", "vLLM"):
         for word in coded(row[column]):
             if word.startswith("--"):
@@ -114,6 +114,6 @@ def test_the_engines_have_the_options_that_are_named(parsers, engine, column):
     ],
 )
 @pytest.mark.parametrize("document", ["README.md"])
-def test_what_is_not_so_is_found(world, document, kind, text):
+def test_false_statements_are_detected(world, document, kind, text):
     with pytest.raises(Refused):
         run(Block(document, 1, kind, text), world)

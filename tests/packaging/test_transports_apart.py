@@ -22,7 +22,7 @@ def own_folder(name):
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_a_transport_is_named_in_its_own_folder_alone(name):
+def test_a_transport_is_named_only_in_its_own_folder(name):
     own, found = own_folder(name), set()
     assert any(path.exists() for path in own)
     for path in (path for room in OURS for path in (ROOT / room).rglob("*.py") if path not in own):
@@ -49,7 +49,7 @@ print("ok")
 
 
 @pytest.mark.parametrize("module", ["weightsync.testing", "vllm_weightsync.rank"])
-def test_an_engine_has_routes_and_methods_of_a_transport_from_elsewhere_without_importing_it(module, monkeypatch):
+def test_an_engine_offers_a_third_party_transport_without_importing_it(module, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "outside"), prepend=":")
     run = subprocess.run(
         [sys.executable, "-c", METHODS.format(module=module)], check=False, capture_output=True, text=True

@@ -19,7 +19,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def test_nothing_is_untrue_in_a_few_scenarios(quiet):
+def test_a_few_scenarios_find_no_violation(quiet):
     found = run("reference", 0, steps=STEPS, limit_s=LIMIT_S)
     assert found.violations == []
     assert found.tally.steps > 0

@@ -66,7 +66,7 @@ def contents(model):
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view])
-def test_a_loader_that_is_seen_to_adopt_tensors_gets_its_own(act, apart):
+def test_a_loader_that_keeps_its_tensors_is_given_copies(act, apart):
     model = model_of()
     loading = Loading(SinkOf(model, loader(act), SPECS))
     for number in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_a_loader_that_is_seen_to_adopt_tensors_gets_its_own(act, apart):
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view, as_a_buffer])
-def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from_then_on(act, apart):
+def test_a_loader_that_secretly_keeps_its_tensors_is_detected_and_then_given_copies(act, apart):
     model = model_of()
     loading = Loading(SinkOf(model, loader(act, seen=True), SPECS))
     layout = loading.accept(SPECS)
@@ -100,7 +100,7 @@ def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from
         assert before["plain"] == bits(pushed(number)["plain"])
 
 
-def test_a_sealed_loader_is_looked_at_as_well():
+def test_a_sealed_loader_is_checked_too():
     class Packs(SinkOf):
         def loader_hooks(self):
             return Sealed(self.model, "it packs layers")
@@ -135,7 +135,7 @@ class Breaks:
         raise OSError("the last one cannot be read")
 
 
-def test_what_an_adopting_engine_serves_stays_when_the_sender_packs_the_next_push(model_folder, trained):
+def test_the_weights_of_an_adopting_engine_do_not_change_when_the_next_push_is_packed(model_folder, trained):
     with (
         ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", ADOPTING)) as engine,
         Sender([engine.url]) as sender,

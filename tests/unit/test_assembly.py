@@ -22,7 +22,7 @@ def told(message):
     return http.from_json(http.to_json(message), type(message))
 
 
-def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
+def test_every_part_that_engines_need_is_hashed_once_by_one_rank():
     whole = {name: torch.randn(shape) for name, shape in (("a", (8, 64)), ("b", (6, 2048)), ("c", (5,)), ("d", (0, 3)))}
     ranks = [
         open_source(

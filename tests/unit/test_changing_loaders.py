@@ -124,7 +124,7 @@ def rank(request, monkeypatch):
     return model, Loading(SinkOf(model, load_experts, SPECS))
 
 
-def test_experts_that_change_places_get_their_own_weights_at_the_very_next_push(rank):
+def test_experts_that_moved_get_their_weights_at_the_next_push(rank):
     model, loading = rank
     for number in (1, 2):
         push_into(loading, checkpoint(number))
@@ -142,7 +142,7 @@ def test_experts_that_change_places_get_their_own_weights_at_the_very_next_push(
     assert compared(loading, "what the loader does").fault == ""
 
 
-def test_experts_that_change_places_while_a_push_travels_get_their_own_weights(rank):
+def test_experts_that_move_during_a_push_get_their_weights(rank):
     model, loading = rank
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
@@ -156,7 +156,7 @@ def test_experts_that_change_places_while_a_push_travels_get_their_own_weights(r
     assert served(model) == wanted(3)
 
 
-def test_what_changes_all_the_time_and_means_nothing_costs_nothing_in_the_end(rank):
+def test_irrelevant_changes_cost_nothing_in_the_end(rank):
     model, loading = rank
     for number in range(1, 9):
         push_into(loading, checkpoint(number))
@@ -171,7 +171,7 @@ def test_what_changes_all_the_time_and_means_nothing_costs_nothing_in_the_end(ra
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(KINDS), st.lists(st.one_of(st.none(), st.permutations(range(EXPERTS))), min_size=1, max_size=6))
-def test_whatever_changes_between_pushes_what_is_served_is_what_was_pushed(kind, moves):
+def test_the_pushed_weights_are_served_whatever_changes_between_pushes(kind, moves):
     with contextlib.ExitStack() as stack:
         stack.callback(os.environ.pop, VARIABLE, None)
         stack.callback(setattr, GLOBAL, "slot", list(range(EXPERTS)))
@@ -184,7 +184,7 @@ def test_whatever_changes_between_pushes_what_is_served_is_what_was_pushed(kind,
             assert served(model) == wanted(number)
 
 
-def test_parts_that_were_read_for_another_place_are_refused_and_the_next_push_is_whole():
+def test_an_outdated_subset_is_refused_and_the_next_push_is_whole():
     model = Experts("a list")
 
     def load(model, weights):
@@ -203,7 +203,7 @@ def test_parts_that_were_read_for_another_place_are_refused_and_the_next_push_is
     assert float(model.w[0][0]) == 301.0
 
 
-def test_a_loader_that_passes_over_something_since_the_push_was_accepted_is_refused_before_anything_stops():
+def test_a_loader_that_starts_to_skip_tensors_after_prepare_is_refused_before_the_pause():
     model = Experts("a list")
     model.blind = False
 
@@ -271,7 +271,7 @@ def around_rank():
 
 @pytest.mark.parametrize("move", [exchanged, moved])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same(move, when):
+def test_memory_that_moves_during_a_load_gets_the_pushed_weights(move, when):
     adapter, model, loading = around_rank()
     setattr(adapter, when, move)
     push_into(loading, two_of(3))
@@ -282,7 +282,7 @@ def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same
     assert compared(loading, "what is in the model").fault
 
 
-def test_weights_that_are_worked_on_from_some_push_on_are_noticed_and_loaded_by_the_engine():
+def test_weights_that_come_to_be_processed_after_loading_are_loaded_by_the_engine():
     adapter, model, loading = around_rank()
     adapter.after = lambda model: model.odd.data.mul_(2)
     push_into(loading, two_of(3), "third")
@@ -293,7 +293,7 @@ def test_weights_that_are_worked_on_from_some_push_on_are_noticed_and_loaded_by_
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_every_byte_of_a_large_model_is_looked_at_in_some_push(apart):
+def test_every_byte_of_a_large_model_is_eventually_compared(apart):
     shape = (3000, 1000)  # more than is looked at after one push
     model = Model({"plain": torch.zeros(shape), "turned": torch.zeros(shape).t()})
 
@@ -322,7 +322,7 @@ def test_every_byte_of_a_large_model_is_looked_at_in_some_push(apart):
         assert f"{name} is not what was copied to it" in loading.way
 
 
-def test_parts_in_memory_that_moves_inside_of_a_load_are_an_error_of_this_rank():
+def test_a_subset_in_memory_that_moves_during_a_load_is_an_error():
     model = Model({"plain": torch.zeros(4, 6)})
 
     def load(model, weights):
@@ -370,7 +370,7 @@ testing.main()
 """
 
 
-def test_an_engine_that_has_rebalanced_its_layers_serves_what_is_pushed(model_folder, trained):
+def test_an_engine_that_rebalanced_its_layers_serves_the_pushed_weights(model_folder, trained):
     want = digest_of(trained.state_dict().items())
     with (
         ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", BALANCED)) as engine,

@@ -53,7 +53,7 @@ def busy():
 
 
 @ways
-def test_a_rank_whose_transfer_breaks_says_why_the_sender_gave_up_also_where_it_hears_that_later(remote):
+def test_a_rank_reports_why_the_sender_gave_up_even_if_it_learns_it_later(remote):
     with met(remote) as (_, talk, call):
         later = Timer(0.2, talk.cancel, [OSError("disk gone")])
         later.start()
@@ -63,7 +63,7 @@ def test_a_rank_whose_transfer_breaks_says_why_the_sender_gave_up_also_where_it_
 
 
 @ways
-def test_a_rank_whose_transfer_breaks_while_the_sender_says_nothing_of_it_says_what_broke(remote):
+def test_a_rank_reports_its_own_error_if_the_sender_reports_none(remote):
     with met(remote) as (_, talk, call):
         talk.announce(0, {})
         with pytest.raises(TransferFailed, match="REMOTE_DISCONNECT"), call.explained():
@@ -71,7 +71,7 @@ def test_a_rank_whose_transfer_breaks_while_the_sender_says_nothing_of_it_says_w
 
 
 @ways
-def test_the_last_word_of_a_sender_that_closes_at_once_reaches_a_rank_that_lags(remote, busy):
+def test_the_final_message_of_a_closing_sender_reaches_a_slow_rank(remote, busy):
     buckets = 800  # less than a socket keeps, more than it sends at once
     for _ in range(30):
         with met(remote) as (trainer, talk, call):
@@ -86,7 +86,7 @@ def test_the_last_word_of_a_sender_that_closes_at_once_reaches_a_rank_that_lags(
 
 
 @ways
-def test_a_rank_that_listens_only_once_its_sender_is_gone_hears_the_last_word(remote):
+def test_a_rank_that_listens_after_its_sender_closed_gets_the_final_message(remote):
     with met(remote) as (trainer, talk, call):
         talk.announce(0, {})
         talk.cancel(OSError("disk gone"))
@@ -97,7 +97,7 @@ def test_a_rank_that_listens_only_once_its_sender_is_gone_hears_the_last_word(re
 
 
 @ways
-def test_a_rank_finds_out_that_its_sender_went_without_a_word(remote):
+def test_a_rank_notices_that_its_sender_ended_without_a_message(remote):
     with met(remote) as (trainer, _, call):
         trainer.close()
         with pytest.raises(TransferFailed, match="the sender is gone; it was to announce bucket 0"):
@@ -105,7 +105,7 @@ def test_a_rank_finds_out_that_its_sender_went_without_a_word(remote):
 
 
 @ways
-def test_a_rank_that_is_busy_for_thousands_of_buckets_is_not_gone_and_nor_is_the_trainer(remote):
+def test_neither_side_is_taken_for_dead_during_thousands_of_buckets(remote):
     buckets = 20_000
     with met(remote) as (_, talk, call):
         for index in range(buckets):

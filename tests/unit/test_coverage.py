@@ -45,7 +45,7 @@ def wrapped(model_folder):
         yield engine
 
 
-def test_an_engine_whose_loader_passes_over_a_layer_refuses_by_name_and_goes_on(wrapped, trained):
+def test_an_engine_whose_loader_skips_a_layer_refuses_by_name_and_keeps_serving(wrapped, trained):
     with Sender([wrapped.url]) as sender:
         before = sender.status(digest=True)[wrapped.url].ranks[0].digest
         for _ in range(2):  # also when the manifest is known
@@ -58,7 +58,7 @@ def test_an_engine_whose_loader_passes_over_a_layer_refuses_by_name_and_goes_on(
         assert sender.status(digest=True)[wrapped.url].ranks[0].digest == before
 
 
-def test_status_tells_what_is_filled_and_what_was_compared(engine, trained, capsys):
+def test_status_reports_what_is_loaded_and_what_was_compared(engine, trained, capsys):
     with Sender([engine.url]) as sender:
         for _ in range(3):
             sender.push(trained)
@@ -85,7 +85,7 @@ def test_status_tells_what_is_filled_and_what_was_compared(engine, trained, caps
         (lambda w: {n: t for n, t in w.items() if ".1." not in n}, r"missing: model\.layers\.1\..*multi-token.*folder"),
     ],
 )
-def test_what_trainers_get_wrong_most_is_refused_with_what_to_do(engine, trained, change, said):
+def test_common_mistakes_are_refused_with_advice(engine, trained, change, said):
     with Sender([engine.url]) as sender:
         before = sender.status(digest=True)[engine.url].ranks[0].digest
         with pytest.raises(ManifestMismatch, match=said):
@@ -163,7 +163,7 @@ NORMS = {"layers.0.norm": (8,), "norm": (8,)}
         ),
     ],
 )
-def test_tensors_that_nobody_needs_and_parameters_with_defaults_are_no_fault(checkpoint, ranks):
+def test_unneeded_tensors_and_parameters_with_defaults_are_accepted(checkpoint, ranks):
     found, specs = accepted(checkpoint, *ranks)
     check_read(found, specs)
 
@@ -188,7 +188,9 @@ def test_tensors_that_nobody_needs_and_parameters_with_defaults_are_no_fault(che
         pytest.param({"norm": (8,)}, [{"base_layer.norm": (8,)}], r"base_layer\.norm", "norm:", id="in no layer"),
     ],
 )
-def test_a_tensor_that_all_skip_while_its_place_stays_as_it_was_is_refused(checkpoint, ranks, unwritten, unread):
+def test_a_tensor_that_every_rank_skips_is_refused_if_its_parameter_stays_unwritten(
+    checkpoint, ranks, unwritten, unread
+):
     found, specs = accepted(checkpoint, *ranks)
     with pytest.raises(ManifestMismatch, match=f"loaded into {unwritten}.*no rank loads {unread}"):
         check_read(found, specs)
@@ -196,7 +198,7 @@ def test_a_tensor_that_all_skip_while_its_place_stays_as_it_was_is_refused(check
         check_read(found)
 
 
-def test_a_part_of_a_fused_parameter_that_is_skipped_is_found():
+def test_a_skipped_part_of_a_fused_parameter_is_detected():
     checkpoint = {"layers.0.q": (4, 8), "layers.0.k": (2, 8), "layers.0.inv_freq": (8,)}
 
     def load(model, weights):
@@ -210,7 +212,7 @@ def test_a_part_of_a_fused_parameter_that_is_skipped_is_found():
         check_read(found, specs)
 
 
-def test_a_rank_that_cannot_be_recorded_may_read_everything():
+def test_a_rank_that_cannot_be_recorded_counts_as_reading_everything():
     checkpoint = {"layers.0.norm": (8,)}
     found, specs = accepted(checkpoint, {"layers.0.base_layer.norm": (8,)})
     blind = Loading(SinkOf(Model({"norm": torch.zeros(8)}), lambda model, weights: 1 / 0, specs))

@@ -26,11 +26,11 @@ def classes():
     return [(one.__name__, one.__bases__[0].__name__) for one in found]
 
 
-def test_the_tree_is_that_of_the_classes():
+def test_the_documented_tree_matches_the_classes():
     assert [(name, base) for name, base, _ in drawn(errors.__doc__)] == classes()
 
 
-def test_every_error_has_its_meaning_on_one_line():
+def test_every_error_is_explained_on_one_line():
     meanings = {name: meaning for name, _, meaning in drawn(errors.__doc__) if name != "WeightSyncError"}
     assert None not in meanings.values()
     assert len(set(meanings.values())) == len(meanings)
@@ -39,6 +39,6 @@ def test_every_error_has_its_meaning_on_one_line():
         assert re.findall(r"also an? `(\w+)`", meaning) == also, name
 
 
-def test_a_tree_is_read_as_it_is_drawn():
+def test_a_drawn_tree_is_parsed():
     page = "::\n\n    A\n    ├── B   of b\n    │   └── C  of c\n    └── D  of d\n\nrest"
     assert list(drawn(page)) == [("A", "Exception", None), ("B", "A", "of b"), ("C", "B", "of c"), ("D", "A", "of d")]

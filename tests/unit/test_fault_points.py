@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.faults.rig import SITE, Trainer
+from tests.faults.harness import SITE, Trainer
 from tools import servers
 from weightsync.testing import ReferenceEngine
 from weightsync.transports import registry
@@ -29,7 +29,7 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def rig(model_folder, tmp_path_factory):
+def harness(model_folder, tmp_path_factory):
     """How to have a trainer push into a reference engine, both with the points in them; the file that orders one."""
     order = tmp_path_factory.mktemp("faults") / "order"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(servers.ROOT)]), "FAULT_FILE": str(order)}
@@ -51,8 +51,8 @@ def pushed(trainer, url, folder, version, transport):
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_every_point_is_passed(rig, transport):
-    push, order = rig
+def test_every_fault_point_is_reached(harness, transport):
+    push, order = harness
     for number in range(3):
         assert push(f"{transport} {number}", transport)["error"] == ""
     for point, where, action in POINTS:

@@ -52,7 +52,7 @@ def forked():
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nixl", "nccl"])
-def test_a_killed_trainer_is_succeeded_at_once_although_its_child_lives(
+def test_a_killed_trainer_is_replaced_at_once_although_its_child_lives(
     engine, model_folder, trained, children, transport
 ):
     command = [sys.executable, "-c", TRAINER, engine.url, str(model_folder("llama", 0)), transport]
@@ -72,7 +72,7 @@ def test_a_killed_trainer_is_succeeded_at_once_although_its_child_lives(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
+def test_a_listening_socket_is_not_inherited_by_children(children, remote):
     control = TrainerControl(remote=remote)
     try:
         address = control.address("http://127.0.0.1:1")
@@ -90,7 +90,7 @@ def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
     assert not addresses.owner_lives(address)
 
 
-def test_a_descriptor_that_was_given_up_is_no_concern_of_later_children():
+def test_a_disowned_descriptor_is_inherited_by_later_children():
     with socket.socket() as one:
         number = forks.own(one.fileno)
         forks.disown(number)

@@ -105,7 +105,7 @@ def made():
 
 
 @pytest.fixture
-def rig(made):
+def harness(made):
     front = made(Front())
     return front, made(Trainer(front.front_end, "one")), made(Trainer(front.front_end, "two"))
 
@@ -139,8 +139,8 @@ async def queued(front, coroutine):
 
 @pytest.mark.parametrize("failing", [0, 1])
 @driven
-async def test_a_rollback_that_fails_on_one_of_two_ranks_brings_both_back_to_the_same_version(rig, failing):
-    front, one, _ = rig
+async def test_a_rollback_that_fails_on_one_rank_restores_the_same_version_on_both(harness, failing):
+    front, one, _ = harness
     for version, value in (("v1", 1), ("v2", 2)):
         await one.stage(version, value)
         await one.commit(version)
@@ -156,8 +156,8 @@ async def test_a_rollback_that_fails_on_one_of_two_ranks_brings_both_back_to_the
 
 @pytest.mark.parametrize("waits", [False, True])
 @driven
-async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, waits):
-    front, one, _ = rig
+async def test_a_commit_after_the_abort_of_its_push_is_refused(harness, waits):
+    front, one, _ = harness
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
     abort = asyncio.ensure_future(front.front_end.abort(FORGET))
@@ -170,7 +170,7 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
 
 
 @pytest.mark.parametrize("told", ["unchanged", "committed", "unknown"])
-def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference, model_folder, monkeypatch, told):
+def test_a_commit_whose_connection_breaks_is_reported_by_its_outcome(reference, model_folder, monkeypatch, told):
     model, broken = models.load_reference(model_folder("llama", 1 if told == "unchanged" else 2)), []
     with Sender([reference.url]) as sender, monkeypatch.context() as patch:
         before, server = sender.status(digest=True)[reference.url], sender._driver.engines._clients[0]._server
@@ -200,7 +200,7 @@ def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_an_engine_that_was_dirty_is_told_so_by_a_push_that_fails_in_prepare(reference, model_folder, made, another):
+def test_a_push_that_fails_in_prepare_reports_that_the_engine_was_dirty(reference, model_folder, made, another):
     model, sender = models.load_reference(model_folder("llama", 1)), made(Sender([reference.url]))
     model.model.norm.weight.data.fill_(2)
     with pytest.raises(errors.ApplyFailed, match="division by zero"):
@@ -214,7 +214,7 @@ def test_an_engine_that_was_dirty_is_told_so_by_a_push_that_fails_in_prepare(ref
     assert (raised.value.engines, raised.value.weights) == ({reference.url: "dirty"}, "dirty")
 
 
-def test_a_sender_that_was_refused_and_closes_takes_nothing_of_the_holders(made):
+def test_a_refused_sender_that_closes_does_not_affect_the_lease_holder(made):
     engine = made(Engine())
     first, second = (made(Sender([engine.url], keep_previous=True)) for _ in range(2))
     first.push(WEIGHTS[1], version="v1")
@@ -229,8 +229,8 @@ def test_a_sender_that_was_refused_and_closes_takes_nothing_of_the_holders(made)
 
 
 @driven
-async def test_a_late_abort_by_the_trainer_before_does_not_forget_the_push_of_its_successor(rig):
-    front, one, two = rig
+async def test_a_late_abort_by_the_previous_trainer_does_not_cancel_its_successors_push(harness):
+    front, one, two = harness
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
     first = asyncio.ensure_future(front.front_end.abort(FORGET))
@@ -245,8 +245,8 @@ async def test_a_late_abort_by_the_trainer_before_does_not_forget_the_push_of_it
 
 
 @driven
-async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_rank_receiving(rig):
-    front, one, _ = rig
+async def test_a_prepare_that_one_rank_refuses_leaves_no_rank_receiving(harness):
+    front, one, _ = harness
     front.ranks[1]._adapter.weights["more"] = torch.zeros(1)
     with pytest.raises(errors.ManifestMismatch, match="more"):
         await one.stage("v1")
@@ -254,7 +254,7 @@ async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_ran
     assert (status.state, front.seen()) == ("serving", SERVING[0])
 
 
-def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_lives(made, monkeypatch):
+def test_leases_are_renewed_only_at_engines_that_answered_the_prepare(made, monkeypatch):
     quick, slow, renewed, renew = made(Engine()), made(Engine()), [], client.EngineClient.renew
     monkeypatch.setattr(engines_of_a_trainer, "_RENEW_EVERY_S", 0.05)
     monkeypatch.setattr(client.EngineClient, "renew", lambda it, *more: renewed.append(it.url) or renew(it, *more))
@@ -268,7 +268,7 @@ def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_li
         assert set(push.result(5).engines) == {quick.url, slow.url}
 
 
-def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_go(made, monkeypatch):
+def test_of_two_senders_that_each_hold_one_engine_the_refused_one_releases_it(made, monkeypatch):
     engines = [made(Engine()), made(Engine())]
     first, second = (made(Sender([engine.url for engine in engines])) for _ in range(2))
     prepare = first._driver.engines._clients[1].prepare
@@ -290,8 +290,8 @@ def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_g
 
 
 @driven
-async def test_a_restart_between_prepare_and_commit_is_told_and_nothing_claimed_of_the_weights(rig):
-    front, one, _ = rig
+async def test_a_restart_between_prepare_and_commit_is_reported_with_unknown_weights(harness):
+    front, one, _ = harness
     await one.stage("v1", 1)
     one.front_end = front_end.FrontEnd(front)
     with pytest.raises(errors.EngineRestarted, match="restarted since the push was prepared") as raised:
@@ -300,7 +300,7 @@ async def test_a_restart_between_prepare_and_commit_is_told_and_nothing_claimed_
 
 
 @driven
-async def test_a_call_that_takes_too_long_names_the_stopped_rank_and_the_next_gets_its_own_reply():
+async def test_a_call_that_times_out_names_the_stopped_rank_and_the_next_gets_its_own_reply():
     rank = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     async def raw(method, payload):
@@ -327,8 +327,8 @@ async def test_a_call_that_takes_too_long_names_the_stopped_rank_and_the_next_ge
 
 
 @driven
-async def test_a_prepared_push_does_not_expire_between_ready_and_apply(rig):
-    front, one, _ = rig
+async def test_a_prepared_push_does_not_expire_between_ready_and_apply(harness):
+    front, one, _ = harness
     await one.stage("v1", 1, timeout_s=1.0)
     deadlines = [receiver._job.deadline for receiver in front.ranks]
     gate = front.gates["weightsync_commit"] = threading.Event()

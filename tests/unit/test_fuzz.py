@@ -25,7 +25,7 @@ EACH_ROUTE, EACH_METHOD = 1000, 1200
 INTRODUCE_OR_UPDATE = (http.UpdateRequest, InitNcclGroup, RegisterNixl)
 
 
-def test_the_shares_add_up():
+def test_the_number_of_messages_adds_up():
     shares = len(fuzz.ROUTES) * EACH_ROUTE, len(fuzz.METHODS) * EACH_METHOD, TO_RANK, TO_TRAINER
     assert sum(shares) >= 20_000
     passed_on = {f"update_weights_via_{transport}" for transport in registry.names()} | {
@@ -57,7 +57,7 @@ class Before:
 
 
 @pytest.mark.parametrize("route", fuzz.ROUTES)
-def test_a_route_answers_rubbish_with_4xx_and_goes_on(engine, trained, traps, route):
+def test_a_route_answers_malformed_messages_with_4xx_and_keeps_working(engine, trained, traps, route):
     before, line = Before(engine), fuzz.Line(engine.url, engine_token())
 
     @settings(fuzz.FUZZ, max_examples=EACH_ROUTE)
@@ -71,7 +71,7 @@ def test_a_route_answers_rubbish_with_4xx_and_goes_on(engine, trained, traps, ro
     assert_serves(engine, trained, before, route)
 
 
-def test_manifests_of_absurd_size_are_refused_soon_and_in_few_words(engine, trained, traps):
+def test_huge_manifests_are_refused_quickly_and_briefly(engine, trained, traps):
     before, line = Before(engine), fuzz.Line(engine.url, engine_token())
     dead = next(text for text in traps.texts if "weightsync-dead/control" in text)
     fields = {"push": "p", "address": dead, "secret": "", "bucket_bytes": 512, "timeout_s": 60.0}
@@ -98,7 +98,7 @@ def rank(model_folder):
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(fuzz.METHODS.values()), ids=lambda kind: kind.__name__)
-def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, kind):
+def test_a_rank_refuses_senseless_messages_by_name(rank, trained, traps, kind):
     methods, sent = [method for method, its in fuzz.METHODS.items() if its is kind], []
 
     def check(method, body):

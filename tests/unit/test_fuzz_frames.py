@@ -100,7 +100,7 @@ def is_ignored(frame):
         return False
 
 
-def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps):
+def test_malformed_frames_from_its_sender_end_only_that_push(rank, trained, traps):
     source, context, counts = open_source(trained), zmq.Context(), {"Failed": 0, "Prepared": 0}
     digest = digest_of(trained.state_dict().items())
 
@@ -160,7 +160,7 @@ class Loose:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])
-def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps, transport):
+def test_malformed_frames_from_a_remote_sender_end_only_that_push(rank, trained, traps, transport):
     source, ended = open_source(trained), {True: 0, False: 0}
     layout, digest = Layout(source.specs), digest_of(trained.state_dict().items())
     trainer = Trainer(transport, rank.join)
@@ -217,7 +217,7 @@ def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(r
         ({"memory": "VRAM"}, "could not be prepared: .*NOT_FOUND"),
     ],
 )
-def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, trained, monkeypatch, lie, said):
+def test_a_wrong_arena_handle_is_refused_by_name(rank, trained, monkeypatch, lie, said):
     source, honest = open_source(trained), Agent.handle
     trainer = Trainer("nixl", rank.join)
     with monkeypatch.context() as patch:
@@ -231,7 +231,7 @@ def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, tra
     rank.assert_unharmed(trained)
 
 
-def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_ones_taken(rank, trained):
+def test_damaged_or_foreign_metadata_is_refused_and_intact_metadata_accepted(rank, trained):
     agent, memory = Agent(CPU, 0), torch.zeros(BUCKET, dtype=torch.uint8)
     agent.register(memory)
     whole = RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
@@ -255,7 +255,7 @@ def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_on
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(trained, traps, transport):
+def test_malformed_frames_from_a_stranger_do_not_disturb_a_trainers_push(trained, traps, transport):
     frames = []
 
     @settings(fuzz.FUZZ, max_examples=TO_TRAINER // 2)

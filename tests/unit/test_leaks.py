@@ -95,7 +95,7 @@ def test_many_pushes_hold_no_more_than_a_few(engine, trained):
     assert engines_now.threads <= engines_before.threads + 1
 
 
-def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained):
+def test_a_sender_that_was_never_closed_is_released_with_all_it_holds(engine, trained):
     everything(engine, trained)
     gc.collect()
     before = held()
@@ -108,7 +108,7 @@ def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained):
     assert (before.shared, before.directories) == ([], [])
 
 
-def test_a_sender_that_closes_unmaps_its_memory_at_once(engine, trained):
+def test_a_closed_sender_unmaps_its_memory_at_once(engine, trained):
     everything(engine, trained)
     gc.collect()
     gc.disable()
@@ -138,14 +138,14 @@ def trainer_that_ends(engine, folder, how):
     return process
 
 
-def test_a_trainer_that_exits_without_close_leaves_nothing(engine, model_folder):
+def test_a_trainer_that_exits_without_close_leaves_nothing_behind(engine, model_folder):
     process = trainer_that_ends(engine, model_folder("llama", 1), "")
     assert process.returncode == 0
     assert not list(arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*"))
     assert not list(directories.directory().glob(f"weightsync-{process.pid}-*"))
 
 
-def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained, model_folder, monkeypatch):
+def test_the_next_sender_removes_what_a_killed_trainer_left(engine, trained, model_folder, monkeypatch):
     process = trainer_that_ends(engine, model_folder("llama", 1), "os.kill(os.getpid(), signal.SIGKILL)")
     assert process.returncode == -signal.SIGKILL
     (left,) = arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
@@ -163,7 +163,7 @@ def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained,
     assert (held().shared, held().directories) == ([], [])
 
 
-def test_memory_that_no_arena_can_be_made_of_leaves_no_file():
+def test_a_failed_arena_allocation_leaves_no_file():
     before = held()
     for _ in range(3):
         with pytest.raises(TransferFailed, match="shared memory could not be had"):

@@ -53,7 +53,7 @@ class Probe:
 
 @pytest.mark.parametrize(("says", "lapsed"), [(True, False), (False, True), (TransferFailed("not its own"), True)])
 @driven
-async def test_an_owner_is_looked_after_beside_the_servers_loop_and_once_for_all_who_ask(says, lapsed):
+async def test_an_owner_is_probed_outside_the_event_loop_and_once_for_all_callers(says, lapsed):
     probe = Probe(says)
     lease = Lease(lives=probe)
     await lease.take("one", "one", "tcp://10.0.0.1:7")
@@ -70,7 +70,7 @@ async def test_an_owner_is_looked_after_beside_the_servers_loop_and_once_for_all
 
 
 @driven
-async def test_what_is_found_out_of_an_owner_says_nothing_of_the_next():
+async def test_a_probe_of_one_owner_does_not_affect_the_next_owner():
     probe = Probe(False)
     lease = Lease(lives=lambda address: probe(address) if address.endswith("7") else True)
     await lease.take("one", "one", "tcp://10.0.0.1:7")
@@ -82,7 +82,7 @@ async def test_what_is_found_out_of_an_owner_says_nothing_of_the_next():
     assert await asked is False
 
 
-def test_others_are_served_while_a_far_trainer_is_looked_for(engine):
+def test_others_are_served_while_a_remote_trainer_is_probed(engine):
     probe = Probe(True)
     with Sender([engine.url]) as sender:
         sender.push(WEIGHTS[1])
@@ -108,7 +108,7 @@ def test_status_answers_a_get(engine, query, digests):
 
 
 @pytest.mark.parametrize("query", ["?digest=perhaps", "?timeout_s=0", "?timeout_s=long"])
-def test_a_get_that_asks_for_nonsense_is_refused(engine, query):
+def test_a_get_with_invalid_arguments_is_refused(engine, query):
     head = {"Authorization": f"Bearer {auth.engine_token()}"}
     assert requests.get(f"{engine.url}/weightsync/status{query}", headers=head, timeout=SOON_S).status_code == 400
 

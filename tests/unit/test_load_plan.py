@@ -141,7 +141,7 @@ def program_loader(moves):
 
 @settings(max_examples=300)
 @given(programs(), st.booleans())
-def test_replay_equals_really_loading(program, apart):
+def test_replay_equals_loading(program, apart):
     parameters, checkpoint, moves = program
     model, load = Model(parameters), program_loader(moves)
     want = really_loaded(model, load, checkpoint)
@@ -179,7 +179,7 @@ def many(tensors):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_replaying_takes_no_step_of_python_for_each_tensor(turned):
+def test_replay_has_no_per_tensor_python_cost(turned):
     def load(model, weights):
         for name, tensor in weights:
             target = model.get_parameter(name).data
@@ -197,7 +197,7 @@ def test_replaying_takes_no_step_of_python_for_each_tensor(turned):
 
 
 @pytest.mark.parametrize("tensors", [10, 2000])
-def test_replaying_takes_no_memory(tensors):
+def test_replay_allocates_no_memory(tensors):
     model, checkpoint = many(tensors)
     plan, stage = plan_for(model, by_name, checkpoint)
     plan.replay(stage)
@@ -215,7 +215,7 @@ def one_of(load):
     return model, load, checkpoint
 
 
-def test_neighbours_are_copied_as_one():
+def test_adjacent_copies_are_merged():
     whole = torch.zeros(8, 128)
     model = Model({"fused": whole})
     checkpoint = {f"part{number}": torch.randn(1, 128) for number in range(8)}
@@ -231,7 +231,7 @@ def test_neighbours_are_copied_as_one():
     assert torch.equal(model.fused, torch.cat(list(checkpoint.values())))
 
 
-def test_a_stage_that_is_forgotten_is_let_go_of():
+def test_a_forgotten_stage_is_released():
     model, checkpoint = two()
     plan, stage = plan_for(model, odd_loader(lambda p, t: p.data.copy_(t.reshape(6, 4).t())), checkpoint)
     other = stage.clone()

@@ -27,7 +27,9 @@ def served_digest(sender, engine):
 
 
 @pytest.mark.parametrize("session", ["engine", "trainer"])
-def test_a_login_session_of_one_of_them_makes_no_difference(model_folder, trained, tmp_path, monkeypatch, session):
+def test_engine_and_trainer_agree_on_the_key_if_only_one_has_a_login_session(
+    model_folder, trained, tmp_path, monkeypatch, session
+):
     """The other was started by cron, slurm, sudo or docker exec, and has no ``XDG_RUNTIME_DIR``."""
     monkeypatch.delenv("WEIGHTSYNC_TOKEN")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -39,7 +41,7 @@ def test_a_login_session_of_one_of_them_makes_no_difference(model_folder, traine
         assert served_digest(sender, engine) == digest_of(trained.state_dict().items())
 
 
-def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folder, own_homes, tmp_path):
+def test_a_key_mismatch_is_reported_with_the_origin_of_each_key(model_folder, own_homes, tmp_path):
     log = tmp_path / "log"
     launcher = ("sh", "-c", f'exec "$0" -m weightsync.testing "$@" 2>{log}', sys.executable)
     env = environment(WEIGHTSYNC_TOKEN="the engine's own")
@@ -65,7 +67,7 @@ def log_out(pid):
 
 
 @pytest.mark.parametrize("keep_previous", [False, True])
-def test_a_trainer_goes_on_when_its_user_has_logged_out(engine, model_folder, trained, keep_previous):
+def test_a_trainer_continues_after_its_user_has_logged_out(engine, model_folder, trained, keep_previous):
     with Sender([engine.url], keep_previous=keep_previous) as sender:
         sender.push(trained)
         log_out(os.getpid())

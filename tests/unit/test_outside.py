@@ -27,7 +27,7 @@ def install(monkeypatch):
     return install
 
 
-def test_a_push_goes_through_files(install, model_folder):
+def test_a_push_travels_through_files(install, model_folder):
     install(OUTSIDE)
     trained = models.load_reference(model_folder("llama", 1))
     with ReferenceEngine(model_folder("llama", 0)) as engine:
@@ -68,7 +68,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_one_that_is_broken_is_told_by_name_and_the_others_go_on(install, tmp_path, model_folder, kind):
+def test_a_broken_transport_is_named_and_the_others_work(install, tmp_path, model_folder, kind):
     line, told = BROKEN[kind]
     points = tmp_path / "site" / "broken-1.0.dist-info"
     points.mkdir(parents=True)

@@ -96,7 +96,7 @@ def can_push(model, engines):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_every_state_that_can_be_reached_the_contract_holds_and_a_way_leads_on(name, capsys):
+def test_the_contract_holds_in_every_reachable_state_and_a_push_can_succeed(name, capsys):
     model = MODELS[name]
     found = explore(model, violation)
     with capsys.disabled():
@@ -139,7 +139,7 @@ def test_the_exploration_takes_every_edge_of_both_tables():
         ("an error of the stream that hides commits", {"stream": True, "faults": 2}, "was told unchanged", "done with"),
     ],
 )
-def test_a_rule_that_is_broken_on_purpose_is_found_out(wrong, model, said, ending, capsys):
+def test_a_deliberately_broken_rule_is_detected(wrong, model, said, ending, capsys):
     found = explore(Model(wrong=wrong, **model), violation)
     with capsys.disabled():
         print(f"\n{wrong}: {found.fault}", *found.trace, sep="\n    ")

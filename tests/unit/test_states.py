@@ -46,7 +46,7 @@ def reachable(table, *starts):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_event_in_every_state_leads_where_the_table_says_or_changes_nothing(name):
+def test_every_event_in_every_state_follows_the_table_or_changes_nothing(name):
     table, _, _ = TABLES[name]
     for state, event, target in edges(table):
         machine = Machine(table, state, "this one")
@@ -65,23 +65,23 @@ def test_every_event_in_every_state_leads_where_the_table_says_or_changes_nothin
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_state_can_be_reached_and_none_but_closed_is_a_trap(name):
+def test_every_state_is_reachable_and_only_closed_is_final(name):
     table, starts, home = TABLES[name]
     assert reachable(table, *starts) == set(table)
     assert {state for state in table if home not in reachable(table, state)} <= {"closed"}
 
 
-def test_the_states_on_the_wire_are_those_of_the_table():
+def test_the_states_on_the_wire_match_the_table():
     assert set(get_args(http.State)) == set(ENGINE)
 
 
-def test_ranks_that_commit_together_go_through_the_states_in_which_an_engine_loads():
+def test_the_table_of_ranks_that_commit_together_agrees_with_the_engines():
     for state, edges in TOGETHER.items():
         engine = {**ENGINE[state], "load": ENGINE[state].get("rollback")}
         assert {event: engine[event] for event in edges} == edges
 
 
-def test_a_real_load_plan_goes_every_way_that_its_table_has(monkeypatch):
+def test_a_real_load_plan_takes_every_edge_of_its_table(monkeypatch):
     taken = set()
 
     class Seen(Machine):
@@ -147,7 +147,7 @@ class DictAdapter:
         return digest_of(weights)
 
 
-class Rig:
+class Harness:
     """A real receiver, a real transfer, and pushes of tensors that are full of one number."""
 
     def __init__(self, keep):
@@ -229,17 +229,17 @@ class Rig:
             then()
 
 
-def message(rig, name):
+def message(harness, name):
     """The method and body of a message, all of them as a trainer in good faith would send them."""
     return {
-        "ready": ("weightsync_ready", rig.asked()),
-        "commit": ("weightsync_commit", rig.asked()),
-        "commit of another": ("weightsync_commit", rig.asked("another")),
-        "rollback": ("weightsync_commit", rig.asked("back", "push-1", rollback=True)),
-        "restore": ("weightsync_restore", rig.asked()),
+        "ready": ("weightsync_ready", harness.asked()),
+        "commit": ("weightsync_commit", harness.asked()),
+        "commit of another": ("weightsync_commit", harness.asked("another")),
+        "rollback": ("weightsync_commit", harness.asked("back", "push-1", rollback=True)),
+        "restore": ("weightsync_restore", harness.asked()),
         "abort": ("weightsync_abort", http.AbortRequest()),
         "abort of another": ("weightsync_abort", http.AbortRequest(push="another")),
-        "release": ("weightsync_abort", http.AbortRequest(release=rig.trainer.here)),
+        "release": ("weightsync_abort", http.AbortRequest(release=harness.trainer.here)),
         "status": ("weightsync_status", http.StatusRequest(digest=True)),
         "open": ("weightsync_open", http.OpenRequest(protocol=http.PROTOCOL)),
     }[name]
@@ -276,23 +276,23 @@ CASES = [(state, name, keep) for keep in (False, True) for state in RANK_STATES 
 
 
 @pytest.fixture
-def rig(monkeypatch, request):
+def harness(monkeypatch, request):
     monkeypatch.setattr(receiver, "_ABORT_WAIT_S", 0.3)
-    rig = Rig(keep=request.getfixturevalue("keep"))
-    yield rig
-    rig.close()
+    harness = Harness(keep=request.getfixturevalue("keep"))
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize(("state", "name", "keep"), CASES)
-def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, name, keep):
+def test_a_message_in_any_state_follows_the_table_or_changes_nothing(harness, state, name, keep):
     seen = {}
 
     def meanwhile():
-        seen["before"], seen["weights"] = rig.state, rig.adapter.digest()
-        seen["answer"] = rig.prepare() if name == "prepare" else rig.ask(*message(rig, name))
-        seen["after"], seen["weights after"] = rig.state, rig.adapter.digest()
+        seen["before"], seen["weights"] = harness.state, harness.adapter.digest()
+        seen["answer"] = harness.prepare() if name == "prepare" else harness.ask(*message(harness, name))
+        seen["after"], seen["weights after"] = harness.state, harness.adapter.digest()
 
-    rig.bring(state, meanwhile)
+    harness.bring(state, meanwhile)
     machine = Machine(ENGINE, state, "the table")
     for event in events_of(name, state) if seen["answer"] is None else ():
         machine.move(event)
@@ -301,16 +301,16 @@ def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, 
     if seen["answer"] is not None or name not in ("commit", "rollback", "restore"):
         assert seen["weights after"] == seen["weights"]
     if state.endswith("applying"):
-        assert rig.state == "serving"
-        assert rig.value() == 4.0
+        assert harness.state == "serving"
+        assert harness.value() == 4.0
     elif name == "commit" and state.endswith("prepared"):
-        assert rig.value() == 4.0
+        assert harness.value() == 4.0
     else:
-        mend(rig)
+        mend(harness)
 
 
-def mend(rig):
+def mend(harness):
     """Whatever was asked of it, a push by the next trainer is served."""
-    rig.ask("weightsync_abort", http.AbortRequest())
-    assert rig.push(9.0) is None
-    assert (rig.state, rig.value()) == ("serving", 9.0)
+    harness.ask("weightsync_abort", http.AbortRequest())
+    assert harness.push(9.0) is None
+    assert (harness.state, harness.value()) == ("serving", 9.0)

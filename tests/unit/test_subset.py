@@ -77,7 +77,7 @@ def cost(layout, number, box):
 
 
 @given(kept())
-def test_a_box_only_grows_and_costs_no_more(found):
+def test_widening_a_box_never_costs_more(found):
     layout, boxes = found
     for number, box in boxes.items():
         wide = widened(layout.entries[number], box)
@@ -97,20 +97,20 @@ def test_a_box_only_grows_and_costs_no_more(found):
         ((4, 64, 64), Box((2, 0, 0), (2, 64, 32)), Box((2, 0, 0), (2, 64, 64))),  # two experts, and all of them
     ],
 )
-def test_what_it_costs_decides_how_much_is_read(shape, box, read):
+def test_the_cost_decides_how_much_is_read(shape, box, read):
     (entry,) = Layout([spec_of("a", torch.empty(shape, dtype=torch.int16))]).entries
     assert widened(entry, box) == read
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])
 @pytest.mark.parametrize("box", [Box((0,), (3,)), Box((0, 3), (4, 4)), Box((-1, 0), (1, 1)), Box((), ())])
-def test_what_is_no_part_is_refused(number, box):
+def test_a_box_outside_the_tensor_is_refused(number, box):
     layout = Layout([spec_of("a", torch.zeros(4, 6))])
     with pytest.raises(ValueError, match=f"is no part of tensor {number}"):
         Subset(layout, {number: box})
 
 
-def test_equal_parts_have_one_name_and_all_of_it_has_none():
+def test_equal_subsets_have_one_name_and_the_whole_has_none():
     layout, same = (Layout([spec_of("a", torch.zeros(4, 6))]) for _ in range(2))
     box = Box((0, 0), (2, 6))
     assert Subset(layout, {0: box}).name == Subset(same, {0: box}).name != ""
@@ -118,7 +118,7 @@ def test_equal_parts_have_one_name_and_all_of_it_has_none():
     assert len({Subset(layout, {0: Box((0, 0), (n, 6))}).name for n in range(1, 4)}) == 3
 
 
-def test_a_demand_is_for_every_part_once():
+def test_every_part_is_wanted_once():
     layout = Layout([spec_of(name, torch.zeros(4, 6)) for name in "ab"])
     half, all_of_it = Subset(layout, {0: Box((0, 0), (2, 6)), 1: Box((0, 0), (0, 0))}), Subset(layout, {})
     demand = Wanted([half, Subset(layout, dict(half.table())), all_of_it])
@@ -171,7 +171,7 @@ def test_a_load_plan_knows_what_it_reads(rank):
     }
 
 
-def test_short_pieces_are_not_worth_reading_one_by_one():
+def test_short_pieces_are_not_read_one_by_one():
     def load(model, weights):
         for _, tensor in weights:
             model.a.data.copy_(tensor[:, :3])
@@ -284,7 +284,7 @@ def pair(request):
     pair.close()
 
 
-def test_once_a_plan_is_trusted_each_rank_takes_its_half(pair):
+def test_each_rank_takes_its_half_once_the_plan_is_trusted(pair):
     pair.push(checkpoint(1))
     assert pair.kept() == {""}
     for seed in (2, 3, 4):
@@ -292,7 +292,7 @@ def test_once_a_plan_is_trusted_each_rank_takes_its_half(pair):
         assert len(pair.kept() - {""}) == 2
 
 
-def test_a_version_that_is_kept_is_whole_and_comes_back_without_a_plan(pair):
+def test_a_kept_version_is_whole_and_is_restored_without_a_plan(pair):
     for seed in (1, 2):
         pair.push(checkpoint(seed), keep=True)
         assert pair.kept() == {""}
@@ -305,7 +305,7 @@ def test_a_version_that_is_kept_is_whole_and_comes_back_without_a_plan(pair):
     ]
 
 
-def test_a_model_that_has_moved_since_takes_all_there_is(pair):
+def test_a_model_that_has_moved_takes_the_whole_push(pair):
     for seed in range(6):
         for adapter in pair.adapters if seed % 2 else ():
             adapter.model.up.data = adapter.model.up.data.clone()
@@ -313,7 +313,7 @@ def test_a_model_that_has_moved_since_takes_all_there_is(pair):
         assert (pair.kept() == {""}) == (seed % 2 == 1 or seed == 0)
 
 
-def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written(pair):
+def test_an_outdated_subset_is_refused_before_anything_is_written(pair):
     pair.push(checkpoint(1))
     pair.stage(checkpoint(2))
     before = pair.adapters[0].digest()
@@ -328,7 +328,7 @@ def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written
     pair.push(checkpoint(4))
 
 
-def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
+def test_the_memory_of_a_failed_push_is_released(pair):
     for seed in (1, 2):
         pair.push(checkpoint(seed))
     pair.meet(plan_of("failing", pair.layout, 16 << 10, SOON_S, slots=64, parts=True))
@@ -340,7 +340,7 @@ def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
     assert [receiver._loading._plan._bound for receiver in pair.receivers] == [{}, {}]
 
 
-def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):
+def test_the_subset_of_a_late_rank_is_hashed_when_it_joins(pair):
     """The arena still holds the version, its digests are those of halves; a new engine takes all of it."""
     weights = checkpoint(2)
     pair.push(checkpoint(1))

@@ -100,15 +100,15 @@ class Trainer:
 class Asker:
     """Asks for one token again and again, and notes of which version each answer is."""
 
-    def __init__(self, rig):
-        self._rig, self._over = rig, threading.Event()
+    def __init__(self, harness):
+        self._harness, self._over = harness, threading.Event()
         self.seen: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self):
         while not self._over.is_set():
-            name = self._rig.which(timeout_s=5.0)
+            name = self._harness.which(timeout_s=5.0)
             self.seen[name] = self.seen.get(name, 0) + 1
             self._over.wait(0.02)
 
@@ -119,7 +119,7 @@ class Asker:
         return self.seen
 
 
-class Rig:
+class Harness:
     """One engine under test. ``engine`` is vllm, sglang or reference."""
 
     def __init__(self, engine: str, tp: int, scratch: Path):

@@ -22,7 +22,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, tor
 A, B = "http://127.0.0.1:8001", "http://localhost:8002"
 
 
-class Rig:
+class Harness:
     """A trainer's transfer, the engine ends of two engines with two ranks and one, and a push from end to end."""
 
     def __init__(self, transport, sources=1):
