@@ -1,4 +1,4 @@
-"""Who takes part, and what it costs the others when that changes."""
+"""Engines that join, leave and restart, and what that costs the others."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from weightsync.transports.nccl.messages import InitNcclGroup
 
 
 class Counting(Harness):
-    """Notes which engines were told something before each push."""
+    """Records which engines got a handshake before each push."""
 
     def join(self, asked):
         self.told = sorted(asked)
@@ -145,7 +145,7 @@ def test_a_rank_exits_cleanly_while_it_waits_for_a_silent_trainer():
 def test_nixl_agents_are_released_when_a_push_fails(make):
     harness, tensors = make("nixl"), random_tensors()
     harness.push(tensors, 4096)
-    # NIXL itself, which would go on to write into memory that is another's by then.
+    # A NIXL agent that lives on could write into memory that has been reused since.
     agents = [weakref.ref(end._agent.nixl) for end in harness.peers.values()]
 
     def broken():
@@ -154,6 +154,6 @@ def test_nixl_agents_are_released_when_a_push_fails(make):
 
     with pytest.raises(OSError, match="disk gone"):
         harness.push(broken(), 512, manifest=tensors)
-    harness.outcomes = None  # what was raised refers to where
+    harness.outcomes = None  # the exceptions refer to frames that hold the agents
     assert [agent() for agent in agents] == [None] * len(agents)
     assert_equal(harness.push(tensors, 4096), tensors)

@@ -1,4 +1,4 @@
-"""Ranks that keep parts of the tensors: they get, and check, those alone."""
+"""Ranks that need a subset of the tensors get and verify that subset alone."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from weightsync.transports.base import Peer
 
 
 def parts_of(tensors, rank, ranks):
-    """Of every tensor that has rows a share, of every third that has columns too one of those, of some nothing."""
+    """Boxes by tensor number: a share of the rows or, of every third tensor, columns; empty boxes for some."""
     boxes = {}
     for number, tensor in enumerate(tensors):
         shape, dim = tuple(tensor.shape), int(number % 3 == 0 and tensor.ndim > 1)
@@ -51,7 +51,7 @@ def test_a_subset_of_another_manifest_is_requested_again(harness):
 
 
 class Flipped:
-    """A bit of the stage is another while a bucket is looked at."""
+    """Flips a bit of the stage while a bucket is verified."""
 
     def __init__(self, incoming, at):
         self.whole, self.arena, self._incoming, self._at = incoming.whole, incoming.arena, incoming, at
@@ -61,12 +61,12 @@ class Flipped:
         for bucket in self._incoming.buckets(stage):
             memory[self._at] ^= 1
             yield bucket
-            memory[self._at] ^= 1  # it may be the trainer's
+            memory[self._at] ^= 1  # the memory may be the trainer's
 
 
 def test_a_flipped_bit_is_detected_only_inside_the_subset(harness):
     tensors = [torch.zeros(64, 4096)]
-    for other in (Peer(A, 1), Peer(B, 0)):  # whose stage may be the same memory
+    for other in (Peer(A, 1), Peer(B, 0)):  # their stages may be the same memory
         del harness.peers[other]
     needs = {Peer(A, 0): {0: Box((32, 0), (32, 4096))}}
     harness.through = lambda incoming: Flipped(incoming, 100)

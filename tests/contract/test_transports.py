@@ -1,4 +1,4 @@
-"""One suite for every transport and both its ends, whoever has registered it."""
+"""One suite for both ends of every registered transport."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ def test_every_rank_gets_every_bit(harness, bucket_bytes):
 
 def test_ten_pushes_deliver_new_values_and_open_no_new_descriptors(harness):
     for thread in threading.enumerate():
-        if thread.name == "weightsync-group":  # of a test before: what is pending there has its own deadline
+        if thread.name == "weightsync-group":  # left by an earlier test until its own deadline
             thread.join(60)
     tensors = random_tensors()
     for round_ in range(10):
@@ -150,7 +150,7 @@ while line := sys.stdin.buffer.readline():
 
 
 class Child:
-    """One rank in a process of its own, that can be killed and frozen; it is the only one of its engine."""
+    """The only rank of an engine, in its own process, so that it can be killed and frozen."""
 
     def __init__(self, way):
         self.transport, self.pushes = way.transport, 0
@@ -173,7 +173,7 @@ class Child:
         return {A: http.JoinReply(reply.ranks, self.instance)}
 
     def push(self, tensors, bucket_bytes, timeout_s=30.0):
-        """What the child says it received; ``tensors`` may do things between one and the next."""
+        """Push; returns what the child reports. ``tensors`` may be a generator that acts between two tensors."""
         tensors = iter(tensors)
         self.pushes += 1
         first = next(tensors)
@@ -222,7 +222,7 @@ def test_the_trainer_needs_memory_for_two_buckets_only(child):
     if child.sources is not None:
         pytest.skip("several sources share an arena that holds everything")
     tensors, bucket_bytes = numbers(), 4 << 20  # 256 MiB
-    child.push(numbers(1024), 4096)  # whatever a library takes once
+    child.push(numbers(1024), 4096)  # libraries allocate once
     before = psutil.Process().memory_info().rss
     assert child.push(tensors, bucket_bytes) == RIGHT
     assert psutil.Process().memory_info().rss - before < 2 * bucket_bytes + (8 << 20)

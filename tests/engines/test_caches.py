@@ -1,4 +1,4 @@
-"""No stale state: caches of the old weights are gone, also under load, in every pause mode the engine has."""
+"""No stale state: caches of the old weights are dropped, also under load, in every pause mode of the engine."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +23,12 @@ from .conftest import (
 )
 
 pytestmark = configurations(CACHES)
-#: What a stream makes before a push, and after it.
+#: Tokens that a stream generates before a push, and after it.
 FIRST, MORE = 5, 50
 
 
 def cached_tokens(served):
-    """How many prompt tokens of the primed prompt the engine now takes from its cache."""
+    """How many tokens of the primed prompt the engine takes from its cache."""
     body = servers.answer(served.server, long_prompt(), 1)
     if served.server.engine == "vllm":
         details = body["usage"].get("prompt_tokens_details") or {}
@@ -69,7 +69,7 @@ def test_pause_wait_commits_once_the_streams_have_ended(served):
     reference = models.load_reference(served.b)
     with served.sender(pause="wait") as sender, ThreadPoolExecutor(1) as thread, Streams(served.server) as streams:
         pushing = thread.submit(sender.push, reference, version="waited")
-        while served.state().state != "applying" and not pushing.done():  # which it is from its pause on
+        while served.state().state != "applying" and not pushing.done():  # it applies from its pause on
             time.sleep(0.05)
         assert streams.running() == STREAMS
         assert lengths(streams.read(more=MORE)) == [True] * STREAMS
@@ -81,7 +81,7 @@ def test_pause_wait_commits_once_the_streams_have_ended(served):
 def test_pause_wait_that_times_out_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests, trained = served.digests(), models.load_reference(served.b)
-    # Many times what a tiny push needs beside eight streams, and a fraction of what so many tokens need.
+    # Many times what a tiny push takes beside eight streams, and a fraction of what the streams take.
     with served.sender(pause="wait", timeout_s=8.0) as sender, Streams(served.server) as streams:
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
             sender.push(trained, version="never")

@@ -1,4 +1,4 @@
-"""2,000 messages that nobody should send to each server: it blames them, serves on, and takes the next push."""
+"""2,000 malformed messages to each server: it answers 4xx, keeps serving, and takes the next push."""
 
 import time
 

@@ -18,7 +18,7 @@ def answer(served):
 def test_an_engine_can_be_started_to_wait_for_its_first_push(served):
     if served.kind == "llama":
         assert (served.first.health, served.first.state, served.first.answered_early) == (503, "unsynced", False)
-        assert_same(served.first.answer, served.fresh_b.short)  # it waited, and was answered by what was pushed
+        assert_same(served.first.answer, served.fresh_b.short)  # answered with the pushed weights, after a wait
     else:
         assert (served.first.health, served.first.state) == (200, "serving")
 

@@ -1,4 +1,4 @@
-"""What the parts of the engines that no test here can start do: their real classes, run by their own Python."""
+"""Parts of the engines that these tests cannot start as servers: their real classes, run by the engines' Python."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def test_several_tokenizer_workers_are_refused_by_name(sglang):
 
 
 def test_a_pause_that_a_user_ordered_survives_a_push(sglang):
-    # Held by a push; when somebody continues it; when the push lets go; when somebody continues it then.
+    # Held by a push; after a user continues it; after the push releases it; after a user continues it again.
     assert sglang["pauses"] == {
         "nobody": [True, True, False, False],
         "before": [True, True, True, False],

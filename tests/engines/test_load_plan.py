@@ -1,4 +1,4 @@
-"""How weights get in, on every configuration, and that every rank says so."""
+"""How weights are loaded, on every configuration, and that every rank reports it."""
 
 import re
 

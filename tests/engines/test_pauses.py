@@ -1,4 +1,4 @@
-"""A push undoes nothing of others', and nobody makes an engine generate that holds what it must not serve."""
+"""A push leaves the pauses of users alone, and users cannot make a dirty engine generate."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,10 +14,10 @@ from .conftest import CACHES, NEW_TOKENS, PROMPT, STREAM_TOKENS, assert_agrees, 
 
 pytestmark = configurations(CACHES)
 
-#: How users pause an engine so that it can go on where it was, and how they resume it.
+#: How users pause an engine so that it can continue where it was, and how they resume it.
 PAUSE = {"vllm": ("/pause?mode=keep", None), "sglang": ("/pause_generation", {"mode": "retract"})}
 RESUME = {"vllm": ("/resume", None), "sglang": ("/continue_generation", {})}
-#: How they put the memory of weights, and of KV, to sleep, and how they wake it.
+#: How users put the memory of weights and KV to sleep, and how they wake it.
 SLEEP = {
     "vllm": [("/sleep?level=1", None)],
     "sglang": [
@@ -34,7 +34,7 @@ WAKE = {
 }
 #: Pauses that let requests in flight keep their KV.
 FREEZE = {"vllm": PAUSE["vllm"], "sglang": ("/pause_generation", {"mode": "in_place"})}
-#: Long for an answer of a few tokens, where there is one.
+#: Seconds; far longer than an answer of a few tokens takes.
 QUIET_S = 3.0
 
 
@@ -52,7 +52,7 @@ def greedy(served):
 
 
 def spoil(monkeypatch):
-    """Have trainers send one bit of the second bucket other than it was hashed."""
+    """Flip one bit of the second bucket after it was hashed."""
     pack = Packer.fill
 
     def fill(self, tensors, acquire):
@@ -105,7 +105,7 @@ def test_requests_that_a_user_froze_stay_frozen(served, pause):
         assert began.wait(60)
         assert call(served, *FREEZE[served.server.engine]).ok
         served.push(served.b, pause=pause)
-        wait([reading], timeout=QUIET_S)  # what was on its way
+        wait([reading], timeout=QUIET_S)  # tokens that were on their way
         seen = len(tokens)
         assert seen < most - 50
         assert not wait([reading], timeout=QUIET_S).done
@@ -114,7 +114,7 @@ def test_requests_that_a_user_froze_stay_frozen(served, pause):
         assert call(served, *RESUME[served.server.engine]).ok
         reading.result(60)
     assert len(tokens) == enough
-    # The prompt's KV is in the cache from a prefill of thousands of tokens, which rounds otherwise than its own.
+    # The cached KV of the prompt comes from a prefill of thousands of tokens, which rounds differently.
     assert_agrees(served.server, models.load_reference(served.b), greedy(served))
 
 
@@ -129,7 +129,7 @@ def test_users_cannot_resume_a_dirty_engine_and_a_push_repairs_it(served, monkey
         assert "weightsync" in refused.text
         assert "push a full version" in refused.text
         if engine == "vllm":
-            assert call(served, "/pause?mode=wait", None).ok  # which lets requests in flight go on
+            assert call(served, "/pause?mode=wait", None).ok  # this mode lets requests in flight continue
             assert call(served, "/resume", None).status_code == 500
             assert call(served, "/sleep?level=1&mode=keep", None).ok
             calls(served, {"vllm": WAKE["vllm"][:1]})

@@ -1,4 +1,4 @@
-"""The main job, on every configuration: what was pushed is what is served."""
+"""The main purpose, on every configuration: the engine serves what was pushed."""
 
 import pytest
 import requests
@@ -98,7 +98,7 @@ def test_pause_keep_needs_an_engine_without_a_prefix_cache(served):
         assert streams.running() == STREAMS
         under_load = servers.greedy(served.server, PROMPT, NEW_TOKENS)
         assert [len(tokens) >= 55 for tokens in streams.read(more=50)] == [True] * STREAMS
-    assert_agrees(served.server, trained, under_load)  # a batch of nine rounds otherwise than a fresh server's of one
+    assert_agrees(served.server, trained, under_load)  # a batch of nine rounds differently from a batch of one
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 

@@ -1,4 +1,4 @@
-"""One fault after another, and what came of each."""
+"""Runs one fault after another and judges each outcome."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from tests.faults.harness import PUSH_S, Asker, Harness, Outcome
 from tests.faults.plan import COMMITTED, DIRTY, UNCHANGED, Fault
 
-#: A trainer that is dead or frozen is not waited for longer than its push may take.
+#: Seconds to wait for a trainer, which may be dead or frozen: little more than its push may take.
 OUTCOME_S = PUSH_S + 6.0
 
 
 def suffer(harness: Harness, fault: Fault) -> Outcome:
-    """Bring one fault about, look at what is left, and mend it with a full push."""
+    """Inject one fault, examine the engine, and repair it with a full push."""
     outcome = Outcome(harness.engine, fault)
     before = harness.serving
     wanted = "A" if before == "B" else "B"
     if fault.options.get("keep_previous"):
-        # What is kept is what was pushed by a sender that keeps: one version back there must be such a push.
+        # Only pushes of a sender with keep_previous are kept, so the version before must be such a push.
         harness.push_clean(before, fault.options)
     restarts = harness.restarts
     instance, bystander = harness.instance, harness.bystander.process.pid
@@ -80,7 +80,7 @@ def _signal_later(harness: Harness, fault: Fault) -> None:
 
 
 def _wait_for_death(harness: Harness):
-    """A trainer that is killed or frozen says nothing; one that was faster than its fate does."""
+    """Wait until the fault has hit; a trainer that finished before it still reports."""
     end = time.monotonic() + OUTCOME_S
     while time.monotonic() < end:
         if (said := harness.trainer.outcome(0.2)) is not None:
@@ -95,9 +95,9 @@ def _wait_for_death(harness: Harness):
 
 
 def _detected(harness: Harness, outcome: Outcome, said, began: float) -> None:
-    """How long after the fault who survived knew."""
+    """Record how long after the fault the survivors knew of it."""
     if said is None:
-        harness.settled(OUTCOME_S)  # the engine is who has to notice
+        harness.settled(OUTCOME_S)  # only the engine can notice
     now = time.time()
     fired = harness.fault_file.with_suffix(".json.fired")
     since = now - fired.stat().st_mtime if fired.exists() else time.monotonic() - began
@@ -110,7 +110,7 @@ def _detected(harness: Harness, outcome: Outcome, said, began: float) -> None:
 
 
 def _aside(harness: Harness, fault: Fault, outcome: Outcome) -> None:
-    """What happens beside the fault: another trainer comes, or takes over."""
+    """Let a second trainer push, if the fault is that there is one."""
     if fault.special == "second trainer":
         from tests.faults.harness import Trainer
 
@@ -122,7 +122,7 @@ def _aside(harness: Harness, fault: Fault, outcome: Outcome) -> None:
             options={"timeout_s": PUSH_S},
             spoil="",
         )
-        said = second.outcome(180)  # it has to start first
+        said = second.outcome(180)  # includes the start of its process
         second.close()
         if said is None or said["error"] != "LeaseHeld" or str(harness.trainer.process.pid) not in said["message"]:
             outcome.wrong = f"the second trainer was told {said}"
@@ -158,7 +158,7 @@ def _judge(harness: Harness, fault: Fault, outcome: Outcome, restarts: int) -> N
 
 
 def _mend(harness: Harness, fault: Fault, outcome: Outcome, before: str) -> None:
-    """A full push, by the same trainer if it lives, makes it serve again."""
+    """Push a full version, with the same trainer if it lives; the engine must serve again."""
     harness.fault_file.unlink(missing_ok=True)
     if _kills_trainer(fault):
         harness.new_trainer()
@@ -174,7 +174,7 @@ def _mend(harness: Harness, fault: Fault, outcome: Outcome, before: str) -> None
     outcome.mended = harness.which(30.0) == before
     if not outcome.mended:
         outcome.wrong = outcome.wrong or "a full push did not mend it"
-    # A sender that was built since knows of no other instance.
+    # A sender that was built after the fault does not know the previous instance.
     noticed = said["built"] or any("restarted" in word for word in said["noticed"])
     if outcome.left == "dead" and not _kills_trainer(fault) and not noticed:
         outcome.wrong = outcome.wrong or "the restarted engine was not noticed"

@@ -60,7 +60,7 @@ def test_parameters_are_read_in_place(engine, trained, verify):
                     parameter.add_(0.01)
             assert IN_PLACE in sender.push(trained).staging_reason
             assert served_digest(engine) == digest_of(trained.state_dict().items())
-            assert torch.cuda.memory_allocated() < before + trained.num_parameters()  # half of what an arena takes
+            assert torch.cuda.memory_allocated() < before + trained.num_parameters()  # half the size of an arena
         parameter = next(trained.parameters())
         parameter.data = parameter.data * 2
         assert IN_PLACE in sender.push(trained).staging_reason
