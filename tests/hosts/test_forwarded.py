@@ -1,4 +1,4 @@
-"""An engine at a port that is forwarded to another host, as by docker -p, kubectl port-forward or ssh -L."""
+"""An engine behind a port that is forwarded to another host, as by docker -p, kubectl port-forward or ssh -L."""
 
 import sys
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import pytest
 from tests.hosts.programs import PORT, served
 from tools.servers import free_port
 
-#: Listens at the loopback, and passes on what comes to another host.
+#: Listens on the loopback and forwards to another host.
 FORWARD = """
 import asyncio, sys
 
@@ -32,7 +32,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 class Forwarded(NamedTuple):
-    """An engine as the trainer's host sees it."""
+    """An engine at its URL on the trainer's host."""
 
     url: str
 

@@ -1,4 +1,4 @@
-"""Across hosts for real: trainer and engines on hosts of their own, and nothing between them but a network."""
+"""Pushes across hosts: trainer and engines on separate hosts that share nothing but a network."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from tools import models
 from weightsync.transports.nixl import agents
 
 PROMPT = list(b"across hosts")
-#: Small, so that a push is a dozen buckets.
+#: Small, so that a push takes a dozen buckets.
 BUCKET_BYTES = 96 * 1024
-#: A push's limit where the network is cut.
+#: Seconds; the limit of a push when the network is cut.
 LIMIT_S = 8.0
 
 
@@ -44,7 +44,7 @@ def test_ipc_zmq_to_another_host_is_refused_with_advice(trainer, near, far, mode
 
 
 def interrupted(trainer, far, model_folder, fault, **options):
-    """What the trainer says of a push during which ``fault`` begins, and what the engines serve meanwhile."""
+    """The report of a push during which ``fault`` begins, the digests served meanwhile, and the next push's report."""
     options |= {"timeout_s": LIMIT_S, "bucket_bytes": BUCKET_BYTES}
     assert not trainer.push(far, model_folder("llama", 1), **options)["error"]
     trainer.begin(far, model_folder("llama", 2), halts=True, **options)
@@ -57,7 +57,7 @@ def interrupted(trainer, far, model_folder, fault, **options):
 
 def test_a_cut_network_ends_the_push_and_the_next_push_succeeds(trainer, network, far, model_folder, digest, transport):
     said, during, after = interrupted(trainer, far, model_folder, network.cut("a"), transport=transport)
-    # Whoever finds out first tells: the transport, or who renews the lease.
+    # The transport or the renewal of the lease reports it, whichever notices first.
     assert said["error"] in ("PushTimeout", "TransferFailed", "EngineUnreachable"), said
     assert far[0].url in said["message"]
     assert said["engines"][far[1].url] == "unchanged"

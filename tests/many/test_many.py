@@ -1,4 +1,4 @@
-"""One sender and both engines at once, by each transport and by several."""
+"""One sender and both engines at the same time, over each transport."""
 
 import subprocess
 import sys
@@ -75,7 +75,7 @@ def test_an_engine_joins_late_and_leaves_between_pushes(both, transport):
     with Sender([first.url], transport=transport) as sender:
         sender.push(models.load_reference(b), version="b")
         instance = sender.status()[first.url].instance
-        joined = sender.add_engine(late.url)  # nothing of the model is at hand here
+        joined = sender.add_engine(late.url)  # no model is passed
         assert joined.transport == transport
         assert {status.version for status in sender.status().values()} == {"b"}
         assert_agrees(late, models.load_reference(b), servers.greedy(late, PROMPT, NEW_TOKENS))

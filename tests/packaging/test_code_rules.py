@@ -1,4 +1,4 @@
-"""The house stays one that can be seen whole."""
+"""Rules for the code: the length of modules, and no unpickling or evaluation."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 #: Modules that unpickle, or run what they read.
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-#: What does under this name alone, and by whatever it is reached; torch.distributed pickles the objects that it sends.
+#: Names that do so, bare or under any object in `UNSAFE`; torch.distributed pickles the objects that it sends.
 UNSAFE_NAMES = {"eval", "exec", "builtins.eval", "builtins.exec", "torch.load"}
 UNSAFE = {
     *("recv_pyobj", "send_pyobj", "allow_pickle"),
@@ -33,7 +33,7 @@ def tracked(*patterns):
 
 
 def unsafe(source):
-    """What the source uses that unpickles or evaluates."""
+    """The names in the source that unpickle or evaluate."""
     for node in ast.walk(ast.parse(source)):
         used = []
         if isinstance(node, ast.Import):

@@ -1,9 +1,9 @@
-"""What docs/states.md draws is what the tables say."""
+"""docs/states.md shows the diagrams of the state tables."""
 
 from tools import diagrams
 from weightsync.protocol import states
 
-#: Every table that there is, so that none is left out of the page.
+#: Every table, so that none is missing on the page.
 TABLES = [table for name, table in vars(states).items() if name.isupper() and isinstance(table, dict)]
 
 

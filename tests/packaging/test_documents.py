@@ -1,4 +1,4 @@
-"""What the documents say of options, errors, routes, fields, settings, files and each other is so."""
+"""The documents agree with the code on options, errors, routes, fields, settings and files, and with each other."""
 
 import ast
 import re
@@ -99,7 +99,7 @@ def test_every_file_and_folder_of_the_tree_exists():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_modules_define_the_names_that_the_documents_place_in_them(document):
-    """``name`` in ``path``, as ARCHITECTURE.md writes it."""
+    """Checks ``name`` in ``path``, as ARCHITECTURE.md writes it."""
     for name, path in re.findall(r"`(\w+)` (?:of|in) `([\w/]+\.py)`", prose(document)):
         source = next(base / path for base in (ROOT, PACKAGE) if (base / path).exists()).read_text()
         assert re.search(rf"^(?:class|def) {name}\b", source, re.MULTILINE), f"{name} in {path}"
@@ -131,7 +131,7 @@ def test_every_route_is_documented():
         words = coded(route)
         methods = {word for word in words if word.isupper()}
         documented |= dict.fromkeys(set(words) - methods, methods)
-    # A route that answers GET answers HEAD, too.
+    # A route that answers GET also answers HEAD.
     assert documented == {name: methods - {"HEAD"} for name, methods in ROUTES.items()}
 
 
@@ -164,7 +164,7 @@ def test_every_refused_setting_is_documented():
 
 
 def said_by_the_code():
-    """Every text of the package, with a gap for what is filled in."""
+    """Every string of the package, with a NUL for each formatted value."""
     for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*_weightsync/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):

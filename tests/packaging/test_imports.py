@@ -1,4 +1,4 @@
-"""Whoever needs a part of the package does not wait for the rest of it."""
+"""Importing one part of the package does not import the others."""
 
 import json
 import resource
@@ -13,7 +13,7 @@ HEAVY = {"torch", "numpy", "requests", "transformers", "zmq"}
 
 
 def loaded_by(code):
-    """The modules that are loaded once this has run in an interpreter of its own."""
+    """The modules that are loaded after ``code`` has run in a new interpreter."""
     said = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
         check=True,
@@ -80,7 +80,7 @@ def test_the_command_line_imports_neither_torch_nor_numpy(command):
 
 
 def cpu_s(code):
-    """The least processor time of five runs, seconds."""
+    """The minimum processor time of five runs, in seconds."""
     spent = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

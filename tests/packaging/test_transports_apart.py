@@ -1,4 +1,4 @@
-"""Nobody but a transport's own folder knows of it: one more is an entry point and nothing else."""
+"""A transport is known only in its own folder: adding one takes an entry point and nothing else."""
 
 import re
 import subprocess
@@ -11,12 +11,12 @@ from weightsync.transports import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ["common", "vllm_weightsync", "sglang_weightsync"]
-#: What an engine had before its ranks said what they have: a default of the protocol, which no later one changes.
+#: The transports of an engine from before ranks reported theirs: a default of the protocol that never changes.
 KNOWN = {("common/weightsync/protocol/http.py", 'transports: tuple[Text, ...] = ("ipc_zmq",)')}
 
 
 def own_folder(name):
-    """Where a transport lives: a module of its name, or a package."""
+    """The files of a transport: a module of its name, or a package."""
     home = ROOT / "common" / "weightsync" / "transports"
     return [home / f"{name}.py", *(home / name).glob("*.py")]
 

@@ -1,4 +1,4 @@
-"""The wheel as users get it: installed clean, alone, and beside a user's own files."""
+"""The wheel as users get it: installed in a clean environment, alone and beside a user's own files."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The only modules that may import an engine when they are imported.
+#: The only modules that may import an engine at import time.
 ENGINE_FACING = {f"sglang_weightsync.{module}" for module in ("messages", "rank", "front_end", "refusing")}
 
 

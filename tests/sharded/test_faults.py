@@ -1,4 +1,4 @@
-"""A rank of a trainer that is killed, frozen, silent or in trouble: all are told, engines are left as they were."""
+"""A trainer rank that is killed, frozen, silent or failing: every rank is told, and the engines stay unchanged."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from .test_push import assert_pushed, fine
 
 @pytest.fixture
 def ready(engines, pair, untrained):
-    """A pair that has pushed once and not since; nothing of it takes long to fail."""
+    """A pair of ranks with FSDP2 shards and a sender with a short deadline."""
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, timeout_s=8.0))
     yield pair
@@ -24,7 +24,7 @@ def ready(engines, pair, untrained):
 
 @pytest.fixture
 def silent():
-    """The address of an engine that takes connections and says nothing."""
+    """The URL of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -85,7 +85,7 @@ def test_a_frozen_rank_is_named_and_continues_once_thawed(ready, engines, untrai
     assert_failed(said, "PushTimeout", f"trainer rank 1 (process {frozen.pid}, which is stopped)")
     assert served(engines) == [untrained, untrained]
     os.kill(frozen.pid, signal.SIGCONT)
-    ready.tell("push", 0)  # its first push, which it has not made yet
+    ready.tell("push", 0)  # the thawed rank still has its first push to make
     assert ready.hear()[0]["version"]
     assert served(engines) == [expected, expected]
 
@@ -155,7 +155,7 @@ def test_a_rank_frozen_while_broadcasting_is_named(start, engines, untrained, ex
     assert_failed(said, "PushTimeout", who, engines="unchanged" if rank else "unknown")
     assert served(engines) == [untrained, untrained]
     os.kill(frozen.pid, signal.SIGCONT)
-    assert trainer.hear(rank)[0]["error"] in ("PushTimeout", "TransferFailed")  # whichever it comes upon first
+    assert trainer.hear(rank)[0]["error"] in ("PushTimeout", "TransferFailed")  # whichever it notices first
     trainer.all("close")
     assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192))
     assert all(one["broadcast"] for one in trainer.all("push"))

@@ -1,4 +1,4 @@
-"""Trainers of several real processes push into reference engines: what is served is the assembled model."""
+"""Trainers of several processes push to reference engines, which then serve the assembled model."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def fine(said, size=2):
 
 
 def assert_pushed(trainer):
-    """Every byte of the model is written once, by one of the ranks."""
+    """Push, and assert that every byte is written once, by one rank; returns the bytes that each rank wrote."""
     said = trainer.all("push")
     assert len({one["version"] for one in said}) == 1
     assert sum(one["written"] for one in said) == said[0]["nbytes"] == said[-1]["nbytes"]
@@ -48,7 +48,7 @@ def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
         assert served(engines) == [want, want]
         pair.all("change")
     assert fine(pair.all(f"remove {engines[0]}"))
-    assert all(one["broadcast"] for one in pair.all("push"))  # by other groups
+    assert all(one["broadcast"] for one in pair.all("push"))  # over new groups
     assert pair.all(f"add {engines[0]}") == [{"transport": "nccl"}] * 2
     assert len(set(served(engines))) == 1
     assert fine(pair.all("close"))
@@ -64,7 +64,7 @@ def test_two_ranks_push_their_shards_for_every_kind_of_split(engines, pair, expe
     assert fine(pair.all(f"shard {how}"))
     assert fine(pair.build(engines[:1]))
     if how == "replicas":
-        assert [one["written"] for one in pair.all("push")] == [0, 0]  # rank 0 sends as if it were alone
+        assert [one["written"] for one in pair.all("push")] == [0, 0]  # rank 0 sends like a single process
     else:
         assert all(assert_pushed(pair))
     assert served(engines[:1]) == [expected]
@@ -129,7 +129,7 @@ def test_the_keys_in_the_store_do_not_accumulate(engines, pair):
 
 
 def planned(said):
-    """The plan of what ranks hold, each tensor as ``[name, shape, boxes]``."""
+    """The plan for ranks that hold tensors given as ``[name, shape, boxes]``."""
     return plan([[shards(*one) for one in held] for held in said])
 
 

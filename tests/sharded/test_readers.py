@@ -1,4 +1,4 @@
-"""What engines that may still load read from is not written again by a trainer of several processes either."""
+"""A trainer of several processes does not write to memory that an engine may still load from."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which addresses a rank dials, by which transport."""
+"""The addresses that a rank dials, by transport."""
 
 import asyncio
 import socket
@@ -120,7 +120,7 @@ def test_a_sender_is_dead_if_its_port_is_closed_but_not_if_it_is_slow(deaf):
     assert not addresses.owner_lives(there)
     start = time.monotonic()
     assert addresses.owner_lives(f"tcp://127.0.0.1:{deaf}")
-    assert time.monotonic() - start < 1  # it is asked in the engine's own loop
+    assert time.monotonic() - start < 1  # the check runs in the engine's event loop
 
 
 @pytest.fixture
@@ -162,13 +162,13 @@ def test_a_sender_without_a_handshake_is_not_dialled(made, transport, said):
     assert sender.socket.poll(300) == 0
 
 
-INTRODUCTIONS = [
+HANDSHAKES = [
     InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
     RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
 ]
 
 
-@pytest.mark.parametrize("asked", INTRODUCTIONS, ids=lambda asked: type(asked).__name__)
+@pytest.mark.parametrize("asked", HANDSHAKES, ids=lambda asked: type(asked).__name__)
 def test_a_handshake_with_a_bad_address_is_refused_and_takes_no_lease(made, traps, asked):
     front = made(Front())
     for address in filter(None, (*REFUSED_ALL, *(text for text in traps.texts if not text.startswith("tcp://")))):
@@ -190,6 +190,6 @@ def test_no_transport_dials_an_address_that_is_not_a_senders(made, traps, transp
         except TransferFailed:
             refused += 1
         except ManifestMismatch:
-            continue  # it may be dialled, and was not: what is pushed does not fit
+            continue  # it may be dialled, but the push does not fit
     assert refused > 80
     assert receiver.status() == http.RankStatus(rank=0, state="serving")

@@ -1,4 +1,4 @@
-"""Loaders that keep the tensors they are given: the engine never computes with memory of the sender."""
+"""Loaders that keep the tensors they are given: the engine never computes with memory of the trainer."""
 
 import sys
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.loaders import Model, SinkOf, bits, push_into, scattered
+from tests.unit.loaders import AdapterOf, Model, bits, push_into, scattered
 from weightsync import Sender
 from weightsync.engine.adapter import Sealed
 from weightsync.engine.loading.fake_tensor import FakeTensor
@@ -50,7 +50,7 @@ def as_a_buffer(model, name, tensor):
 
 
 def loader(act, seen=None):
-    """Does something else to the tensor ``odd``; with ``seen``, as long as nobody can see it."""
+    """A loader that calls ``act`` for the tensor ``odd``; with ``seen``, it behaves while it is recorded."""
 
     def load(model, weights):
         for name, tensor in weights:
@@ -68,14 +68,14 @@ def contents(model):
 @pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view])
 def test_a_loader_that_keeps_its_tensors_is_given_copies(act, apart):
     model = model_of()
-    loading = Loading(SinkOf(model, loader(act), SPECS))
+    loading = Loading(AdapterOf(model, loader(act), SPECS))
     for number in (1, 2, 3):
         staged = push_into(loading, pushed(number))
         if apart:
             staged = Staged("push", staged.parts, scattered(staged.layout, staged.data))
             loading.load(staged)
         for entry in staged.layout.entries:
-            entry.view(staged.data).fill_(77)  # as the sender does when it packs the next push
+            entry.view(staged.data).fill_(77)  # as the sender overwrites it with the next push
         assert contents(model) == {name: bits(tensor) for name, tensor in pushed(number).items()}
     assert loading.way.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it exchanges")
 
@@ -84,7 +84,7 @@ def test_a_loader_that_keeps_its_tensors_is_given_copies(act, apart):
 @pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view, as_a_buffer])
 def test_a_loader_that_secretly_keeps_its_tensors_is_detected_and_then_given_copies(act, apart):
     model = model_of()
-    loading = Loading(SinkOf(model, loader(act, seen=True), SPECS))
+    loading = Loading(AdapterOf(model, loader(act, seen=True), SPECS))
     layout = loading.accept(SPECS)
     stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
     staged = Staged("push", Subset(layout, {}), scattered(layout, stage) if apart else stage)
@@ -101,7 +101,7 @@ def test_a_loader_that_secretly_keeps_its_tensors_is_detected_and_then_given_cop
 
 
 def test_a_sealed_loader_is_checked_too():
-    class Packs(SinkOf):
+    class Packs(AdapterOf):
         def loader_hooks(self):
             return Sealed(self.model, "it packs layers")
 

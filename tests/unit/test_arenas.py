@@ -1,4 +1,4 @@
-"""Memory that can be lent although the process's allocator makes such as cannot."""
+"""Memory that can be shared although the allocator uses expandable segments, which cannot."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks of a trainer that fill one arena hash together what engine ranks keep."""
+"""Trainer ranks that fill one arena together hash the parts that engine ranks need."""
 
 import torch
 
@@ -18,7 +18,7 @@ HANDLE = ShmHandle(path="/d", nbytes=1)
 
 
 def told(message):
-    """A message as another process gets it."""
+    """A message as another process receives it."""
     return http.from_json(http.to_json(message), type(message))
 
 

@@ -1,4 +1,4 @@
-"""The transfer plan of a sharded trainer: every element once, from a rank that holds it."""
+"""The assignment of a sharded trainer: every element is sent once, by a rank that holds it."""
 
 import math
 
@@ -30,7 +30,7 @@ def boxes(draw, shape):
 
 @st.composite
 def trainers(draw):
-    """Ranks that hold any boxes of some tensors, whole or not."""
+    """Ranks that hold arbitrary boxes of some tensors."""
     shapes = {f"t{n}": draw(SHAPES) for n in range(draw(st.integers(1, 3)))}
     ranks = []
     for _ in range(draw(st.integers(1, 4))):
@@ -45,7 +45,7 @@ def trainers(draw):
 
 
 def counted(manifest, parts):
-    """How often each element of each tensor is in one of the ``(name, box)``."""
+    """How often each element of each tensor is covered by the ``(name, box)`` pairs."""
     found = {one.name: torch.zeros(one.shape, dtype=torch.int64) for one in manifest}
     for name, box in parts:
         found[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] += 1
@@ -99,7 +99,7 @@ def test_work_goes_to_the_least_loaded_rank_that_can_do_it(work):
     load = [sum(size for rank, (size, _) in zip(chosen, work, strict=True) if rank == one) for one in range(4)]
     for rank in range(4):
         free = [(-size, index) for index, (size, able) in enumerate(work) if chosen[index] == rank and len(able) > 1]
-        if free:  # without what it was given last, it had no more than any other who could have done it
+        if free:  # before its last item, the rank had no more work than any other rank that could take it
             size, able = work[max(free)[1]]
             assert all(load[rank] - size <= load[other] for other in able)
 

@@ -1,4 +1,4 @@
-"""An engine serves while ranks let go of a push that was called off, and says how long it stood still to record."""
+"""An engine keeps serving while its ranks release a cancelled push, and reports how long recording blocked it."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ STATUS = http.to_json(http.StatusRequest())
 
 
 class HeldShards:
-    """The stages of a rank, which it does not get out of before it may: as where a large tensor is being hashed."""
+    """The stages of a rank that stays inside `fill` until ``may`` is set, as if it hashed a large tensor."""
 
     def __init__(self, stages):
         self._stages = stages
@@ -46,7 +46,7 @@ def front(request):
 
 
 async def steps(front, count):
-    """As the steps of an engine: they take turns with the ranks' calls in the engine's loop."""
+    """Run calls that take turns with the ranks' calls in the engine's loop, as an engine's steps do."""
     for _ in range(count):
         await Front.call(front, "weightsync_status", STATUS)
 
@@ -90,7 +90,7 @@ async def test_a_rank_that_does_not_stop_in_time_is_named(front):
 
 
 class Fails:
-    """Weights that cannot be read, which turns out when something has happened."""
+    """A source that fails to be read once ``happened`` is set."""
 
     def __init__(self, weights, happened):
         self._weights, self._happened = weights, happened
@@ -105,7 +105,7 @@ class Fails:
 
 
 class Asked(Engine):
-    """Notes what its ranks are asked."""
+    """Records the methods that its ranks are asked for."""
 
     def __init__(self):
         self.asked = []

@@ -1,4 +1,4 @@
-"""The memory limits of a container: those of made-up ones, and of one that the kernel keeps."""
+"""The memory limits of containers: simulated ones, and one that the kernel enforces."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ from weightsync.memory import arenas, cgroups
 from weightsync.testing import ReferenceEngine
 
 MIB = 1 << 20
-#: What one group holds: its limit, what is in use, and how much of that are files that the kernel drops first.
+#: Files of a group: its limit, its usage, and the key in memory.stat of the file cache that the kernel reclaims first.
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 class Tree:
-    """The files of a host, as far as its control groups go."""
+    """The files of a host that describe its control groups."""
 
     def __init__(self, root, own, *mounts):
         self.root = root
@@ -57,7 +57,7 @@ def test_the_tightest_limit_of_the_ancestors_counts(tmp_path, outer, inner, free
         return limit if limit == "max" else limit * MIB
 
     tree = Tree(tmp_path, ["0::/pod/engine"], UNIFIED)
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)  # the topmost has no such files
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)  # the root group has no such files
     tree.group("sys/fs/cgroup/pod", nbytes(outer), 30 * MIB)
     tree.group("sys/fs/cgroup/pod/engine", nbytes(inner), 30 * MIB)
     assert tree.free() == free * MIB
@@ -101,7 +101,7 @@ def test_a_path_outside_the_mount_means_the_mount_root(tmp_path):
 
 
 def memory_group():
-    """A folder in which groups that account for memory can be made, and what their limit is called."""
+    """A folder in which groups with memory accounting can be created, and the names of their files."""
     for kind, top, mounted in cgroups._mounts(Path("/")):
         names = V1 if kind == "cgroup" else V2
         enabled = Path(mounted, "cgroup.subtree_control")
@@ -112,7 +112,7 @@ def memory_group():
 
 @contextlib.contextmanager
 def container(nbytes):
-    """A group of so much memory; the command that starts a program in it."""
+    """Create a group with a limit of ``nbytes``; yields the command that starts Python in it."""
     folder, names = memory_group()
     group = folder / f"weightsync-test-{os.getpid()}" if folder is not None else None
     try:
@@ -145,7 +145,7 @@ def test_free_memory_never_exceeds_the_containers(monkeypatch):
 
 
 def test_an_engine_whose_container_cannot_hold_the_model_is_refused_before_the_transfer(model_folder, trained):
-    """The rank's stage does not fit: an error by name with staging "full", streamed with "auto"."""
+    """The rank's stage does not fit: refused by name with staging "full", streamed with "auto"."""
     size = sum(tensor.nbytes for tensor in trained.state_dict().values())
     half = f"cgroups.free_bytes = lambda: {size // 2}"
     code = f"from weightsync import testing\nfrom weightsync.memory import cgroups\n{half}\ntesting.main()\n"

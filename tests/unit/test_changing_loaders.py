@@ -1,4 +1,4 @@
-"""Loaders that do something else by and by: what is served is what they would have made of the push."""
+"""Loaders that change over time: the engine serves what the current loader would make of the push."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.loaders import Model, SinkOf, bits, by_name, push_into, scattered
+from tests.unit.loaders import AdapterOf, Model, bits, by_name, push_into, scattered
 from weightsync import Sender
 from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.loader import Loading
@@ -26,7 +26,7 @@ VARIABLE = "TEST_WEIGHTSYNC_SLOTS"
 
 
 class Experts(torch.nn.Module):
-    """Experts in slots; ``kind`` says where it is written which expert is in which."""
+    """Experts in slots; ``kind`` says where the map from experts to slots is stored."""
 
     def __init__(self, kind):
         super().__init__()
@@ -69,7 +69,7 @@ class Experts(torch.nn.Module):
         }[self.kind]()
 
     def rebalance(self, slot):
-        """As EPLB does: the weights change places, and then the map says so."""
+        """Move the weights to other slots and update the map, as EPLB does."""
         before = [self.w[self.of(expert)].clone() for expert in range(EXPERTS)]
         self.set(slot)
         for expert, weights in enumerate(before):
@@ -121,7 +121,7 @@ def rank(request, monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(GLOBAL, "slot", list(range(EXPERTS)))
     model = Experts(request.param)
-    return model, Loading(SinkOf(model, load_experts, SPECS))
+    return model, Loading(AdapterOf(model, load_experts, SPECS))
 
 
 def test_experts_that_moved_get_their_weights_at_the_next_push(rank):
@@ -176,7 +176,7 @@ def test_the_pushed_weights_are_served_whatever_changes_between_pushes(kind, mov
         stack.callback(os.environ.pop, VARIABLE, None)
         stack.callback(setattr, GLOBAL, "slot", list(range(EXPERTS)))
         model = Experts(kind)
-        loading = Loading(SinkOf(model, load_experts, SPECS))
+        loading = Loading(AdapterOf(model, load_experts, SPECS))
         for number, slot in enumerate([None, None, *moves]):
             if slot is not None:
                 model.rebalance(slot)
@@ -190,7 +190,7 @@ def test_an_outdated_subset_is_refused_and_the_next_push_is_whole():
     def load(model, weights):
         load_experts(model, (pair for pair in weights if pair[0] in ("norm", f"experts.{model.slot[0]}")))
 
-    loading = Loading(SinkOf(model, load, SPECS))
+    loading = Loading(AdapterOf(model, load, SPECS))
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
     parts = loading.parts(staged.layout)
@@ -210,7 +210,7 @@ def test_a_loader_that_starts_to_skip_tensors_after_prepare_is_refused_before_th
     def load(model, weights):
         load_experts(model, () if model.blind else weights)
 
-    loading = Loading(SinkOf(model, load, SPECS))
+    loading = Loading(AdapterOf(model, load, SPECS))
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
     loading.accept(SPECS)
@@ -225,8 +225,8 @@ def test_a_loader_that_starts_to_skip_tensors_after_prepare_is_refused_before_th
 # --- what is done around a load ---------------------------------------------------------------------------------------
 
 
-class Around(SinkOf):
-    """An engine that does something around a load, from a certain moment on."""
+class Around(AdapterOf):
+    """An adapter that does something before or after a load, once a test says so."""
 
     before = after = staticmethod(lambda model: None)
 
@@ -294,7 +294,7 @@ def test_weights_that_come_to_be_processed_after_loading_are_loaded_by_the_engin
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_every_byte_of_a_large_model_is_eventually_compared(apart):
-    shape = (3000, 1000)  # more than is looked at after one push
+    shape = (3000, 1000)  # more than is compared after one push
     model = Model({"plain": torch.zeros(shape), "turned": torch.zeros(shape).t()})
 
     def load(model, weights):
@@ -344,7 +344,7 @@ def test_a_subset_in_memory_that_moves_during_a_load_is_an_error():
 
 # --- seen from a sender -----------------------------------------------------------------------------------------------
 
-#: An engine that lays its two layers out the other way round with every generation, and remembers which is where.
+#: An engine that swaps its two layers with every generation, and remembers where each is.
 BALANCED = """
 import torch
 from weightsync import testing

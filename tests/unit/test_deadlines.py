@@ -1,4 +1,4 @@
-"""No call outlasts its deadline: whatever a server, a name server, a rank or another thread does."""
+"""No call outlasts its deadline, whatever a server, a name server, a rank or another thread does."""
 
 import asyncio
 import socket
@@ -16,15 +16,15 @@ from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.protocol import http
 from weightsync.trainer.client import EngineClient
 
-#: Far more than any call here may take, and less than the servers below go on for.
+#: Seconds; far more than any call here may take, and less than the servers below keep going.
 SOON_S = 20.0
 LONG_S = 40.0
-#: Of a manifest that fills every buffer between two processes.
+#: A manifest that fills every buffer between two processes.
 MANY = tuple(http.TensorSpec(f"{'w' * 900}{number}", "float32", (1,)) for number in range(20_000))
 
 
 class Slow:
-    """A server that keeps a connection busy without end: says ``begin``, then ``more`` again and again."""
+    """A server that never ends its reply: it sends ``begin``, then ``more`` again and again."""
 
     def __init__(self, begin, more, reads=True):
         self._begin, self._more, self._reads = begin, more, reads
@@ -124,7 +124,7 @@ def test_a_silent_name_server_is_abandoned_at_the_deadline_and_asked_once(monkey
 
 
 class TarPit:
-    """Passes on what is said to an engine; once ``stuck``, whoever asks is answered byte by byte, without end."""
+    """Forwards requests to an engine; once ``stuck``, it answers byte by byte without end."""
 
     def __init__(self, engine):
         self._target = engine.url.removeprefix("http://").split(":")
@@ -172,7 +172,7 @@ class TarPit:
 
 @contextmanager
 def through_a_tar_pit(timeout_s):
-    """A sender with two versions pushed, to an engine and to one behind a tar pit; that pit, and another engine's."""
+    """A sender that pushed two versions, to an engine and to one behind a tar pit; that pit, and a third engine's."""
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(Engine())) for _ in range(3)]
         pits = [stack.enter_context(closing(TarPit(engine))) for engine in engines[1:]]
@@ -184,7 +184,7 @@ def through_a_tar_pit(timeout_s):
 
 
 def within(sender, timeout_s):
-    """Have the calls of a sender end by another time than it was built with."""
+    """Change the time limit of a sender's calls."""
     sender._options = sender._options._replace(timeout_s=timeout_s)
 
 
@@ -197,7 +197,7 @@ CALLS = {
     "remove_engine": lambda sender, other: sender.remove_engine(sender._urls[1]),
     "close": lambda sender, other: sender.close(),
 }
-#: What they ask for is given up without their failing.
+#: Calls that return without an error even if the engine does not answer.
 BEST_EFFORT = ("remove_engine", "close")
 
 
@@ -215,7 +215,7 @@ def test_every_call_ends_by_its_deadline_if_an_engine_trickles(call):
         pit.stuck = other.stuck = False
         if call != "close":
             within(sender, 30.0)
-            sender.push(WEIGHTS[3])  # nothing of it stands in the way of the next
+            sender.push(WEIGHTS[3])  # the next push works
 
 
 def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_names_that_call():
@@ -234,7 +234,7 @@ def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_nam
 
 
 def test_a_slow_step_is_awaited_until_the_callers_deadline(monkeypatch):
-    # Longer than an engine waits for its ranks by itself: whoever asks says how long it may take.
+    # Longer than an engine waits for its ranks by default; the caller's deadline applies instead.
     step_s = http.LOOK_S + 0.5
     gates = {"weightsync_open": 0, "weightsync_status": 1, "weightsync_abort": 2}
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
@@ -248,7 +248,7 @@ def test_a_slow_step_is_awaited_until_the_callers_deadline(monkeypatch):
         built = threads.submit(Sender, [engines[0].url], timeout_s=60.0)
         status = threads.submit(senders[1].status)
         aborted = threads.submit(cli.main, ["abort", engines[2].url, "--timeout", "60"])
-        time.sleep(step_s)  # what is waited for is that nothing happens
+        time.sleep(step_s)  # nothing must happen meanwhile
         step.set()
         built.result(SOON_S).close()
         assert len(status.result(SOON_S)[engines[1].url].ranks) == 2
@@ -272,7 +272,7 @@ async def test_a_commit_that_times_out_before_its_ranks_are_ready_changes_nothin
         front.gates["weightsync_ready"] = gate
         await front.front_end._turn.acquire()
         commit = await queued(front, trainer.commit("v1", timeout_s=5.0))
-        await asyncio.sleep(2.5)  # its turn comes, and not much of its time is left
+        await asyncio.sleep(2.5)  # when its turn comes, little of its time is left
         front.front_end._turn.release()
         await asyncio.sleep(end.left())
         gate.set()
@@ -286,7 +286,7 @@ def test_a_streamed_push_reaches_more_engines_than_a_default_thread_pool_holds()
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(Engine())) for _ in range(36)]
         for engine in engines:
-            del engine.ranks[1:]  # they would load one after the other, in one thread
+            del engine.ranks[1:]  # two ranks would load one after the other, in one thread
         urls = [engine.url for engine in engines]
         sender = stack.enter_context(Sender(urls[:1], staging="none", bucket_bytes=512, timeout_s=60.0))
         for url in urls[1:]:

@@ -1,4 +1,4 @@
-"""Digests of tensors: the same however the bytes are cut, different for one bit, on every device."""
+"""Digests of tensors: independent of how the bytes are split, different for one bit, the same on every device."""
 
 import pytest
 import torch

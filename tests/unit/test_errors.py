@@ -1,4 +1,4 @@
-"""The tree at the top of `weightsync.errors` is that of the classes."""
+"""The tree in the docstring of `weightsync.errors` matches the classes."""
 
 import re
 
@@ -8,7 +8,7 @@ BRANCH = re.compile(r"    (?P<into>(?:[│ ] {3})*)(?:├── |└── )?(?P
 
 
 def drawn(page):
-    """For each class in the order of the tree: its name, that of the class above it, and what it means."""
+    """For each class of the drawn tree in order: its name, its parent's name, and its meaning."""
     above = []
     for line in page.partition("::\n\n")[2].partition("\n\n")[0].splitlines():
         found = BRANCH.fullmatch(line)
@@ -20,7 +20,7 @@ def drawn(page):
 
 
 def classes():
-    """The same of the classes, in the order of the file."""
+    """Name and parent of each class, in the order of the file."""
     found = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.WeightSyncError)]
     assert {one.__module__ for one in found} == {"weightsync.errors"}
     return [(one.__name__, one.__bases__[0].__name__) for one in found]

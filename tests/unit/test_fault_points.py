@@ -1,4 +1,4 @@
-"""The places at which `make faults` puts faults are still there: clean pushes pass them all, a fault at each shows."""
+"""The fault points of `make faults` still exist: clean pushes pass them all, and a fault at each has an effect."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from tools import servers
 from weightsync.testing import ReferenceEngine
 from weightsync.transports import registry
 
-#: Where a fault lies and what it does there.
+#: Fault points with their conditions and actions.
 POINTS = [
     ("trainer packs", {"number": 0}, "flip"),
     ("trainer packs", {"number": 0}, "raise"),
@@ -30,7 +30,7 @@ POINTS = [
 
 @pytest.fixture(scope="module")
 def harness(model_folder, tmp_path_factory):
-    """How to have a trainer push into a reference engine, both with the points in them; the file that orders one."""
+    """A function that pushes from a trainer to an engine, both with fault points, and the file that orders a fault."""
     order = tmp_path_factory.mktemp("faults") / "order"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(servers.ROOT)]), "FAULT_FILE": str(order)}
     trainer = Trainer(order)
@@ -42,7 +42,7 @@ def harness(model_folder, tmp_path_factory):
 
 
 def pushed(trainer, url, folder, version, transport):
-    """What the trainer says of a push."""
+    """Push; returns the trainer's report."""
     options = {"transport": transport, "timeout_s": 10.0}
     trainer.order(urls=[url], options=options, model=str(folder), version=version)
     said = trainer.outcome(60.0)

@@ -1,4 +1,4 @@
-"""What was once wrong in the driver of a whole engine, in its ranks and in their callers; all of them the real ones."""
+"""Regression tests of the front end, its ranks and their callers, all of them real."""
 
 import asyncio
 import functools
@@ -113,7 +113,7 @@ def harness(made):
 @pytest.fixture(scope="module")
 def reference(model_folder):
     code = "from weightsync import testing; sink, load = testing.ModelAdapter, testing.ModelAdapter.load\n"
-    # It cannot load a tensor that begins with a two.
+    # It cannot load a tensor whose first element is 2.
     code += "sink.load = lambda self, ws: load(self, (p for p in ws if p[1].view(-1)[0] != 2 or 1 / 0)); testing.main()"
     with testing.ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
         yield engine
@@ -176,7 +176,7 @@ def test_a_commit_whose_connection_breaks_is_reported_by_its_outcome(reference, 
         before, server = sender.status(digest=True)[reference.url], sender._driver.engines._clients[0]._server
 
         def breaking(ask, method, path, *more, **options):
-            """Lose the request, the reply, or the reply and all that is said from then on."""
+            """Lose the request, the reply, or the reply and everything after it."""
             if not path.endswith("/commit") and not (broken and told == "unknown"):
                 return ask(method, path, *more, **options)
             until = Deadline(30.0)
@@ -234,7 +234,7 @@ async def test_a_late_abort_by_the_previous_trainer_does_not_cancel_its_successo
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
     first = asyncio.ensure_future(front.front_end.abort(FORGET))
-    one.close()  # so that another may push
+    one.close()  # so that another trainer may push
     prepare = await queued(front, two.stage("v2"))
     late = await queued(front, front.front_end.abort(FORGET))
     gate.set()

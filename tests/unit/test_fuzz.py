@@ -1,4 +1,4 @@
-"""More than 20,000 messages that nobody should send, to a live receiver: nothing crashes, nothing changes."""
+"""More than 20,000 malformed messages to a live receiver: nothing crashes, nothing changes."""
 
 import time
 from contextlib import suppress
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 #: How many messages each test sends, for each route and for each method of a rank.
 EACH_ROUTE, EACH_METHOD = 1000, 1200
-INTRODUCE_OR_UPDATE = (http.UpdateRequest, InitNcclGroup, RegisterNixl)
+HANDSHAKE_OR_UPDATE = (http.UpdateRequest, InitNcclGroup, RegisterNixl)
 
 
 def test_the_number_of_messages_adds_up():
@@ -32,11 +32,11 @@ def test_the_number_of_messages_adds_up():
         "init_nccl_group",
         "register_nixl",
     }
-    assert set(fuzz.METHODS) > passed_on == {name for name, kind in fuzz.ROUTES.items() if kind in INTRODUCE_OR_UPDATE}
+    assert set(fuzz.METHODS) > passed_on == {name for name, kind in fuzz.ROUTES.items() if kind in HANDSHAKE_OR_UPDATE}
 
 
 def assert_serves(engine, trained, before, route=""):
-    """Nothing has changed, and a clean push works, by the transport that the route belongs to."""
+    """Assert that nothing has changed and that a push works, over the transport that the route belongs to."""
     assert engine.process.poll() is None
     transport = next((name for name in registry.names() if name in route), "auto")
     with Sender([engine.url], transport=transport) as sender:
@@ -48,7 +48,7 @@ def assert_serves(engine, trained, before, route=""):
 
 
 class Before:
-    """What an engine serves."""
+    """The version and digest that an engine serves."""
 
     def __init__(self, engine):
         with Sender([engine.url]) as sender:
@@ -109,7 +109,7 @@ def test_a_rank_refuses_senseless_messages_by_name(rank, trained, traps, kind):
             assert len(reply.error.message) < fuzz.LONGEST_ANSWER
             with suppress(msgspec.MsgspecError):
                 http.from_json(body, kind)
-                assert reply.error.error != "WeightSyncError", reply.error  # what was expected has a name of its own
+                assert reply.error.error != "WeightSyncError", reply.error  # an expected error has a specific class
 
     @settings(fuzz.FUZZ, max_examples=EACH_METHOD)
     @given(fuzz.Schema(traps.texts).bodies(kind))

@@ -1,4 +1,4 @@
-"""What is looked at before a process group is made, so that nobody hangs in one."""
+"""The checks before a process group is created, so that nobody hangs in one."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import RegisterNixl
 
-#: The trainer, an engine of two ranks, and one of one.
+#: A group of the trainer, an engine with two ranks, and an engine with one.
 ASKED = InitNcclGroup(
     group_name="g",
     master_address="127.0.0.1",
@@ -83,7 +83,7 @@ def test_every_bucket_is_broadcast_by_one_sender(senders, nbytes, bucket_bytes):
         assert all(number % senders == lane for number in numbers)
 
 
-# --- what NCCL would hang or crash on ---------------------------------------------------------------------------------
+# --- settings with which NCCL would hang or crash ---------------------------------------------------------------------
 
 
 def rank(uuid="GPU-1", **settings):
@@ -167,7 +167,7 @@ def test_a_process_reports_its_nccl_settings_and_no_others(monkeypatch):
     assert http.from_json(http.to_json(info), http.RankInfo) == info  # nothing in it is too long for the wire
 
 
-# --- the way to the store ---------------------------------------------------------------------------------------------
+# --- the route to the store -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Commit or nothing, on reference engines: what is verified, kept, streamed, leased, noticed and told."""
+"""Commit or nothing, on reference engines: verification, kept versions, streams, leases and reports."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def wait_until(true, what):
 
 
 def flip_in(monkeypatch, bucket):
-    """Have the trainer's memory hold something else than what was hashed."""
+    """Flip a bit of a bucket in the trainer's memory after it was hashed."""
     original = Packer.fill
 
     def fill(self, tensors, acquire):
@@ -140,7 +140,7 @@ def test_rollback_returns_to_the_previous_version(engine, a, b):
         assert served(engine) == expected(b)
 
 
-#: The third load fails half-way: the engine's own loader, or what it needs to be done after a load plan was replayed.
+#: The third load fails midway: in the engine's own loader, or in its hook after a load plan was replayed.
 FAIL_THIRD = {
     "loader": """
 load, calls = testing.ModelAdapter.load, []

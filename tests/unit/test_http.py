@@ -1,4 +1,4 @@
-"""Messages: what they look like on the wire is frozen."""
+"""The encoding of messages on the wire is frozen."""
 
 import json
 from typing import get_args
@@ -141,7 +141,7 @@ GOLDEN_JSON = [
     ),
 ]
 
-#: As they were before fields were added: what the others sent then, and all that the others understand now.
+#: Messages from before fields were added: what older peers sent, and all that they understand.
 EARLIER_JSON = [
     (http.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
     (
@@ -232,7 +232,7 @@ def test_json_is_frozen(message, raw):
 @pytest.mark.parametrize(**named(EARLIER_JSON))
 def test_messages_from_before_a_field_was_added_are_understood(message, raw):
     assert http.from_json(raw, type(message)) == message
-    # Whoever knows no more than these fields ignores the others.
+    # An older peer ignores the fields that it does not know.
     assert json.loads(raw).items() <= json.loads(http.to_json(message)).items()
 
 

@@ -1,4 +1,4 @@
-"""An engine that comes late, or again, is brought to the served version when it asks, and the trainer does nothing."""
+"""The join server: a late or restarted engine gets the current version on request, without action of the trainer."""
 
 import socket
 import threading

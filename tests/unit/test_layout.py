@@ -1,4 +1,4 @@
-"""The stream: where every tensor lies, and what a push must consist of."""
+"""The stream: the offset of every tensor, and the manifest of a complete push."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_the_arena_holds_the_model_if_memory_allows_and_leaves_memory_for_a_stag
     elif free > 1 << 30:
         assert stream_bytes > 0.79 * free
         assert arena <= free / 15
-    if chosen.slots > 2:  # then it is filled in parts, none of which is large
+    if chosen.slots > 2:  # the arena is filled in buckets, none of which is large
         assert arena >= stream_bytes
         assert bucket <= 64 << 20
 

@@ -1,4 +1,4 @@
-"""Who holds an engine, and who asks what it serves."""
+"""The lease of an engine, and its status route."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ def test_an_engine_that_could_not_be_added_is_free_for_others_at_once(engine):
 
 
 class Probe:
-    """Whether an owner lives, as somebody says who takes time over it."""
+    """A slow check of whether an owner lives, which ends when ``gate`` is set."""
 
     def __init__(self, says):
         self.says, self.begun, self.gate, self.threads = says, threading.Event(), threading.Event(), []
@@ -59,7 +59,7 @@ async def test_an_owner_is_probed_outside_the_event_loop_and_once_for_all_caller
     await lease.take("one", "one", "tcp://10.0.0.1:7")
     asked = [asyncio.ensure_future(lease.lapsed()) for _ in range(5)]
     while not probe.begun.is_set():
-        await asyncio.sleep(0.01)  # the loop goes on meanwhile
+        await asyncio.sleep(0.01)  # the event loop runs meanwhile
     assert not any(task.done() for task in asked)
     probe.gate.set()
     assert await asyncio.gather(*asked) == [lapsed] * 5

@@ -1,4 +1,4 @@
-"""How a rank loads, with the reference engine's sink and sinks that differ from it in one thing."""
+"""How a rank loads, with the reference engine's adapter and adapters that differ from it in one point."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 class Counting(ModelAdapter):
-    """Counts what its loader is given, recordings aside."""
+    """Counts the tensors that its loader is given, except while it is recorded."""
 
     given = 0
 
@@ -38,7 +38,7 @@ class Counting(ModelAdapter):
 
 
 class Unknown(Counting):
-    """No checkpoint tells what is complete."""
+    """An adapter without a checkpoint that says what is complete."""
 
     def expected(self):
         raise ManifestMismatch("nobody knows this model")
@@ -56,7 +56,7 @@ def folder(model_folder):
 
 
 def push(loading, checkpoint, again=None):
-    """What a receiver does with a push; the stage."""
+    """Load a push as a receiver does; returns the stage."""
     layout = loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
     data = torch.zeros(layout.nbytes, dtype=torch.uint8) if again is None else again.data
     for entry in layout.entries:
@@ -134,7 +134,7 @@ def test_memory_that_moves_after_the_push_was_accepted_is_noticed(folder, checkp
 
 
 class Arithmetic(Counting):
-    """Does more than copying to one parameter."""
+    """Computes one parameter instead of copying it."""
 
     def load(self, weights):
         super().load((name, tensor * 2 if name == NAME else tensor) for name, tensor in weights)
@@ -155,7 +155,7 @@ def test_a_parameter_that_the_loader_computes_is_loaded_by_the_loader(folder, ch
 
 
 class WorkedOn(Counting):
-    """Its parameters are worked on after loading."""
+    """Processes a parameter after loading."""
 
     def loader_hooks(self):
         return LoaderHooks(self.model, super().load, contextlib.nullcontext)
@@ -167,7 +167,7 @@ class WorkedOn(Counting):
 
 
 class LaidOutAnew(WorkedOn):
-    """Its parameters are made anew with every load."""
+    """Replaces a parameter with every load."""
 
     @torch.no_grad()
     def load(self, weights):
@@ -183,7 +183,7 @@ class Threads(Counting):
 
 
 class Says(Counting):
-    """An engine that knows better."""
+    """Declares that its loader cannot be planned."""
 
     def loader_hooks(self):
         return "it packs layers"
@@ -218,7 +218,7 @@ def specs(checkpoint, *, without=(), **more):
 
 
 class Skips(Unknown):
-    """Passes over what it does not know."""
+    """Skips tensors that it does not know."""
 
     def load(self, weights):
         super().load(pair for pair in weights if pair[0] in self.model.state_dict())

@@ -1,4 +1,4 @@
-"""Memory that is shared already is never moved, and known by the file behind it."""
+"""Memory that is already shared is never moved, and is identified by the file behind it."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def strategy():
-    """Sets how torch shares memory, until the end of the test."""
+    """Set torch's sharing strategy until the end of the test."""
     before = torch.multiprocessing.get_sharing_strategy()
     yield torch.multiprocessing.set_sharing_strategy
     torch.multiprocessing.set_sharing_strategy(before)
@@ -30,12 +30,12 @@ def test_shared_memory_stays_in_place_when_the_sharing_strategy_changes(strategy
     strategy(now)
     found = shared_parameters.find([tensor], CPU)
     assert tensor.data_ptr() == address
-    # Only what this process has open by a descriptor can be offered to others.
+    # Only memory with an open descriptor can be shared with other processes.
     assert (found is not None) == (then == "file_descriptor")
 
 
 def see(weights, looked, written, seen):
-    """In a process of its own: look whether they can be lent, then read them again."""
+    """In another process: look whether the weights can be shared, then read them again."""
     shared_parameters.find([weights], CPU)
     looked.set()
     assert written.wait(60)
@@ -73,7 +73,7 @@ def test_the_file_behind_an_address_must_be_open_and_begin_there():
         assert Mappings().file(view.data_ptr() + 1, 1) is None
         os.close(descriptor)
         duplicates = Mappings().file(view.data_ptr(), 1)
-        # Python's mmap keeps a duplicate, by which others could open the file just as well.
+        # Python's mmap keeps a duplicate descriptor, through which others could open the file as well.
         assert duplicates is not None
         assert os.fstat(duplicates.descriptor).st_ino == duplicates.inode
         del view

@@ -1,4 +1,4 @@
-"""What users call engines and versions: one spelling for each, and a clear error for what cannot be used."""
+"""URLs of engines and labels of versions: one spelling for each, and a clear error for invalid ones."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Loops that several threads share: all is done once, whoever does it, and what fails is told when all have ended."""
+"""Loops that threads share: each item is done once, and an error is raised when all threads have ended."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def threads(request, monkeypatch):
 
 
 def test_every_byte_is_copied_and_no_other_is_written(threads, monkeypatch):
-    monkeypatch.setattr(native_copy, "SHARE_BYTES", 3 * LARGE)  # so that one run is shared, too
+    monkeypatch.setattr(native_copy, "SHARE_BYTES", 3 * LARGE)  # so that a single run is shared, too
     sizes = [5, 8 * LARGE + 3, 0, LARGE, LARGE - 1, 1, 2 * LARGE + 7] * 3
     source = torch.randint(0, 256, (sum(sizes) + 2 * len(sizes),), dtype=torch.uint8)
     for _ in range(5):
@@ -54,7 +54,7 @@ def test_as_many_threads_work_as_torch_allows_and_items_exist(threads):
 
         def act(item, meeting=meeting, first=first):
             if next(first, None) is not None:
-                meeting.wait(20)  # nobody ends an item before all have begun one
+                meeting.wait(20)  # no thread ends an item before all have begun one
             return 2 * item, threading.get_ident()
 
         found = native_copy.each(act, range(count))
@@ -84,7 +84,7 @@ def test_an_error_is_raised_after_all_threads_have_stopped(threads):
 
 
 def test_an_interrupted_caller_waits_for_the_working_threads(threads):
-    """As by Ctrl-C: while it works, and then again while it waits."""
+    """Ctrl-C arrives while the caller works, and again while it waits."""
     main, begun, working, ended = threading.get_ident(), [], threading.Event(), []
 
     def act(item):
@@ -152,7 +152,7 @@ def test_a_forked_process_starts_its_own_threads(threads):
         both = Barrier(min(threads, 2))
         native_copy.each(lambda _: both.wait(20), range(both.parties))
 
-    meet()  # so that there are some to lose
+    meet()  # so that threads exist that the child does not inherit
     child = os.fork()
     if not child:
         try:

@@ -1,4 +1,4 @@
-"""Which RDMA device a rank is given, on hosts made up of files; and that NIXL takes what it is given."""
+"""The RDMA device of a rank, on hosts simulated by files, and that NIXL uses the device it is given."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from weightsync.transports.nixl import agents, nics
 
 CPU = torch.device("cpu")
-#: Makes an agent as a rank does, on a device that is said to be there.
+#: Creates an agent as a rank does, on a given device.
 MAKE = """
 import sys, torch
 from weightsync.transports.nixl import agents
@@ -30,7 +30,7 @@ def no_settings(monkeypatch):
 
 @pytest.fixture
 def host(tmp_path):
-    """Devices by name: the state of their port, and whether this process has their file."""
+    """Create devices by name, each with the state of its port and whether its file exists."""
 
     def make(**devices):
         for number, (name, (state, there)) in enumerate(devices.items()):

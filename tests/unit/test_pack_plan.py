@@ -1,4 +1,4 @@
-"""Packing again what was packed before: the same bytes and digests, and no step of Python for any tensor."""
+"""Packing the same tensors again: the same bytes and digests, with no per-tensor Python cost."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ from weightsync.trainer.packing import Packer
 
 @st.composite
 def tensors_and_parts(draw):
-    """Tensors small and large, and rows of some of them."""
+    """Small and large tensors, and wanted rows of some of them."""
     shapes = draw(st.lists(st.tuples(st.sampled_from([0, 1, 3, 40, 700]), st.sampled_from([1, 5, 1024])), max_size=8))
     tensors = [torch.randint(0, 99, shape, dtype=torch.int32) for shape in [*shapes, (700, 1024)]]
     layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)])
@@ -104,7 +104,7 @@ def test_packing_again_has_no_per_tensor_python_cost():
     assert found[0] == found[1]
 
 
-# --- whether a module is as it was
+# --- whether a module has changed
 
 
 def exchange(model):
@@ -160,14 +160,14 @@ def hide(model):
 )
 def test_a_changed_module_is_noticed(change):
     model = Many(3)
-    glance = Fingerprint(model)
-    assert glance.holds()
+    fingerprint = Fingerprint(model)
+    assert fingerprint.holds()
     model.parts[0].weight.data.add_(1)  # a step of the optimiser
     model.parts[0].weight.grad = torch.ones(8, 8)
     model.train()
-    assert glance.holds()
+    assert fingerprint.holds()
     change(model)
-    assert not glance.holds()
+    assert not fingerprint.holds()
 
 
 def test_a_replaced_parameter_is_freed():
@@ -189,7 +189,7 @@ def test_modules_with_state_dict_hooks_are_read_at_every_push():
 
 
 def test_every_push_sends_the_modules_current_values(model_folder):
-    """Pushes of one module, of which every second finds its tensors elsewhere."""
+    """Every second push finds the module's tensors at other addresses."""
     model = models.load_reference(model_folder("llama", 1))
     with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
         for number in range(8):
@@ -202,7 +202,7 @@ def test_every_push_sends_the_modules_current_values(model_folder):
             assert rank.digest == digest_of(model.state_dict().items())
 
 
-# --- whether a mapping is like the one before
+# --- whether a mapping has changed
 
 
 def reordered(weights):
@@ -257,7 +257,7 @@ def test_a_changed_mapping_is_read_again(change):
 
 
 def test_every_push_sends_the_mappings_current_values(model_folder):
-    """New mappings of the same tensors, of which every third finds them elsewhere; none is kept."""
+    """Each push is of a new mapping; every third has its tensors at other addresses. No mapping is kept alive."""
     weights = models.load_reference(model_folder("llama", 1)).state_dict()
     with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
         for number in range(9):

@@ -1,4 +1,4 @@
-"""Engines behind TLS, with certificates of an authority of one's own."""
+"""Engines behind TLS, with certificates of a private authority."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def openssl(folder, *words):
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
-    """A folder with ``ca.pem``, and an engine's ``key.pem`` and ``chain.pem``, which is for 127.0.0.1 alone."""
+    """A folder with ``ca.pem``, and an engine's ``key.pem`` and ``chain.pem``, valid only for 127.0.0.1."""
     folder = tmp_path_factory.mktemp("authority")
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     openssl(

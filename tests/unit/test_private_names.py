@@ -1,4 +1,4 @@
-"""Names of an engine, looked up in modules that are there."""
+"""The check for an engine's private names, on modules that are installed here."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Memory that an engine may still load from is never written again: not by a sender, and not unnoticed by a learner."""
+"""Memory that an engine may still load from is not overwritten by a sender, nor unnoticed by a learner."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from weightsync.cli import main as cli
 from weightsync.errors import ApplyFailed, LeaseHeld, ManifestMismatch, UnsupportedOption, WeightSyncError
 from weightsync.testing import ReferenceEngine
 
-#: Enough for a push beside others; what is frozen is given up by then.
+#: Seconds; enough for a push, and a frozen engine is given up by then.
 PUSH_S = 8.0
 
 
@@ -54,7 +54,7 @@ def test_an_engine_that_still_loads_when_another_fails_keeps_its_memory(engines,
 
 
 def interrupted_when(fault, sender, model, version):
-    """Ctrl-C in a push at the moment that the engine suffers."""
+    """Interrupt a push at the moment when the engine's fault happens."""
 
     def interrupt():
         give_up = time.monotonic() + SETTLE_S
@@ -123,7 +123,7 @@ def test_a_sender_interrupted_during_cleanup_can_push_again(engines, versions, m
 
 
 def push_shared(parameters, url):
-    """In a process of its own: push what a learner shares."""
+    """In another process: push a learner's shared parameters."""
     with Sender([url], timeout_s=60.0) as sender:
         sender.push(parameters, version="killed")
 
@@ -168,7 +168,7 @@ def test_memory_of_a_sender_that_lost_the_lease_is_not_restored(engines, version
             first.push(versions[2])
         first.remove_engine(engine.url)
         for number in (2, 3):
-            first.push(versions[number])  # into the memory that the engine loaded from
+            first.push(versions[number])  # overwrites the memory that the engine loaded from
         engine.order("raise", 3)
         with pytest.raises(ApplyFailed) as raised:
             second.push(versions[2], version="second")
@@ -198,7 +198,7 @@ def late(model_folder):
 
 
 def restarted(engine, folder):
-    """Kill an engine; another at the same address."""
+    """Kill an engine; returns a new one at the same address."""
     engine.process.kill()
     engine.process.wait()
     return ReferenceEngine(folder, port=int(engine.url.rpartition(":")[2]))

@@ -1,4 +1,4 @@
-"""What loaders do beside views, casts and copies, and what a push leaves out: told by name."""
+"""Loaders that do more than views, casts and copies, and incomplete pushes: both are named."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,7 +50,7 @@ def test_only_a_parameter_that_is_computed_falls_back_to_the_loader(what):
     load = odd_loader(ARITHMETIC[what])
     want = really_loaded(model, load, checkpoint)
     if what == "numpy":
-        with pytest.raises(Exception, match=r"\w"):  # nobody sees what is done outside of torch
+        with pytest.raises(Exception, match=r"\w"):  # operations outside of torch cannot be recorded
             plan_for(model, load, checkpoint)
         return
     plan, stage = plan_for(model, load, checkpoint)

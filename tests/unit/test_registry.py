@@ -1,4 +1,4 @@
-"""Which transport leads to which engine, and why."""
+"""The transport that is chosen for an engine, and the reason."""
 
 import os
 
@@ -17,7 +17,7 @@ FAR = "another host"
 
 
 def engine(*transports, host=FAR):
-    """An engine with a rank for each of these lists of transports."""
+    """The open reply of an engine with one rank for each of these lists of transports."""
     ranks = [http.RankInfo(rank=n, pid=0, device="cpu", transports=names) for n, names in enumerate(transports)]
     return hello_of(*ranks, host=host)
 
@@ -110,7 +110,7 @@ def test_an_engine_that_does_not_share_the_trainers_directory_is_reached_over_th
 def test_a_trainer_without_a_private_directory_reaches_engines_over_the_network(own_homes):
     whole = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=directories.meeting())
     assert registry.pick("auto", HERE, whole)[0] == "ipc_zmq"
-    own_homes[0].chmod(0o777)  # as if somebody else had taken its name
+    own_homes[0].chmod(0o777)  # as if another user had created it
     assert directories.meeting() == str(os.geteuid())
     for hello in (whole, msgspec.structs.replace(whole, user=directories.meeting())):
         transport, reason = registry.pick("auto", HERE, hello)

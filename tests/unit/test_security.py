@@ -1,4 +1,4 @@
-"""The key file, the private directory, and what is never dialled or mapped."""
+"""The key file, the private directory, and addresses and files that are never dialled or mapped."""
 
 import errno
 import os
@@ -164,7 +164,7 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
     dead = directories.private_directory()
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(dead / "control"))
-    mine = root / "weightsync-1-0123456789abcdef"  # called as a sender's, and holding what is not one's
+    mine = root / "weightsync-1-0123456789abcdef"  # named like a sender's directory, with a foreign file
     kept = [root / "weightsync-checkpoints", root / "weightsync-12-ab", mine]
     for folder in kept:
         folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""What is kept out: other addresses, large messages, floods, and the key from every place where it could be read."""
+"""Other addresses, large messages and floods are kept out, and the key is printed nowhere."""
 
 import hmac
 import logging
@@ -41,7 +41,7 @@ KEY = "The-Key-Of-These-Tests-0123456789abcdef"
 CPU = torch.device("cpu")
 CURVE_KEY = zmq.curve_keypair()[0].decode()
 MANIFEST = (http.TensorSpec("a", "float32", (4,)),)
-#: Says everything it can: every logger at debug, and the HTTP server at its most talkative.
+#: An engine that logs everything: every logger at debug, the HTTP server at trace.
 TALKATIVE = """
 import logging, uvicorn
 from weightsync import testing
@@ -54,7 +54,7 @@ testing.main()
 
 @pytest.fixture(scope="module")
 def engine(model_folder, tmp_path_factory):
-    """An engine that asks for `KEY` and writes everything it can say into ``log``."""
+    """An engine that asks for `KEY` and writes all its output to ``log``."""
     folder = tmp_path_factory.mktemp("talkative")
     log, code = folder / "log", folder / "code.py"
     code.write_text(TALKATIVE)
@@ -146,7 +146,7 @@ def test_no_error_of_a_sender_contains_its_key(odd):
 
 
 def everything_said(error):
-    """An error and what it came of, as they would be printed."""
+    """An error and its causes, as they would be printed."""
     chain = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -187,7 +187,7 @@ def test_the_key_is_in_no_log_error_or_representation(engine, model_folder, capf
     printed = capfd.readouterr()
     for text in (*said, log, caplog.text, printed.out, printed.err):
         assert KEY not in text
-        assert KEY[:-1] not in text  # nor the wrong one that was shown
+        assert KEY[:-1] not in text  # nor the wrong key that was sent
 
 
 @pytest.mark.parametrize("command", ["status", "abort"])
@@ -236,7 +236,7 @@ def test_with_the_key_only_a_senders_socket_is_dialled(engine, transport):
 def test_a_request_refused_for_its_address_is_not_dialled_later_and_blocks_nobody(engine, transport):
     with Traps() as traps:
         (trap,) = [text for text in traps.texts if text.startswith("tcp://")]
-        asked = prepare(trap, owner="o", holder="nobody")  # without its key no transport may dial it
+        asked = prepare(trap, owner="o", holder="nobody")  # without a server key no transport may dial it
         assert post(engine, f"update_weights_via_{transport}", http.to_json(asked)).status_code == 409
         holder = post(engine, "status", b"{}").json()["holder"]
         post(engine, "abort", b"{}")
@@ -286,7 +286,7 @@ def test_shared_memory_is_mapped_only_under_its_own_name():
         arena.close()
 
 
-# --- how much ---------------------------------------------------------------------------------------------------------
+# --- sizes and floods -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", fuzz.ROUTES)
@@ -316,14 +316,14 @@ def test_without_the_key_no_body_is_read(engine):
         assert connection.recv(12) == b"HTTP/1.1 401"
 
 
-#: Longer to read than to send, and of no push that anybody knows.
+#: A frame that takes longer to decode than to send, of an unknown push.
 SLOW = fuzz.as_msgpack({"type": "failed", "push": "", "error": "", "message": "", "more": [0] * 300_000})
 FLOOD_S = 6.0
 
 
 @contextmanager
 def flood(send):
-    """Another thread sends as fast as it can, for a while."""
+    """Send from another thread as fast as possible for the duration of the block, up to `FLOOD_S`."""
     over = threading.Event()
 
     def run():
@@ -355,7 +355,7 @@ def test_a_flood_from_a_stranger_does_not_hold_a_trainer_beyond_its_deadline(tra
 
 
 class HeldShards:
-    """The weights of a rank, as its adapter would hold them."""
+    """The adapter of a rank without weights."""
 
     rank, device = 0, CPU
 

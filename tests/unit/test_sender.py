@@ -1,4 +1,4 @@
-"""The sender against reference engines: real servers around transformers models, in processes of their own."""
+"""The sender with reference engines: real servers around transformers models, in their own processes."""
 
 import os
 import signal
@@ -275,14 +275,14 @@ def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
                 sender.push(trained)
             assert raised.value.weights == "unknown"
             os.kill(engine.process.pid, signal.SIGCONT)
-        # What the thawed engine finds in its mailbox is a push that nobody sends any more.
+        # The thawed engine finds the request of a push that is no longer sent.
         with Sender([engine.url]) as sender:
             sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
 def prepare_by_hand(engine, trainer, model, push):
-    """Make an engine come for a push that is never sent."""
+    """Make an engine accept a push that is never sent."""
     layout = Layout(open_source(model).specs)
     request = trainer.ask(plan_of(push, layout, 1 << 20, 60.0, owner="by hand"), engine.url)
     assert post(engine, "update_weights_via_ipc_zmq", http.to_json(request)).status_code == 200

@@ -1,4 +1,4 @@
-"""Parameters that ranks can reach are read where they are."""
+"""Parameters that ranks can map are read in place."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_options_that_rule_out_reading_in_place_are_honoured(engine, trained, op
 
 
 class Gathering:
-    """In the shape of vLLM's ``WeightSource``: every pass over it may cost a gather."""
+    """A source in the shape of vLLM's ``WeightSource`` that counts passes, since each may cost a gather."""
 
     def __init__(self, model):
         source = open_source(model)

@@ -1,4 +1,4 @@
-"""Modules as sources: what goes out is what ``save_pretrained`` would write, read from live parameters."""
+"""Modules as sources: the tensors that ``save_pretrained`` would write, read from live parameters."""
 
 import sys
 import weakref
@@ -50,7 +50,7 @@ def qwen3_moe():
 
 
 def hrm_text():
-    """Its checkpoint holds as one what the module holds apart, so that it has to be computed."""
+    """A model whose checkpoint fuses parameters of the module, so that it has to be computed."""
     return HrmTextForCausalLM._from_config(HrmTextConfig(**{**TINY, "num_key_value_heads": 4}), dtype=torch.bfloat16)
 
 
@@ -86,7 +86,7 @@ def storages(model):
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the storages with data that operations make: ``total``, and ``peak`` of those alive at once."""
+    """Counts the bytes of storages that operations allocate: ``total``, and ``peak`` of those alive at once."""
 
     def __init__(self):
         super().__init__()

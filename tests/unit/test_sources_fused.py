@@ -1,4 +1,4 @@
-"""Megatron's layout, by a table: what its ranks hold is put together to the checkpoint."""
+"""Megatron's layout by a table: the checkpoint is assembled from what its ranks hold."""
 
 import pytest
 import torch

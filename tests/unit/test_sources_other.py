@@ -109,7 +109,7 @@ class Meta(NamedTuple):
 
 
 class Stream:
-    """The shape that vLLM defines, without vLLM; iteration can be made to disagree with metadata."""
+    """A source in the shape of vLLM's ``WeightSource``; it can yield other tensors than it announces."""
 
     def __init__(self, announced, yielded=None):
         self.announced = announced

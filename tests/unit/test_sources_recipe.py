@@ -1,4 +1,4 @@
-"""From a module's tensors to its checkpoint's, and from a configuration to what the checkpoint will hold."""
+"""From a module's tensors to those of its checkpoint, and from a configuration to the expected checkpoint."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The tables edge by edge, and a real receiver that obeys them in every state it can be in."""
+"""Every edge of the state tables, and a real receiver that follows them in each of its states."""
 
 from typing import get_args
 
@@ -21,7 +21,7 @@ from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, Machine, di
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.transports.base import Peer
 
-#: By name: the table, where it may begin, and where it is to come back to.
+#: By name: the table, its initial states, and the state that must stay reachable.
 TABLES = {
     "engine": (ENGINE, ("serving", "unsynced"), "serving"),
     "push": (PUSH, ("idle",), "idle"),
@@ -31,7 +31,7 @@ TABLES = {
 
 
 def edges(table):
-    """Every state with every event of the table's alphabet, and where that leads; None where it is not legal."""
+    """Every state with every event of the table, and the target; None if the event is not legal there."""
     events = sorted({event for edges in table.values() for event in edges})
     return [(state, event, table[state].get(event)) for state in table for event in events]
 
@@ -93,12 +93,12 @@ def test_a_real_load_plan_takes_every_edge_of_its_table(monkeypatch):
         return dict(reversed(two_of(number).items()))
 
     monkeypatch.setattr(loader, "Machine", Seen)
-    adapter, _, loading = around_rank()  # it is trusted, and has been replayed
-    push_into(loading, turned(3))  # recorded anew, and trusted again
+    adapter, _, loading = around_rank()  # the plan is trusted and has been replayed
+    push_into(loading, turned(3))  # recorded again, and trusted again
     adapter.after = lambda model: model.odd.data.mul_(2)
-    push_into(loading, turned(4))  # the replay is found out
-    push_into(loading, two_of(5))  # recorded anew; the first push is found out
-    for checkpoint in (two_of(6), turned(6), two_of(6)):  # recorded anew each time, and not tried
+    push_into(loading, turned(4))  # the replay is found to differ
+    push_into(loading, two_of(5))  # recorded again; the first push is found to differ
+    for checkpoint in (two_of(6), turned(6), two_of(6)):  # recorded again each time, and never loaded
         loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
     adapter.opened = lambda: "it is sealed by now"
     push_into(loading, turned(7))
@@ -116,7 +116,7 @@ def test_a_diagram_has_every_edge(name):
 
 
 class DictAdapter:
-    """A dict of tensors as a sink. ``during`` runs in the middle of a load, ``fails`` makes loads fail there."""
+    """An adapter of a dict of tensors. ``during`` runs in the middle of a load; ``fails`` makes loads fail there."""
 
     rank, device = 0, torch.device("cpu")
 
@@ -158,7 +158,7 @@ class Harness:
         self.plan = None
 
     def ask(self, method, message):
-        """What the rank answers; an error as the exception that it names. Never raises."""
+        """The rank's error as the exception that it names, None if there is none. Does not raise it."""
         reply = http.from_json(handle(lambda: self.receiver, method, http.to_json(message)), http.RankReply)
         if reply.error is None:
             return None
@@ -168,13 +168,13 @@ class Harness:
         return kind(reply.error.message, weights=reply.error.weights)
 
     def prepare(self):
-        """A push that its trainer does not send."""
+        """Prepare a push without sending it."""
         self.pushes += 1
         self.plan = plan_of(f"push-{self.pushes}", self.layout, 1024, keep=self.keep)
         return self.ask("update_weights_via_ipc_zmq", self.trainer.ask(self.plan, "http://a"))
 
     def stage(self, value):
-        """Send what `prepare` announced."""
+        """Send the push that `prepare` announced."""
         self.trainer.await_all({Peer("http://a", 0)})
         self.trainer.send(torch.full_like(tensor, value) for tensor in self.adapter.weights.values())
 
@@ -198,7 +198,7 @@ class Harness:
         return self.receiver.status().state
 
     def value(self):
-        """The one number that the weights are full of."""
+        """The number that fills the weights."""
         (value,) = {float(number) for tensor in self.adapter.weights.values() for number in tensor.view(-1)}
         return value
 
@@ -210,7 +210,7 @@ class Harness:
             end.close()
 
     def bring(self, state, then):
-        """Bring the receiver into a state and do ``then`` there."""
+        """Bring the receiver into a state and call ``then`` there."""
         for value in (1.0, 2.0):
             assert self.push(value) is None
         if state.startswith("dirty"):
@@ -230,7 +230,7 @@ class Harness:
 
 
 def message(harness, name):
-    """The method and body of a message, all of them as a trainer in good faith would send them."""
+    """The method and body of a message as an honest trainer would send it."""
     return {
         "ready": ("weightsync_ready", harness.asked()),
         "commit": ("weightsync_commit", harness.asked()),
@@ -258,12 +258,12 @@ MESSAGES = (
     "status",
     "open",
 )
-#: Loading begins and ends within one call: what comes then comes from inside it.
+#: A load begins and ends within one call, so messages during it are sent from inside the load.
 RANK_STATES = tuple(state for state in ENGINE if state != "unsynced")
 
 
 def events_of(name, state):
-    """What a message that succeeds is in the words of the table."""
+    """The events of the table that a successful message stands for."""
     if name == "restore":
         return ("rollback", "applied")
     if name in ("commit", "rollback"):
@@ -310,7 +310,7 @@ def test_a_message_in_any_state_follows_the_table_or_changes_nothing(harness, st
 
 
 def mend(harness):
-    """Whatever was asked of it, a push by the next trainer is served."""
+    """Assert that a push by the next trainer is served."""
     harness.ask("weightsync_abort", http.AbortRequest())
     assert harness.push(9.0) is None
     assert (harness.state, harness.value()) == ("serving", 9.0)

@@ -1,4 +1,4 @@
-"""What a rank keeps of the tensors: which bytes that is, what a load plan reads, pushes to ranks that keep a half."""
+"""The subset that a rank needs: its bytes, the subset that a load plan reads, and pushes to ranks that need half."""
 
 import itertools
 import time
@@ -42,7 +42,7 @@ def kept(draw):
 
 
 def marked(layout, boxes):
-    """One byte for each of the stream, set where a box is."""
+    """A stream whose bytes are 255 inside the boxes and 0 elsewhere."""
     stream = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8)
     for entry in layout.entries:
         whole = entry.view(stream)
@@ -71,7 +71,7 @@ def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, 
 
 
 def cost(layout, number, box):
-    """Of reading a box, in bytes."""
+    """The cost of reading a box, in bytes."""
     parts = Subset(layout, {} if box is None else {number: box})
     return sum((16 << 10) + nbytes for _, nbytes in parts._runs_of(layout.entries[number]))
 
@@ -132,7 +132,7 @@ def test_every_part_is_wanted_once():
 
 
 def halves(rank):
-    """A loader that keeps one of two: rows of ``up``, columns of ``down``, all of ``norm``, one of the experts."""
+    """A loader of a half: rows of ``up``, columns of ``down``, all of ``norm``, and one of the experts."""
 
     def load(model, weights):
         for name, tensor in weights:
@@ -184,7 +184,7 @@ def test_short_pieces_are_not_read_one_by_one():
 
 
 class HalfAdapter:
-    """Rank of an engine whose loader keeps a half."""
+    """The adapter of a rank whose loader needs a half."""
 
     device = CPU
 
@@ -209,12 +209,12 @@ class HalfAdapter:
         return digest_of(fresh.state_dict().items())
 
     def wanted(self, weights):
-        """What `digest` is to be once these are loaded."""
+        """The expected `digest` once these weights are loaded."""
         return self.fresh_digest(weights.items())
 
 
 class Pair:
-    """A trainer and the two ranks, every step by hand."""
+    """A trainer and two ranks that a test drives step by step."""
 
     def __init__(self, transport):
         self.transport, self.transfer, self.pushes = transport, Transfer(CPU), 0
@@ -232,7 +232,7 @@ class Pair:
         return [self.call(rank, method, message) for rank in range(2)]
 
     def meet(self, plan, instance="once"):
-        """Until both ranks have come."""
+        """Begin a push and wait until both ranks have connected."""
         self.come(self.transfer.begin(plan, self.layout), instance)
 
     def come(self, outgoing, instance):
@@ -250,7 +250,7 @@ class Pair:
         outgoing.await_ranks({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
 
     def stage(self, weights, **options):
-        """Until both ranks hold what they keep."""
+        """Push, without a commit, until both ranks hold what they need."""
         self.pushes += 1
         self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=64, parts=True, **options))
         self.outgoing.send(iter(weights.values()), None)
@@ -264,7 +264,7 @@ class Pair:
         assert [adapter.digest() for adapter in self.adapters] == [adapter.wanted(weights) for adapter in self.adapters]
 
     def kept(self):
-        """Names of what the ranks have last said that they keep."""
+        """The names of the subsets that the ranks asked for last."""
         return set(self.outgoing.demand.names)
 
     def rollback(self, version):
@@ -298,7 +298,7 @@ def test_a_kept_version_is_whole_and_is_restored_without_a_plan(pair):
         assert pair.kept() == {""}
     other = dict(reversed(checkpoint(3).items()))
     pair.layout = Layout([spec_of(name, tensor) for name, tensor in other.items()])
-    pair.push(other, keep=True)  # for which another plan is recorded
+    pair.push(other, keep=True)  # another plan is recorded for it
     pair.rollback("p2")
     assert [adapter.digest() for adapter in pair.adapters] == [
         adapter.wanted(checkpoint(2)) for adapter in pair.adapters
@@ -341,7 +341,7 @@ def test_the_memory_of_a_failed_push_is_released(pair):
 
 
 def test_the_subset_of_a_late_rank_is_hashed_when_it_joins(pair):
-    """The arena still holds the version, its digests are those of halves; a new engine takes all of it."""
+    """The arena still holds the version with digests of halves; a new engine takes all of it."""
     weights = checkpoint(2)
     pair.push(checkpoint(1))
     pair.push(weights)

@@ -1,4 +1,4 @@
-"""How engines find the trainer: by which of its addresses, and which are refused before anything is asked of them."""
+"""How engines reach the trainer: by which of its addresses, and which engines are refused beforehand."""
 
 import contextlib
 import socket
@@ -25,7 +25,7 @@ ELSEWHERE = "another boot:net:[1]"
 
 
 def other_addresses():
-    """This host's own, but for its loopback."""
+    """The addresses of this host without its loopback."""
     found = [one for those in psutil.net_if_addrs().values() for one in those]
     kinds = (socket.AF_INET, socket.AF_INET6)
     return [one.address for one in found if one.family in kinds and not one.address.startswith(("127.", "::1", "fe80"))]
@@ -50,7 +50,7 @@ def test_an_engine_behind_a_forwarded_port_is_refused_with_advice(url):
 
 def test_a_loopback_that_both_sides_share_is_accepted():
     check_ways("", {HERE: hello(arenas.network_id())})
-    check_ways("", {HERE: hello("")})  # an engine of before it said so; its ranks refuse by themselves
+    check_ways("", {HERE: hello("")})  # an older engine does not report its network; its ranks refuse by themselves
 
 
 @needs_another
@@ -99,7 +99,7 @@ def test_engines_are_reached_over_ipv6(model_folder, trained, transport):
 
 @contextlib.contextmanager
 def six(model_folder):
-    """An engine that listens at the loopback of IPv6 alone."""
+    """An engine that listens only on the IPv6 loopback."""
     engine = ReferenceEngine(model_folder("llama", 0), args=("--host", "::1"))
     engine.url = engine.url.replace("127.0.0.1", "[::1]")
     with engine:
@@ -125,7 +125,7 @@ def test_an_invalid_url_is_named(url):
 
 @pytest.mark.parametrize("transport", REMOTE)
 def test_a_rank_refuses_its_own_loopback(transport):
-    """A trainer on another host, which found the engine at a forwarded port, and did not look."""
+    """A trainer on another host reached the engine through a forwarded port and did not check the route."""
     port = servers.free_port()
     asked = {
         "nccl": InitNcclGroup("g", "127.0.0.1", port, 1, 2, "gloo", 5.0, f"tcp://127.0.0.1:{port}"),
