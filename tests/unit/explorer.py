@@ -7,7 +7,7 @@ from tests.unit.protocol_model import ANY, FAIR, FAULT, Model, Words, World, ord
 
 
 class Explored(NamedTuple):
-    """``fair``: targets of fair steps from each of ``worlds``; ``moves``: state changes; ``trace`` leads to ``fault``."""
+    """``fair``: targets of fair steps from each world; ``moves``: state changes; ``trace``: the steps to ``fault``."""
 
     worlds: list[World]
     transitions: int
