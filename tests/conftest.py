@@ -1,4 +1,4 @@
-"""What every test may use."""
+"""Fixtures for every test."""
 
 import secrets
 import signal
@@ -15,7 +15,7 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_key():
-    """The tests' engines and senders have a key of their own, and leave the user's key file alone."""
+    """Give the tests' engines and senders their own key, so that the user's key file is not touched."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(32))
         yield
@@ -23,7 +23,7 @@ def own_key():
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard():
-    """A shell has what it starts in the background ignore SIGINT; tests raise it."""
+    """Restore the default handler: a shell makes background processes ignore SIGINT, which tests raise."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -31,7 +31,7 @@ def ctrl_c_is_heard():
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """Make tiny random models once: ``model_folder(kind, seed)``."""
+    """Return ``model_folder(kind, seed)``, which creates each tiny random model once."""
     root, made = tmp_path_factory.mktemp("models"), {}
 
     def make(kind, seed):

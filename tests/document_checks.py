@@ -1,8 +1,8 @@
-"""What blocks and commands of the documents say is done, or as much of it as takes no GPU and no download.
+"""Runs the code blocks and commands of the documents, as far as that needs no GPU and no download.
 
-Python runs against reference engines, commands run as they stand, but that URLs and folders are those of the test. Of
-``make`` it is looked at what it would do, and command lines of programs that take long are read by their own parsers.
-What is none of these is refused.
+Python runs against reference engines. Commands run as written, except that URLs and folders are the test's. ``make``
+runs with ``-n``, and the command lines of long-running programs are only parsed, by their own parsers. Any other block
+is refused.
 """
 
 import ast
@@ -30,14 +30,14 @@ from weightsync.transports import registry
 
 BIN = ROOT / ".venv" / "bin"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-#: Drawn or listed, and looked at in test_documents and test_diagrams.
+#: Diagrams and trees, which test_documents and test_diagrams check.
 DRAWN = {("ARCHITECTURE.md", "mermaid"), ("ARCHITECTURE.md", "text"), ("docs/states.md", "mermaid")}
-#: Blocks that every rank of a trainer runs say so.
+#: Marks a block that every rank of a trainer runs.
 SHARDED = "on every rank"
 
 
 class Refused(AssertionError):
-    """What a document says is not so."""
+    """A statement of a document is false."""
 
 
 def check(holds, where, why):
@@ -46,7 +46,7 @@ def check(holds, where, why):
 
 
 class Answering:
-    """A process that answers each line of JSON with one."""
+    """A process that answers each line of JSON with a line of JSON."""
 
     def __init__(self, command, environment, cwd=ROOT):
         self._process = subprocess.Popen(
@@ -64,7 +64,7 @@ class Answering:
         self._process.stdin.write(f"{json.dumps(what)}\n")
 
     def hear(self, where):
-        """Raises `Refused` where the answer is that something is wrong, or there is none."""
+        """Read the answer. Raises `Refused` if it reports an error or if there is none."""
         answer = self._process.stdout.readline()
         check(answer, where, "the process that was to look at it has ended")
         check(not json.loads(answer), where, json.loads(answer))
@@ -80,14 +80,14 @@ class Parser(Answering):
     def __init__(self, kind):
         here = kind == "trainer"
         python = ROOT / (".venv" if here else f".venv-{kind}") / "bin" / "python"
-        # An engine's has the packages of its environment alone.
+        # An engine's Python sees only the packages of its own environment.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         paths = {"PYTHONPATH": f"{ROOT / 'common'}{os.pathsep}{ROOT}"} if here else {}
         command = [str(python), "-P", str(ROOT / "tests" / "document_parsers.py"), kind]
         super().__init__(command, {**environment, **paths}, ROOT if here else ROOT.parent)
 
     def read(self, words, where):
-        """Raises `Refused` where the program would not take them."""
+        """Parse the command line. Raises `Refused` if the program would not accept it."""
         self.tell(words)
         self.hear(where)
 
@@ -101,7 +101,7 @@ class Ranks:
         self._ranks = [Answering(command, {**os.environ, **group, "RANK": str(rank)}) for rank in range(size)]
 
     def run(self, text, kind, where):
-        """The same on each. Raises `Refused`."""
+        """Run the block on every rank. Raises `Refused`."""
         for rank in self._ranks:
             rank.tell([text, kind])
         for rank in self._ranks:
@@ -113,7 +113,7 @@ class Ranks:
 
 
 class World:
-    """Where the blocks of a document run, one after the other: URLs, names and folders are those of the test."""
+    """Runs the blocks of a document one after the other, with the test's URLs, names and folders."""
 
     def __init__(self, urls, folder, parsers, ranks):
         self.folder, self.parsers, self.ranks = folder, parsers, ranks
@@ -140,7 +140,7 @@ class World:
         }
 
     def here(self, text):
-        """The text with the test's places in it."""
+        """The text with the document's URLs and folders replaced by the test's."""
         for place, ours in self._places.items():
             text = text.replace(place, ours)
         return text
@@ -158,7 +158,7 @@ def train_step(model, _):
 
 
 def run(block, world):
-    """Raises `Refused` where the block is not so, and whatever it raises."""
+    """Run one block. Raises `Refused` if its statement is false, and whatever the block itself raises."""
     if block.kind == "python" and SHARDED in block.text:
         run_sharded(block, world)
     elif block.kind == "python":
@@ -173,7 +173,7 @@ def run(block, world):
 
 
 def register(block):
-    """Entry points as a package would install them: each gives engines a method of the name that the page says."""
+    """Install the entry points as a package would; each must give engines a method of the documented name."""
     points = tomllib.loads(block.text)["project"]["entry-points"]
     with tempfile.TemporaryDirectory() as site:
         folder = Path(site) / "documented-1.0.dist-info"
@@ -192,7 +192,7 @@ def register(block):
 
 
 class Said(ast.NodeTransformer):
-    """``expression  # "text"``: the value is that text, in which ``...`` stands for anything."""
+    """Checks ``expression  # "text"``: the value must match the text, in which ``...`` matches anything."""
 
     def __init__(self, text):
         self._lines = text.splitlines()
@@ -223,7 +223,7 @@ def run_python(block, world):
 
 
 def run_sharded(block, world):
-    """On every rank; the engines then serve the whole model."""
+    """Run the block on every rank; the engines must then serve the whole model."""
     text = world.here(block.text)
     urls = re.findall(r"http://[\w.:]+", text)
     state = models.load_reference(world.folder).state_dict()
@@ -240,7 +240,7 @@ def run_sharded(block, world):
 
 
 class Command(NamedTuple):
-    """A line of a shell, and its words."""
+    """A shell command: its line and its words."""
 
     line: str
     words: list[str]
@@ -264,7 +264,7 @@ def run_command(command, world, where):
 
 
 def engine_line(words):
-    """Which engine a command starts, and its arguments; two empty ones if it starts none."""
+    """The engine that a command starts and its arguments; empty if it starts none."""
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     if words[:2] == ["vllm", "serve"]:
@@ -275,7 +275,7 @@ def engine_line(words):
 
 
 def check_plugin(engine, first, arguments, where):
-    """The plugin is this package's, and so is a worker extension."""
+    """Check that the plugin is this package's and that a worker extension, if named, exists."""
     variable, _, plugin = first.partition("=")
     groups = [group for group in PROJECT["entry-points"] if group.startswith(engine)]
     check(variable == f"{engine.upper()}_PLUGINS", where, f"{first} loads no plugin")
@@ -286,7 +286,7 @@ def check_plugin(engine, first, arguments, where):
 
 
 def real(command, world, where):
-    """Run it as it stands; returns what it prints."""
+    """Run the command as written; returns what it prints."""
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     line = world.here(command.line)
     ran = subprocess.run(["bash", "-euc", line], env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -295,7 +295,7 @@ def real(command, world, where):
 
 
 def weightsync(command, world, where):
-    """A command that is only named is one that there is."""
+    """Run the command; one without arguments only has to exist."""
     if len(command.words) == 2:
         command = Command(f"{command.line} --help", [*command.words, "--help"])
     said = real(command, world, where)
@@ -310,27 +310,27 @@ def curl(command, world, where):
 
 
 def export(command, world, where):
-    """The variable is not empty then."""
+    """The variable must not be empty afterwards."""
     name = command.words[1].partition("=")[0]
     real(Command(f'{command.line}; test -n "${name}"', []), world, where)
 
 
 def make(command, world, where):
-    """Its targets are there, its variables are the Makefile's, and the programs that it would run take them."""
+    """Check that targets and variables exist in the Makefile and that the programs accept their arguments."""
     targets = {word for word in command.words[1:] if "=" not in word}
     variables = {word.partition("=")[0] for word in command.words[1:]} - targets
     makefile = (ROOT / "Makefile").read_text()
     check(targets <= set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()), where, targets)
     check(variables <= set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE)), where, variables)
     planned = real(Command(command.line.replace("make ", "make -n ", 1), []), world, where).splitlines()
-    # Whether all tests can be collected is for whoever runs them.
+    # Collecting every test here would take too long.
     for words in map(shlex.split, planned):
         if words[0] == ".venv/bin/python" and words[1:] != ["-m", "pytest"]:
             world.parsers["trainer"].read(words[1:], where)
 
 
 def python(command, world, where):
-    """Tests are collected, modules are there, and no more is run."""
+    """Collect the named tests, or check that the named module exists; nothing runs."""
     words = command.words
     check(words[1] == "-m", where, f"nobody knows how to check {command.line}")
     if words[2] == "pytest":
@@ -340,10 +340,10 @@ def python(command, world, where):
 
 
 def pip(command, _, where):
-    """What is installed is this package, with extras that it has, or this folder."""
+    """Only this package, with existing extras, or this folder may be installed."""
     words = command.words
     check(words[:2] == ["pip", "install"] and len(words) == 3, where, command.line)
-    if words[2] == ".":  # the wheel of this folder has tests of its own
+    if words[2] == ".":  # test_wheel covers the wheel of this folder
         return
     wanted = Requirement(words[2])
     check(wanted.name == PROJECT["name"], where, command.line)

@@ -1,8 +1,8 @@
-"""Reads command lines by the parsers of the programs that they are for: ``python tests/document_parsers.py vllm``.
+"""Parses command lines with their programs' own parsers: ``python tests/document_parsers.py vllm``.
 
-A line of standard input is a list of words as JSON, the line of standard output that answers it what is wrong with
-them, as JSON too. Programs of this repository are run until they have read their arguments, and pytest until it has
-collected tests. Each is imported once. Needs nothing of this repository where it reads for an engine.
+Each line of standard input is a list of words as JSON; the line of standard output that answers it is the error, or
+an empty string, as JSON. Programs of this repository run until they have parsed their arguments, and pytest until it
+has collected tests. Each is imported once. For an engine, nothing of this repository is needed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def sglang():
 
 
 def options_of(parser):
-    """Arguments are read; an option alone, of which the value is not known, is looked up."""
+    """Return a function that parses arguments; a lone option, whose value is unknown, is only looked up."""
 
     def read(words):
         if len(words) == 1 and words[0].startswith("--"):
@@ -40,7 +40,7 @@ def options_of(parser):
 
 
 def trainer():
-    """``-m MODULE`` or a file, and arguments."""
+    """Return a function that parses ``-m MODULE`` or a file, and its arguments."""
     import pytest
 
     parse = argparse.ArgumentParser.parse_args
@@ -68,7 +68,7 @@ def trainer():
 
 
 def until_read(run):
-    """What a program says of its arguments; empty if it takes them."""
+    """Run a program until it has parsed its arguments; returns its error, empty if it accepts them."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -80,7 +80,7 @@ def until_read(run):
 
 def main():
     """Answer line after line."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep other output apart from the answers
     read = {"vllm": vllm, "sglang": sglang, "trainer": trainer}[sys.argv[1]]()
     for line in sys.stdin:
         try:

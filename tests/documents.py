@@ -1,4 +1,4 @@
-"""The documents as tests see them: their blocks, what stands in code spans, their tables and links."""
+"""Reads the documents: their code blocks, code spans, tables and links."""
 
 import re
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "common" / "weightsync"
-#: Whose blocks, commands and tables are checked.
+#: Documents whose blocks, commands and tables are checked.
 DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 )
-#: Their links are checked, too.
+#: Documents of which only the links are checked.
 OTHERS = ("THREATS.md", "CHANGELOG.md")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -54,12 +54,12 @@ def prose(document):
 
 
 def spans(document):
-    """What stands in code spans outside of blocks."""
+    """The content of every code span outside of blocks."""
     return re.findall(r"`([^`\n]+)`", prose(document))
 
 
 def links(document):
-    """Where links lead that do not leave the repository."""
+    """The targets of links that stay inside the repository."""
     return [link for link in _LINK.findall(prose(document)) if "://" not in link]
 
 
@@ -84,5 +84,5 @@ def table(document, first):
 
 
 def coded(cell):
-    """What stands in code spans of a cell."""
+    """The content of the code spans of a cell."""
     return re.findall(r"`([^`]+)`", cell)

@@ -1,4 +1,4 @@
-"""Reference engines that suffer what is ordered of them."""
+"""Reference engines that suffer ordered faults."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.rig import SITE
+from tests.faults.harness import SITE
 from tools import servers
 from weightsync import Sender
 from weightsync.tensors.layout import digest_of
@@ -17,12 +17,12 @@ SETTLE_S = 60.0
 
 
 def digest(model):
-    """What an engine that holds this model computes with."""
+    """The digest of an engine that serves this model."""
     return digest_of(model.state_dict().items())
 
 
 def faulty(model, folder):
-    """An engine, to be entered, started on ``model``; ``folder`` is for its orders."""
+    """A faulty engine for a ``with`` block, started on ``model``; ``folder`` holds its orders."""
     orders = folder / "order"
     path = os.pathsep.join([str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
     return Faulty(ReferenceEngine(model, env={**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(orders)}), orders)
@@ -30,7 +30,7 @@ def faulty(model, folder):
 
 @dataclass
 class Faulty:
-    """A reference engine that suffers what is ordered of it, once."""
+    """A reference engine that suffers an ordered fault once."""
 
     engine: ReferenceEngine
     orders: Path
@@ -48,7 +48,7 @@ class Faulty:
         return self.engine.url
 
     def order(self, action, tensor=9):
-        """Suffer it after this tensor of the next load."""
+        """Order a fault after this tensor of the next load."""
         self.orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": tensor}, "action": action}))
 
     def suffered(self):
@@ -58,7 +58,7 @@ class Faulty:
         os.kill(self.engine.process.pid, signal.SIGCONT)
 
     def settled(self):
-        """Its status once it does not load any more."""
+        """Wait until the engine no longer loads; returns its status with digests."""
         give_up = time.monotonic() + SETTLE_S
         with Sender([self.url], timeout_s=SETTLE_S) as sender:
             while (reply := sender.status(digest=True)[self.url]).state.endswith("applying"):
@@ -75,7 +75,7 @@ class Faulty:
 
 
 def assert_no_mixture(reply, label, model):
-    """It serves what was pushed under that label, or says that it is dirty."""
+    """Assert that the engine serves ``model`` under ``label`` or is dirty."""
     if reply.state == "serving" and reply.version == label:
         assert reply.ranks[0].digest == digest(model)
     else:

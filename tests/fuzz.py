@@ -1,7 +1,7 @@
-"""Messages that nobody should send, derived from the schema: a field that `protocol.http` gains is fuzzed as well.
+"""Malformed messages, derived from the schema, so that a field that `protocol.http` gains is fuzzed as well.
 
-`Schema.bodies` and `Schema.frames` are hypothesis strategies of bytes: rubbish, another shape, the right shape with
-faults, and what is well-typed and makes no sense. `Traps` listens wherever an engine must not dial.
+`Schema.bodies` and `Schema.frames` are hypothesis strategies of bytes: random bytes, other shapes, the right shape with
+faults, and well-typed messages that make no sense. `Traps` listens at addresses that an engine must not dial.
 """
 
 import json
@@ -23,9 +23,9 @@ from weightsync.protocol import control, handles, http
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
 
-#: Route -> the message that it takes.
+#: Route -> the type of its message.
 ROUTES = {name: route.kind() for name, route in routes.routes().items()}
-#: The same of a rank's methods, as `rank_methods.handle` knows them.
+#: Method of a rank -> the type of its message, as in `rank_methods.handle`.
 METHODS = {
     "weightsync_open": http.Done,
     "weightsync_status": http.StatusRequest,
@@ -42,12 +42,12 @@ METHODS = {
 HANDLES = [handles.ShmHandle, handles.SharedParametersHandle, handles.CudaHandle, NixlHandle]
 FROM_RANK, FROM_SENDER = get_args(control.FromRank), get_args(control.FromSender)
 
-#: What takes an engine's lease, if only to be refused.
+#: Routes whose messages can take an engine's lease.
 TAKES_LEASE = {name for name, kind in ROUTES.items() if "holder" in kind.__struct_fields__}
 
-#: Shorter timeouts would be legitimate, and answered by a legitimate 504.
+#: Seconds; shorter timeouts are valid and would be answered by a valid 504.
 SHORTEST_TIMEOUT_S = 5.0
-#: An answer says what is wrong, and does not send the message back.
+#: Bytes; an answer names the error and does not echo the message.
 LONGEST_ANSWER = 20_000
 
 TEXTS = [
@@ -112,7 +112,7 @@ TEXTS = [
     "model.norm.weight",
     "lm_head.weight",
 ]
-#: A sender on another host, as far as its address can tell: two texts that would hardly ever meet.
+#: The address and key of a sender on another host; drawn apart, the two would hardly ever meet.
 FAR = {"address": "tcp://127.0.0.1:9", "server_key": "k" * 40}
 INTEGERS = [-(1 << 63), -(1 << 31), -1, 0, 1 << 31, 1 << 50, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 FLOATS = [nan, inf, -inf, -0.0, -1.5, 1e308, 5e-324]
@@ -153,13 +153,13 @@ FUZZ = settings(
 
 @dataclass(frozen=True)
 class Spelled:
-    """What no value of Python's stands for."""
+    """Bytes that no Python value is encoded as."""
 
     json: bytes
     msgpack: bytes
 
 
-#: Arrays in arrays, numbers that no message has room for, nanoseconds, half a surrogate.
+#: Nested arrays, numbers that no field can hold, nanoseconds, half of a surrogate pair.
 ODDITIES = [
     *(Spelled(b"[" * depth + b"]" * depth, b"\x91" * depth + b"\xc0") for depth in (10, 100, 5000)),
     *(Spelled(b"1" + b"0" * digits, b"\xc7\x01\x07x") for digits in (30, 400, 5000)),
@@ -169,11 +169,11 @@ ODDITIES = [
 
 
 class Pairs(list):
-    """An object as pairs, so that a key can come twice."""
+    """An object as a list of pairs, so that a key can occur twice."""
 
 
 def as_json(value: object) -> bytes:
-    """JSON, or what a careless or hostile encoder makes of a value that JSON cannot hold."""
+    """Encode as JSON; values that JSON cannot hold are written as a careless or hostile encoder would."""
     if isinstance(value, Spelled):
         return value.json
     if isinstance(value, Pairs | dict):
@@ -187,7 +187,7 @@ def as_json(value: object) -> bytes:
 
 
 def as_msgpack(value: object) -> bytes:
-    """The same in msgpack."""
+    """Encode as msgpack."""
     if isinstance(value, Spelled):
         return value.msgpack
     if isinstance(value, Pairs | dict):
@@ -202,10 +202,10 @@ def as_msgpack(value: object) -> bytes:
 
 
 class Schema:
-    """Strategies for every message; ``texts`` are tried as strings, beside what is tried everywhere."""
+    """Strategies for every message; ``texts`` are additional strings to try."""
 
     def __init__(self, texts=()):
-        # A random text could be the label of a version, if it were short.
+        # A short random text could equal the label of a version.
         self.texts = st.sampled_from([*TEXTS, *texts]) | st.text(min_size=8, max_size=12)
         self._scalars = st.sampled_from([None, True, False, b"bytes", *INTEGERS, *FLOATS, *ODDITIES])
         self.anything = (
@@ -219,15 +219,15 @@ class Schema:
         )
 
     def bodies(self, kind):
-        """HTTP bodies that are no ``kind``, or one that makes no sense."""
+        """HTTP bodies that are not a ``kind``, or a senseless one."""
         return self._encoded(inspect.type_info(kind), as_json)
 
     def frames(self, kinds):
-        """The same for the ZMQ messages of one direction."""
+        """ZMQ frames of one direction that are malformed or senseless."""
         return st.one_of([self._encoded(inspect.type_info(kind), as_msgpack) for kind in kinds])
 
     def senseless(self, kind):
-        """A well-typed ``kind``, as fields by name."""
+        """A well-typed but senseless ``kind``, as a dict of its fields."""
         return self._struct(inspect.type_info(kind)).map(dict)
 
     def _encoded(self, info, encode):
@@ -241,7 +241,7 @@ class Schema:
         )
 
     def handles(self):
-        """What says where memory is, which each transport reads for itself; and what says nothing."""
+        """Handles of memory, which each transport decodes by itself, and values that are not handles."""
         return st.one_of(st.none(), *(self._struct(inspect.type_info(kind)) for kind in HANDLES), self.anything)
 
     def _fine_value(self, info):
@@ -289,11 +289,11 @@ class Schema:
         return st.builds(_with_faults, self._struct(info), self._faults(), self.anything, self.texts)
 
     def _broken(self, info, encode):
-        """The bytes of a message, cut or scratched."""
+        """The bytes of a message, with a byte removed or overwritten."""
         return st.builds(_scratched, self._struct(info).map(encode), st.integers(0, 1000), st.sampled_from(_SCRATCHES))
 
 
-#: No digits: a shorter timeout may not come of it.
+#: Without digits, which could turn a timeout into a shorter one.
 _SCRATCHES = [b"", b"\0", b"\xff", b"{", b"}", b'"', b"\\", b",", b"\xc1", b"]]]]", b"\xdf\xff\xff\xff\xff"]
 
 
@@ -339,7 +339,7 @@ _FINE = {
 
 
 class Line:
-    """A kept-alive HTTP connection to an engine's admin routes. Every answer is looked at."""
+    """A persistent HTTP connection to an engine's admin routes that checks every answer."""
 
     def __init__(self, url, token):
         self._host, self._token = url.removeprefix("http://"), token
@@ -347,19 +347,19 @@ class Line:
         self.sent = 0
 
     def send(self, route, body):
-        """Post; the status and the answer."""
+        """Post a body; returns the status code and the answer."""
         head = {"Authorization": f"Bearer {self._token}"}
         try:
             self._connection.request("POST", f"{http.PREFIX}/{route}", body, head)
             reply = self._connection.getresponse()
-        except (ConnectionError, HTTPException):  # it had been closed in the meantime, which is the server's right
+        except (ConnectionError, HTTPException):  # the server may close an idle connection
             self._connection.close()
             self._connection.request("POST", f"{http.PREFIX}/{route}", body, head)
             reply = self._connection.getresponse()
         return reply.status, reply.read()
 
     def check(self, route, body):
-        """Send what nobody should; the answer must be short, and blame the message."""
+        """Send a malformed body; the answer must be short and blame the message."""
         status, reply = self.send(route, body)
         self.sent += 1
         said = f"{route} {body[:300]!r} was answered with {status} {reply[:300]!r}"
@@ -369,9 +369,9 @@ class Line:
         if status != 200:
             http.from_json(reply, http.ErrorReply)
         else:
-            http.from_json(body, ROUTES[route])  # nothing but a message is answered with 200
+            http.from_json(body, ROUTES[route])  # only a valid message is answered with 200
         if route in TAKES_LEASE and status != 400:
-            self.send("abort", b"{}")  # it was a message: whoever it names must not keep the next ones out
+            self.send("abort", b"{}")  # it was a valid message: its holder must not keep the lease
 
     def close(self):
         """Hang up."""

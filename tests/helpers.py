@@ -1,4 +1,4 @@
-"""What several tests make."""
+"""Helpers that several tests use."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from weightsync.protocol import http
 
 
 def plan_of(push, layout, bucket_bytes, timeout_s=20.0, **more):
-    """What a sender would announce, before its transport adds the address; digests included."""
+    """The request that a sender would announce, with digests, before its transport adds the address."""
     manifest = tuple(entry.spec for entry in layout.entries)
     more = {"verify": "digest", "digest": "xxh3_64", **more}
     return http.UpdateRequest(
@@ -16,9 +16,9 @@ def plan_of(push, layout, bucket_bytes, timeout_s=20.0, **more):
 
 
 def calls_of(run):
-    """Python calls and calls of C functions from Python that ``run`` makes."""
+    """The number of calls that ``run`` makes, of Python functions and of C functions from Python."""
     counted = []
-    gc.disable()  # Hypothesis is called when garbage is collected
+    gc.disable()  # Hypothesis hooks garbage collection
     sys.setprofile(lambda frame, event, argument: counted.append(event) if event.endswith("call") else None)
     try:
         run()

@@ -1,4 +1,4 @@
-"""A checkpoint of attention, MLP and experts, the layout that Megatron has for it, and the table between the two."""
+"""A checkpoint of attention, MLP and experts, its layout in Megatron, and the table that maps one to the other."""
 
 import torch
 
@@ -32,7 +32,7 @@ RULES = [
 
 
 def checkpoint():
-    """An MLP in the first layer, experts in the second."""
+    """A checkpoint with an MLP in the first layer and experts in the second."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for at in range(LAYERS):
         layer, attention = f"model.layers.{at}", f"model.layers.{at}.self_attn"
@@ -47,7 +47,7 @@ def checkpoint():
 
 
 def megatron(of, rank, size):
-    """What Megatron holds of that checkpoint in one of ``size`` ranks of tensor and of expert parallelism."""
+    """What Megatron holds of checkpoint ``of`` in one of ``size`` ranks of tensor and expert parallelism."""
 
     def share(name, dim=0):
         return of[name].chunk(size, dim)[rank]
@@ -81,7 +81,7 @@ COLUMNS = ("self_attn.o", "mlp.down")
 
 
 def llama(state, config, rank, size):
-    """What one of ``size`` ranks holds of a dense model, and what it is."""
+    """What one of ``size`` ranks holds of a dense model, with the table that explains it."""
     groups, head = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     rows = {"q": config.num_attention_heads // groups * head, "k": head, "v": head}
     rules = [

@@ -1,4 +1,4 @@
-"""Those who should not be talked to, and addresses that must not be dialled."""
+"""Strangers that talk to a sender, and addresses that must not be dialled."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from weightsync.protocol import directories
 
 @contextmanager
 def stranger_at(context, address, server_key=""):
-    """A socket of this user's, or one that has learnt the key, at a sender that never asked it to come."""
+    """A socket of this user, or one that knows the server key, connected to a sender that did not request it."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         if server_key:
@@ -24,7 +24,7 @@ def stranger_at(context, address, server_key=""):
 
 
 class Traps:
-    """Listens at addresses that must not be dialled; ``sprung()`` says which were. For a ``with`` block."""
+    """Listens at addresses that must not be dialled; `sprung` lists those that were. For a ``with`` block."""
 
     def __init__(self):
         self._open, self._traps = ExitStack(), {}
@@ -48,7 +48,7 @@ class Traps:
             folder / "elsewhere" / directories.SOCKET_NAME
         )
         inside = ("link", "private", "absent", "dead/../elsewhere", f"dead/../../{folder.name}/elsewhere")
-        #: Their addresses, also in other words. "dead" alone may be dialled: a sender's, where nobody listens now.
+        #: Their addresses in several spellings. Only "dead" may be dialled: a sender's address without a listener.
         self.texts = [
             *self._traps,
             *(f"ipc://{folder}/weightsync-{name}/{directories.SOCKET_NAME}" for name in (*inside, "dead")),

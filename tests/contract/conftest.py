@@ -1,6 +1,6 @@
-"""Every test of the contract runs over every transport; over both ways of one that has two; with one source and two.
+"""Run every contract test over every transport, in each of its modes, with one sending process and with two.
 
-One of the transports is not this project's: `tests/outside` registers it.
+One of the transports does not belong to this project: `tests/outside` registers it.
 """
 
 from pathlib import Path
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.contract.rig import Rig
+from tests.contract.harness import Harness
 from weightsync.transports import registry
 
 OUTSIDE = str(Path(__file__).resolve().parents[1] / "outside")
 
 
 class Way(NamedTuple):
-    """What is run: a transport, how many of the trainer's processes send, and in which environment."""
+    """One configuration: a transport, the number of sending trainer processes, and environment variables."""
 
     transport: str
     sources: int = 1
@@ -32,7 +32,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def outside(monkeypatch):
-    """A transport from elsewhere is installed, here and in the processes that a test starts."""
+    """Install the third-party transport, in this process and in those that a test starts."""
     monkeypatch.syspath_prepend(OUTSIDE)
     monkeypatch.setenv("PYTHONPATH", OUTSIDE, prepend=":")
 
@@ -51,7 +51,7 @@ def transport(way):
 
 
 @pytest.fixture
-def rig(way):
-    rig = Rig(way.transport, way.sources)
-    yield rig
-    rig.close()
+def harness(way):
+    harness = Harness(way.transport, way.sources)
+    yield harness
+    harness.close()

@@ -1,4 +1,4 @@
-"""The other sources of a trainer, as rank 0 has them: threads here, processes in `tests.sharded`."""
+"""Stand-ins for a trainer's other ranks: threads here; `tests.sharded` uses processes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from weightsync.transports import registry
 
 
 class Sources:
-    """`base.PeerRanks`, and as a `Coordinator` fills an arena: rank 0 does that here, since it has all tensors."""
+    """`base.PeerRanks` whose arena rank 0 fills by itself, because it has all tensors here."""
 
     def __init__(self, transport, size):
         make = registry.spec(transport).rank_helper
@@ -21,7 +21,7 @@ class Sources:
         self._helpers = [make(rank) for rank in range(1, size)]
         self._threads = ThreadPoolExecutor(size)
         self._stream, self._jobs, self._over = None, [], threading.Event()
-        #: How often each was asked for something.
+        #: How many requests each helper received.
         self.asked = 0
 
     def fill(self, tensors, deadline, layout, arena, alive, algorithm, demand):

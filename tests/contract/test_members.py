@@ -1,4 +1,4 @@
-"""Who takes part, and what it costs the others when that changes."""
+"""Engines that join, leave and restart, and what that costs the others."""
 
 import subprocess
 import sys
@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.contract.rig import CPU, A, B, Rig, assert_equal, random_tensors
+from tests.contract.harness import CPU, A, B, Harness, assert_equal, random_tensors
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
 from weightsync.transports.nccl.messages import InitNcclGroup
 
 
-class Counting(Rig):
-    """Notes which engines were told something before each push."""
+class Counting(Harness):
+    """Records which engines got a handshake before each push."""
 
     def join(self, asked):
         self.told = sorted(asked)
@@ -39,43 +39,43 @@ def make():
         return made[-1]
 
     yield make
-    for rig in made:
-        rig.close()
+    for harness in made:
+        harness.close()
 
 
 @pytest.mark.parametrize(("transport", "told"), [("ipc_zmq", []), ("nccl", [A, B]), ("nixl", [B]), ("files", [B])])
-def test_only_whom_it_concerns_hears_of_a_restarted_engine(make, transport, told):
-    rig = make(transport)
-    assert rig.pushed() == ([] if transport == "ipc_zmq" else [A, B])
-    assert rig.pushed(1) == []
-    rig.peers[Peer(B, 0)].close()
-    rig.peers[Peer(B, 0)] = registry.spec(transport).engine_end(CPU)
-    rig.instances[B] = "b again"
-    rig.transfer.disconnect(B, transport)
-    assert rig.pushed(2) == told
-    assert rig.pushed(3) == []
+def test_only_affected_engines_are_told_of_a_restart(make, transport, told):
+    harness = make(transport)
+    assert harness.pushed() == ([] if transport == "ipc_zmq" else [A, B])
+    assert harness.pushed(1) == []
+    harness.peers[Peer(B, 0)].close()
+    harness.peers[Peer(B, 0)] = registry.spec(transport).engine_end(CPU)
+    harness.instances[B] = "b again"
+    harness.transfer.disconnect(B, transport)
+    assert harness.pushed(2) == told
+    assert harness.pushed(3) == []
 
 
 @pytest.mark.parametrize("transport", [*registry.names(), "files"])
 def test_engines_leave_and_come_back_between_pushes(make, transport):
-    rig = make(transport)
-    rig.pushed()
-    left = rig.peers.pop(Peer(B, 0))
-    rig.pushed(1)
-    rig.peers[Peer(B, 0)] = left
-    rig.pushed(2)
+    harness = make(transport)
+    harness.pushed()
+    left = harness.peers.pop(Peer(B, 0))
+    harness.pushed(1)
+    harness.peers[Peer(B, 0)] = left
+    harness.pushed(2)
 
 
-def test_eight_engines_join_one_group_at_once(make):
-    rig = make("nccl")
+def test_seven_engines_join_one_group_at_once(make):
+    harness = make("nccl")
     for number in range(3, 8):
         url = f"http://127.0.0.1:{9000 + number}"
-        rig.peers[Peer(url, 0)], rig.instances[url] = registry.spec("nccl").engine_end(CPU), str(number)
-    rig.threads._max_workers = len(rig.peers)
-    assert len(rig.pushed()) == 7
+        harness.peers[Peer(url, 0)], harness.instances[url] = registry.spec("nccl").engine_end(CPU), str(number)
+    harness.threads._max_workers = len(harness.peers)
+    assert len(harness.pushed()) == 7
 
 
-def test_the_trainers_own_default_group_is_neither_needed_nor_touched(make):
+def test_the_default_process_group_is_not_needed_and_not_changed(make):
     assert not dist.is_initialized()
     make("nccl").pushed()
     assert not dist.is_initialized()
@@ -106,7 +106,7 @@ def asked(backend="gloo", **more):
         ({"backend": "nccl"}, UnsupportedOption, "rank 0 is on cpu, where there is no NCCL: use gloo"),
     ],
 )
-def test_what_cannot_work_is_said_at_once_and_by_name(more, error, said):
+def test_a_group_that_cannot_work_is_refused_at_once(more, error, said):
     end, begin = registry.spec("nccl").engine_end(CPU), time.monotonic()
     with pytest.raises(error, match=said):
         end.join(asked(**more), 0)
@@ -115,11 +115,11 @@ def test_what_cannot_work_is_said_at_once_and_by_name(more, error, said):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])
-def test_every_rank_says_which_way_it_goes(make, transport):
-    rig, ways = make(transport), []
-    rig.join, join = (lambda asked: ways.append(join(asked)) or ways[-1]), rig.join
+def test_every_rank_reports_its_network_interface(make, transport):
+    harness, ways = make(transport), []
+    harness.join, join = (lambda asked: ways.append(join(asked)) or ways[-1]), harness.join
     tensors = random_tensors()
-    assert_equal(rig.push(tensors, 4096), tensors)
+    assert_equal(harness.push(tensors, 4096), tensors)
     found = {rank.interface for reply in ways[0].values() for rank in reply.ranks}
     assert found == {"lo (127.0.0.1)"} or transport == "nixl"
     assert all(found)
@@ -137,23 +137,23 @@ for _ in range(2):
 """
 
 
-def test_a_rank_that_ends_while_it_waits_for_a_silent_trainer_ends_well():
+def test_a_rank_exits_cleanly_while_it_waits_for_a_silent_trainer():
     for _ in range(3):
         subprocess.run([sys.executable, "-c", ENDS_EARLY], check=True, timeout=60)
 
 
-def test_what_was_under_way_when_a_push_failed_finds_nobody(make):
-    rig, tensors = make("nixl"), random_tensors()
-    rig.push(tensors, 4096)
-    # NIXL itself, which would go on to write into memory that is another's by then.
-    agents = [weakref.ref(end._agent.nixl) for end in rig.peers.values()]
+def test_nixl_agents_are_released_when_a_push_fails(make):
+    harness, tensors = make("nixl"), random_tensors()
+    harness.push(tensors, 4096)
+    # A NIXL agent that lives on could write into memory that has been reused since.
+    agents = [weakref.ref(end._agent.nixl) for end in harness.peers.values()]
 
     def broken():
         yield from tensors[:20]
         raise OSError("disk gone")
 
     with pytest.raises(OSError, match="disk gone"):
-        rig.push(broken(), 512, manifest=tensors)
-    rig.outcomes = None  # what was raised refers to where
+        harness.push(broken(), 512, manifest=tensors)
+    harness.outcomes = None  # the exceptions refer to frames that hold the agents
     assert [agent() for agent in agents] == [None] * len(agents)
-    assert_equal(rig.push(tensors, 4096), tensors)
+    assert_equal(harness.push(tensors, 4096), tensors)

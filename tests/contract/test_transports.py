@@ -1,4 +1,4 @@
-"""One suite for every transport and both its ends, whoever has registered it."""
+"""One suite for both ends of every registered transport."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.contract.rig import CPU, A, B, assert_equal, bits, hello, random_tensors, send
+from tests.contract.harness import CPU, A, B, assert_equal, bits, hello, random_tensors, send
 from tests.contract.sources import Sources
 from tests.helpers import plan_of
 from weightsync.deadline import Deadline
@@ -24,14 +24,14 @@ from weightsync.transports.base import Peer
 
 
 @pytest.mark.parametrize("bucket_bytes", [512, 4096, 65536, 1 << 20])
-def test_every_rank_gets_every_bit(rig, bucket_bytes):
+def test_every_rank_gets_every_bit(harness, bucket_bytes):
     tensors = random_tensors()
-    assert_equal(rig.push(tensors, bucket_bytes), tensors)
+    assert_equal(harness.push(tensors, bucket_bytes), tensors)
 
 
-def test_ten_pushes_bring_the_newest_values_without_a_new_file_or_socket(rig):
+def test_ten_pushes_deliver_new_values_and_open_no_new_descriptors(harness):
     for thread in threading.enumerate():
-        if thread.name == "weightsync-group":  # of a test before: what is pending there has its own deadline
+        if thread.name == "weightsync-group":  # left by an earlier test until its own deadline
             thread.join(60)
     tensors = random_tensors()
     for round_ in range(10):
@@ -39,44 +39,44 @@ def test_ten_pushes_bring_the_newest_values_without_a_new_file_or_socket(rig):
             bits_of = tensor if tensor.is_contiguous() else None
             if bits_of is not None and tensor.numel():
                 bits(tensor).add_(1)
-        assert_equal(rig.push(tensors, 4096), tensors)
+        assert_equal(harness.push(tensors, 4096), tensors)
         if round_ == 1:
             opened = len(os.listdir("/proc/self/fd"))
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_what_was_received_survives_a_change_of_the_source(rig):
+def test_received_tensors_do_not_change_with_the_source(harness):
     tensors = random_tensors()
     before = [tensor.clone() for tensor in tensors]
-    received = rig.push(tensors, 4096)
+    received = harness.push(tensors, 4096)
     for tensor in tensors:
         if tensor.is_contiguous():
             bits(tensor).zero_()
     assert_equal(received, before)
 
 
-def test_the_size_may_change_between_pushes(rig):
+def test_the_size_may_change_between_pushes(harness):
     for size, bucket_bytes in ((100, 512), (100_000, 512), (10, 1 << 20), (100_000, 4096)):
         tensors = [torch.randn(size), torch.randn(3)]
-        assert_equal(rig.push(tensors, bucket_bytes), tensors)
+        assert_equal(harness.push(tensors, bucket_bytes), tensors)
 
 
 @pytest.mark.parametrize("only", [[torch.zeros(0)], [torch.ones(())], [torch.ones(1, dtype=torch.int8)] * 3])
-def test_tiny_pushes(rig, only):
-    assert_equal(rig.push(only, 512), only)
+def test_tiny_pushes(harness, only):
+    assert_equal(harness.push(only, 512), only)
 
 
-def test_a_rank_that_does_not_come_is_named_by_the_deadline_and_the_others_let_go(rig):
+def test_a_missing_rank_is_named_at_the_deadline_and_the_others_are_released(harness):
     absent = Peer(A, 1)
     with pytest.raises(PushTimeout, match=r"within 1 s.*rank 1 of http://127.0.0.1:8001") as raised:
-        rig.push(random_tensors(), 4096, timeout_s=1.0, absent={absent})
+        harness.push(random_tensors(), 4096, timeout_s=1.0, absent={absent})
     assert "rank 0" not in str(raised.value)
-    assert all(isinstance(error, PushTimeout | TransferFailed) for error in rig.outcomes.values())
+    assert all(isinstance(error, PushTimeout | TransferFailed) for error in harness.outcomes.values())
     tensors = random_tensors(1)
-    assert_equal(rig.push(tensors, 4096), tensors)
+    assert_equal(harness.push(tensors, 4096), tensors)
 
 
-def test_a_source_that_fails_in_the_middle_is_told_to_every_rank(rig):
+def test_every_rank_is_told_of_a_source_that_fails_midway(harness):
     tensors = random_tensors()
 
     def broken():
@@ -84,39 +84,39 @@ def test_a_source_that_fails_in_the_middle_is_told_to_every_rank(rig):
         raise OSError("disk gone")
 
     with pytest.raises(OSError, match="disk gone"):
-        rig.push(broken(), 512, manifest=tensors)
-    assert [str(error) for error in rig.outcomes.values() if "disk gone" not in str(error)] == []
-    assert_equal(rig.push(tensors, 512), tensors)
+        harness.push(broken(), 512, manifest=tensors)
+    assert [str(error) for error in harness.outcomes.values() if "disk gone" not in str(error)] == []
+    assert_equal(harness.push(tensors, 512), tensors)
 
 
-def test_a_tensor_that_changed_shape_is_named(rig):
+def test_a_tensor_that_changed_shape_is_named(harness):
     tensors = random_tensors()
     with pytest.raises(SourceError, match="t5 changed while it was sent"):
-        rig.push([*tensors[:5], torch.zeros(3), *tensors[6:]], 512, manifest=tensors)
+        harness.push([*tensors[:5], torch.zeros(3), *tensors[6:]], 512, manifest=tensors)
 
 
-def test_an_aborted_rank_fails_the_push_by_name(rig):
-    rig.cancelled.set()
+def test_an_aborted_rank_fails_the_push_and_is_named(harness):
+    harness.cancelled.set()
     with pytest.raises(TransferFailed, match=r"rank \d of http://.*: the push was aborted"):
-        rig.push(random_tensors(), 512)
-    rig.cancelled.clear()
+        harness.push(random_tensors(), 512)
+    harness.cancelled.clear()
     tensors = random_tensors(2)
-    assert_equal(rig.push(tensors, 512), tensors)
+    assert_equal(harness.push(tensors, 512), tensors)
 
 
-def test_a_stream_brings_every_tensor_without_a_stage(rig):
+def test_a_streamed_push_delivers_every_tensor_without_a_stage(harness):
     tensors = random_tensors()
-    for received in rig.push(tensors, 4096, stream=True).values():
+    for received in harness.push(tensors, 4096, stream=True).values():
         for got, want in zip(received, tensors, strict=True):
             assert torch.equal(bits(got), bits(want))
 
 
 @pytest.mark.parametrize("slots", [3, 64])
-def test_an_arena_may_hold_more_than_two_buckets(rig, slots):
+def test_an_arena_may_hold_more_than_two_buckets(harness, slots):
     tensors = random_tensors()
     for seed in range(2):
-        assert_equal(rig.push(random_tensors(seed), 4096, slots=slots), random_tensors(seed))
-    assert_equal(rig.push(tensors, 4096, slots=slots), tensors)
+        assert_equal(harness.push(random_tensors(seed), 4096, slots=slots), random_tensors(seed))
+    assert_equal(harness.push(tensors, 4096, slots=slots), tensors)
 
 
 RANK = """
@@ -150,7 +150,7 @@ while line := sys.stdin.buffer.readline():
 
 
 class Child:
-    """One rank in a process of its own, that can be killed and frozen; it is the only one of its engine."""
+    """The only rank of an engine, in its own process, so that it can be killed and frozen."""
 
     def __init__(self, way):
         self.transport, self.pushes = way.transport, 0
@@ -173,7 +173,7 @@ class Child:
         return {A: http.JoinReply(reply.ranks, self.instance)}
 
     def push(self, tensors, bucket_bytes, timeout_s=30.0):
-        """What the child says it received; ``tensors`` may do things between one and the next."""
+        """Push; returns what the child reports. ``tensors`` may be a generator that acts between two tensors."""
         tensors = iter(tensors)
         self.pushes += 1
         first = next(tensors)
@@ -218,18 +218,18 @@ def child(way):
     child.close()
 
 
-def test_the_trainer_holds_two_buckets_beyond_its_weights(child):
+def test_the_trainer_needs_memory_for_two_buckets_only(child):
     if child.sources is not None:
         pytest.skip("several sources share an arena that holds everything")
     tensors, bucket_bytes = numbers(), 4 << 20  # 256 MiB
-    child.push(numbers(1024), 4096)  # whatever a library takes once
+    child.push(numbers(1024), 4096)  # libraries allocate once
     before = psutil.Process().memory_info().rss
     assert child.push(tensors, bucket_bytes) == RIGHT
     assert psutil.Process().memory_info().rss - before < 2 * bucket_bytes + (8 << 20)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_freezes_on_the_way_is_named_and_a_new_one_is_pushed_to(child, sent):
+def test_a_rank_that_dies_or_freezes_is_named_and_its_successor_gets_the_next_push(child, sent):
     assert child.push(numbers(), 4 << 20) == RIGHT
 
     def struck():
@@ -252,19 +252,19 @@ def test_a_rank_that_dies_or_freezes_on_the_way_is_named_and_a_new_one_is_pushed
 
 
 @pytest.mark.slow
-def test_a_tensor_of_three_gib(rig):
-    del rig.peers[Peer(A, 1)], rig.peers[Peer(B, 0)]
+def test_a_tensor_of_three_gib(harness):
+    del harness.peers[Peer(A, 1)], harness.peers[Peer(B, 0)]
     tensor = torch.zeros(3 << 30, dtype=torch.uint8)
     tensor[:: 1 << 20] = torch.arange(3 << 10).to(torch.uint8)
-    (received,) = rig.push([tensor], 64 << 20, timeout_s=200.0)[Peer(A, 0)]
+    (received,) = harness.push([tensor], 64 << 20, timeout_s=200.0)[Peer(A, 0)]
     assert torch.equal(received, tensor)
 
 
-def test_closing_twice_leaves_nothing(rig, tmp_path):
-    rig.push([torch.ones(10)], 512)
+def test_closing_twice_leaves_nothing_behind(harness, tmp_path):
+    harness.push([torch.ones(10)], 512)
     mine = f"weightsync-{os.getpid()}-"
     assert any(name.startswith(mine) for name in os.listdir("/dev/shm"))
-    rig.transfer.close()
-    rig.transfer.close()
+    harness.transfer.close()
+    harness.transfer.close()
     assert not any(name.startswith(mine) for name in os.listdir("/dev/shm"))
     assert not (tmp_path / "weightsync").exists() or os.listdir(tmp_path / "weightsync") == []

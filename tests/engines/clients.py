@@ -1,8 +1,8 @@
-"""Clients that read long streams, in a process of their own: beside a trainer's threads they keep it from running.
+"""Clients that read long streams, in their own process, where they do not slow down a trainer's threads.
 
-``python -m tests.engines.clients ENGINE MODEL URL STREAMS TOKENS PROMPT...`` prints lines of JSON for each stream: null
-once its fifth token is here, and at its end all tokens. Told a number on its standard input, every stream reads that
-many more, if there are, and ends.
+``python -m tests.engines.clients ENGINE MODEL URL STREAMS TOKENS PROMPT...`` prints two lines of JSON for each stream:
+null once its fifth token has arrived, and all tokens at its end. After a number on standard input, every stream reads
+at most that many more tokens and ends.
 """
 
 import json
@@ -17,7 +17,7 @@ from tools import servers
 def main():
     engine, model, url, streams, tokens, *prompt = sys.argv[1:]
     prompt = [int(token) for token in prompt]
-    # Whose process it is matters to those alone who end it.
+    # Only code that ends the server would use the process.
     server = servers.Server(engine, Path(model), url, subprocess.Popen(["true"]), Path("log"))
     lock = threading.Lock()
     limit = []

@@ -21,16 +21,16 @@ from weightsync.errors import PluginNotLoaded
 
 PROMPT = list(b"Once upon a time there was a policy that ")
 NEW_TOKENS = 24
-#: Natural-log units between a pushed engine and a fresh one of the same kind.
+#: Allowed difference of logprobs between a pushed engine and a fresh one of the same kind.
 SAME_ENGINE = 1e-3
-#: Natural-log units, on average over the tokens, between an engine and transformers: both round bfloat16, in different
-#: orders. Right weights are 0.02 to 0.04 away, single tokens further where an expert is chosen by a hair; others 6.
+#: Allowed mean difference of logprobs between an engine and transformers, which round bfloat16 in different orders.
+#: Correct weights differ by 0.02 to 0.04, single tokens by more if experts are nearly tied; other weights by 6.
 BF16_ROUNDING = 0.1
 
 
 @dataclass
 class Served:
-    """A server that was started on model A, and what a server freshly started on model B answers."""
+    """A server that was started on model A, and the answers of a server freshly started on model B."""
 
     server: servers.Server
     kind: str
@@ -39,7 +39,7 @@ class Served:
     b: Path
     fresh_b: "Answers"
     refusal: Exception
-    """What a sender says of a server of this engine that runs without the plugin, or with half of it."""
+    """The error of a sender whose server runs without the plugin, or with half of it."""
     first: "First"
 
     def sender(self, **options):
@@ -55,7 +55,7 @@ class Served:
             return sender.status()[self.server.url]
 
     def digests(self):
-        """What each rank computes with."""
+        """The digest of each rank's weights."""
         with self.sender() as sender:
             return [rank.digest for rank in sender.status(digest=True)[self.server.url].ranks]
 
@@ -70,7 +70,7 @@ class Answers:
 
 @dataclass
 class First:
-    """What an engine did before its first push, and what a request that came before it was answered afterwards."""
+    """An engine before its first push, and its answer to a request that arrived before that push."""
 
     health: int
     state: str
@@ -79,7 +79,7 @@ class First:
 
 
 def first_push(server, folder):
-    """Ask, push, and get the answer."""
+    """Send a request, then push, then wait for the answer."""
     with Sender([server.url]) as sender, ThreadPoolExecutor(1) as thread:
         health = requests.get(f"{server.url}/health", timeout=10).status_code
         state = sender.status()[server.url].state
@@ -100,7 +100,7 @@ def ask(server):
 
 
 def assert_same(got, want, tolerance=SAME_ENGINE):
-    """Same tokens, and logprobs that close."""
+    """Assert equal tokens, and logprobs that differ by ``tolerance`` at most."""
     assert got[0] == want[0]
     assert max(abs(x - y) for x, y in zip(got[1], want[1], strict=True)) <= tolerance
 
@@ -115,7 +115,7 @@ def apart(these, those):
 
 
 def assert_agrees(server, model: PreTrainedModel, answer, prompt=PROMPT):
-    """The engine's logprobs are transformers' own for the same tokens, within bf16 rounding."""
+    """Assert that the engine's logprobs equal those of transformers for the same tokens, within bf16 rounding."""
     own = models.reference_logprobs(model, prompt + answer[0], len(prompt))
     assert apart(answer[1], own) <= BF16_ROUNDING
 
@@ -126,16 +126,16 @@ CACHING = {
     "sglang": [],
 }
 NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
-#: For an engine that must not serve before its first push.
+#: Options of an engine that must not serve before its first push.
 WAITING = {
     "vllm": ["--additional-config", '{"weightsync": {"wait_for_initial_weights": true}}'],
     "sglang": ["--checkpoint-engine-wait-weights-before-ready"],
 }
 STREAMS, LENGTH = 8, 32_768
-#: Longer than anything takes, on a busy machine too: what has not come by then never does.
+#: Seconds: longer than anything takes on a busy machine. What has not arrived by then never will.
 PATIENCE_S = 300
-#: Each is asked for more than an engine makes before it is told to end, however slow the test and its push are. SGLang
-#: sends all logprobs so far with each token, is slow by that, and begins no more than it has room for to their ends.
+#: Tokens requested of each stream: more than an engine generates before the test ends it, however slow the machine.
+#: SGLang sends all logprobs so far with each token, which slows it down, and admits only streams that fit to the end.
 STREAM_TOKENS = {"vllm": 30_000, "sglang": 3_000}
 
 
@@ -148,7 +148,7 @@ class Streams:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=servers.ROOT)
         self.results = []
-        #: One for each line that tells of a stream's beginning.
+        #: Released once for each stream that has begun.
         self.began = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
@@ -173,7 +173,7 @@ class Streams:
                 self.results.append(tokens)
 
     def read(self, more=None):
-        """Every stream's tokens, when all have ended; with ``more``, once each has so many more than now."""
+        """Wait until all streams have ended and return their tokens; with ``more``, each ends after that many more."""
         with self.process.stdin as told:
             told.write("" if more is None else f"{more}\n")
         self.process.wait(PATIENCE_S)
@@ -185,7 +185,7 @@ class Streams:
         return STREAMS - len(self.results)
 
 
-#: By kind and ranks, what takes vLLM's slot for a worker extension; nothing is needed there.
+#: By kind and ranks: the class in vLLM's slot for a worker extension. Other configurations leave the slot empty.
 EXTENSIONS = {
     ("llama", 1): "user_extension.UserExtension",
     ("qwen3_moe", 2): "vllm_weightsync.WorkerExtension",
@@ -194,17 +194,17 @@ EXTENSIONS = {
 
 
 def without_plugin(engine):
-    """How to start a server that cannot be pushed to."""
-    # SGLang loads every plugin that is installed, unless told which.
+    """Options of a server that cannot be pushed to."""
+    # SGLang loads every installed plugin unless it is told which.
     return {"args": CACHING[engine], "plugin": False, "env": {"SGLANG_PLUGINS": "others"}}
 
 
 def with_plugin(engine, kind, tp, folder, scratch):
-    """How to start the server that is pushed to: configurations differ in what else they show."""
+    """Folder and options of the server that is pushed to; each configuration covers other options."""
     # vLLM's worker RPC, and its routes that pause, resume and sleep; SGLang has its own always.
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     if (kind, tp) == ("qwen3", 2):
-        # From a configuration alone: no checkpoint tells what a complete push is.
+        # A configuration alone, so that no checkpoint says what a complete push is.
         for file in folder.iterdir():
             if file.suffix != ".safetensors":
                 shutil.copy(file, scratch)
@@ -230,8 +230,8 @@ def served(request, model_folder, tmp_path_factory):
         yield Served(server, kind, tp, a, b, fresh_b, refusal.value, first_push(server, b))
 
 
-#: (engine, kind, tp). The caches are looked at in the first four; the same place in both lists keeps pytest from
-#: starting a configuration twice.
+#: (engine, kind, tp). Cache tests use the first four; their place at the start of both lists keeps pytest from starting
+#: a configuration twice.
 CACHES = [(engine, "qwen3", tp) for engine in ("vllm", "sglang") for tp in (1, 2)]
 OTHERS = [(engine, kind, tp) for engine in ("vllm", "sglang") for kind, tp in (("llama", 1), ("qwen3_moe", 2))]
 ALL = [*CACHES, *OTHERS]

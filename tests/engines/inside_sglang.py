@@ -1,4 +1,4 @@
-"""Run by SGLang's Python: ``inside_sglang.py FOLDER`` prints, as JSON, what compat does with SGLang's real parts."""
+"""Run by SGLang's Python: ``inside_sglang.py FOLDER`` prints as JSON what compat does with SGLang's real classes."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def arguments(**more):
 
 
 def settings():
-    """Why each is refused; empty where it is not."""
+    """The reason why each setting is refused; empty if it is not."""
     wanted = {
         "none": {},
         "host tier": {"enable_hierarchical_cache": True},
@@ -54,7 +54,7 @@ def settings():
 
 
 def drafts():
-    """What status says of a draft."""
+    """What status reports of each draft model."""
     wanted = {
         "none": {},
         "nextn": {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": FOLDER + "/"},
@@ -64,7 +64,7 @@ def drafts():
 
 
 def embeddings():
-    """How many the commit's flush leaves of an image that the old vision tower has seen."""
+    """How many embeddings of the old vision tower the commit's flush leaves."""
     mm_schedule.init_mm_embedding_cache(1 << 20)
     mm_schedule.embedding_cache.set(1234, EmbeddingResult(embedding=torch.ones(4, 8)))
     idle = MagicMock()
@@ -74,7 +74,7 @@ def embeddings():
 
 
 def pauses():
-    """Whether a scheduler is paused: after each step of a push, or of somebody else."""
+    """Whether a scheduler is paused after each step of a push, and of a user who pauses it."""
     plugin.place()
     HookRegistry.apply_hooks()
     go_on, pause = ContinueGenerationReqInput(torch_empty_cache=False), PauseGenerationReqInput(mode="in_place")
@@ -120,7 +120,7 @@ class Packed(QuantizeMethodBase):
 
 
 class Model(torch.nn.Module):
-    """Fails to load."""
+    """A model that fails to load."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ class Model(torch.nn.Module):
 
 
 def scheduler_of(models):
-    """As far as loading looks at it, around SGLang's own updaters."""
+    """A scheduler with the parts that loading uses, around SGLang's own updaters."""
 
     def runner(model):
         updater = WeightUpdater(
@@ -154,7 +154,7 @@ def scheduler_of(models):
 
 
 def loads():
-    """How often each model is unpacked and packed by a load that fails, by whose checkpoint the draft's is."""
+    """How often a failing load unpacks and packs each model, by whether the draft has its own checkpoint."""
     runtime_context.publish(arguments(), role="scheduler")
     said = {}
     for draft in (None, FOLDER + "-draft"):
@@ -172,7 +172,7 @@ def loads():
 
 
 def guards():
-    """What SGLang's own guards say before a push, and ours of LoRA on experts."""
+    """What SGLang's own guards report before a push, and what ours reports of LoRA on experts."""
     model = Model()
     scheduler = scheduler_of({"target": model})
     said = {"none": compat_loading.refused(scheduler)}
@@ -191,7 +191,7 @@ def guards():
 
 
 def worker():
-    """What a sender is told by one of several tokenizer workers."""
+    """The reply of one of several tokenizer workers to a sender."""
     from sglang.srt.entrypoints import http_server
 
     from sglang_weightsync import refusing
@@ -205,7 +205,7 @@ def worker():
 
 
 def deep():
-    """With a name gone that only ``verify="deep"`` needs."""
+    """The results of both checks when a name is missing that only ``verify="deep"`` needs."""
     del factory._ROPE_DICT
     return {"core": compat.SGLANG.check(compat.NEEDED), "deep": compat.SGLANG.check(compat.DEEP)}
 

@@ -1,4 +1,4 @@
-"""Run by vLLM's Python: ``inside_vllm.py FOLDER`` prints, as JSON, what compat says of real configurations of vLLM."""
+"""Run by vLLM's Python: ``inside_vllm.py FOLDER`` prints as JSON what compat says of vLLM's real configurations."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def connector(name, role="kv_both", **extra):
 
 
 def settings():
-    """Why each is refused; empty where it is not."""
+    """The reason why each setting is refused; empty if it is not."""
     said = {"none": compat_config.unsupported(config(), 1), "several servers": compat_config.unsupported(config(), 2)}
     found = config()
     connectors = {
@@ -49,7 +49,7 @@ def settings():
     found.kv_transfer_config = None
     found.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
     said["encoder"] = compat_config.unsupported(found, 1)
-    # On a CPU vLLM takes neither as an argument.
+    # On a CPU vLLM accepts neither as an argument.
     found = config()
     found.parallel_config.enable_eplb = True
     said["eplb"] = compat_config.unsupported(found, 1)
@@ -60,7 +60,7 @@ def settings():
 
 
 def deep():
-    """With a name gone that only ``verify="deep"`` needs: what a push without it is told, and one with it."""
+    """The errors of pushes with each ``verify`` when a name is missing that only ``verify="deep"`` needs."""
     del rotary_embedding._ROPE_DICT
     said = {"core": compat.VLLM.check(compat.WORKER) or compat.VLLM.check(compat.SERVER)}
     for verify in ("digest", "deep"):
@@ -74,7 +74,7 @@ def deep():
 
 
 def drafts():
-    """What status says of a draft."""
+    """What status reports of each draft model."""
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     model = {"method": "draft_model", "model": sys.argv[1], "num_speculative_tokens": 2}
     return {

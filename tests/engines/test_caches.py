@@ -1,4 +1,4 @@
-"""No stale state: caches of the old weights are gone, also under load, in every pause mode the engine has."""
+"""No stale state: caches of the old weights are dropped, also under load, in every pause mode of the engine."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +24,12 @@ from .conftest import (
 )
 
 pytestmark = configurations(CACHES)
-#: What a stream makes before a push, and after it.
+#: Tokens that a stream generates before a push, and after it.
 FIRST, MORE = 5, 50
 
 
 def cached_tokens(served):
-    """How many prompt tokens of the primed prompt the engine now takes from its cache."""
+    """How many tokens of the primed prompt the engine takes from its cache."""
     body = servers.answer(served.server, long_prompt(), 1)
     if served.server.engine == "vllm":
         details = body["usage"].get("prompt_tokens_details") or {}
@@ -37,7 +37,7 @@ def cached_tokens(served):
     return body["meta_info"]["cached_tokens"]
 
 
-def test_a_primed_prompt_is_answered_by_the_new_weights(served):
+def test_a_cached_prompt_is_answered_with_the_new_weights(served):
     served.push(served.a)
     servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     primed = servers.greedy(served.server, long_prompt(), NEW_TOKENS)
@@ -64,13 +64,13 @@ def test_a_push_under_load_loses_no_stream_and_leaves_no_stale_cache(served):
     assert served.state().version == "under-load"
 
 
-def test_a_push_that_waits_for_streams_commits_when_they_have_ended(served):
+def test_pause_wait_commits_once_the_streams_have_ended(served):
     served.push(served.a, version="before")
     servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     reference = models.load_reference(served.b)
     with served.sender(pause="wait") as sender, ThreadPoolExecutor(1) as thread, Streams(served.server) as streams:
         pushing = thread.submit(sender.push, reference, version="waited")
-        while served.state().state != "applying" and not pushing.done():  # which it is from its pause on
+        while served.state().state != "applying" and not pushing.done():  # it applies from its pause on
             time.sleep(0.05)
         assert streams.running() == STREAMS
         assert lengths(streams.read(more=MORE)) == [True] * STREAMS
@@ -79,10 +79,10 @@ def test_a_push_that_waits_for_streams_commits_when_they_have_ended(served):
     assert served.state().version == "waited"
 
 
-def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(served):
+def test_pause_wait_that_times_out_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests, trained = served.digests(), models.load_reference(served.b)
-    # Many times what a tiny push needs beside eight streams, and a fraction of what so many tokens need.
+    # Many times what a tiny push takes beside eight streams, and a fraction of what the streams take.
     with served.sender(pause="wait", timeout_s=8.0) as sender, Streams(served.server) as streams:
         with pytest.raises(PushTimeout, match="did not finish within") as raised:
             sender.push(trained, version="never")
@@ -93,7 +93,7 @@ def test_a_wait_that_outlasts_the_push_changes_nothing_and_loses_no_stream(serve
     assert served.digests() == digests
 
 
-def test_abort_ends_the_streams_and_serves_the_new_weights(served):
+def test_pause_abort_ends_the_streams_and_serves_the_new_weights(served):
     served.push(served.a)
     trained = models.load_reference(served.b)
     with served.sender(pause="abort") as sender, Streams(served.server) as streams:
@@ -104,7 +104,7 @@ def test_abort_ends_the_streams_and_serves_the_new_weights(served):
     assert_same(servers.greedy(served.server, long_prompt(), NEW_TOKENS), served.fresh_b.long)
 
 
-def test_the_engines_own_version_is_the_pushed_one(served):
+def test_the_engine_reports_the_pushed_label_as_its_version(served):
     with served.sender() as sender:
         sender.push(models.load_reference(served.b), version="seen-by-users")
     if served.server.engine == "vllm":

@@ -1,4 +1,4 @@
-"""2,000 messages that nobody should send to each server: it blames them, serves on, and takes the next push."""
+"""2,000 malformed messages to each server: it answers 4xx, keeps serving, and takes the next push."""
 
 import time
 
@@ -26,7 +26,7 @@ def send_all(line, route, bodies):
     run()
 
 
-def test_rubbish_is_answered_with_4xx_and_changes_nothing(served):
+def test_malformed_messages_get_4xx_and_change_nothing(served):
     served.push(served.a)
     digests, version = served.digests(), served.state().version
     line, start = fuzz.Line(served.server.url, engine_token()), time.monotonic()

@@ -15,22 +15,22 @@ def answer(served):
     return servers.greedy(served.server, PROMPT, NEW_TOKENS)
 
 
-def test_an_engine_can_be_kept_from_serving_before_its_first_push(served):
+def test_an_engine_can_be_started_to_wait_for_its_first_push(served):
     if served.kind == "llama":
         assert (served.first.health, served.first.state, served.first.answered_early) == (503, "unsynced", False)
-        assert_same(served.first.answer, served.fresh_b.short)  # it waited, and was answered by what was pushed
+        assert_same(served.first.answer, served.fresh_b.short)  # answered with the pushed weights, after a wait
     else:
         assert (served.first.health, served.first.state) == (200, "serving")
 
 
-def test_what_the_engine_computes_with_is_what_a_fresh_engine_would_load(served):
+def test_the_weights_in_use_equal_those_of_a_fresh_engine(served):
     with served.sender(verify="deep") as sender:
         assert sender.push(models.load_reference(served.a)).verify == "deep"
         assert sender.push(models.load_reference(served.b)).verify == "deep"
     assert_same(answer(served), served.fresh_b.short)
 
 
-def test_the_version_before_is_served_again_on_every_rank(served):
+def test_rollback_restores_the_previous_version_on_every_rank(served):
     with served.sender(keep_previous=True) as sender:
         sender.push(models.load_reference(served.a), version="a")
         before = served.digests()
@@ -45,7 +45,7 @@ def test_the_version_before_is_served_again_on_every_rank(served):
 
 
 @pytest.mark.parametrize("bucket_bytes", [8192, None])
-def test_weights_can_be_streamed_in_without_a_stage(served, bucket_bytes):
+def test_weights_are_streamed_without_a_stage(served, bucket_bytes):
     served.push(served.a)
     result = served.push(served.b, staging="none", bucket_bytes=bucket_bytes)
     assert result.staging == "none"

@@ -1,4 +1,4 @@
-"""What the parts of the engines that no test here can start do: their real classes, run by their own Python."""
+"""Parts of the engines that these tests cannot start as servers: their real classes, run by the engines' Python."""
 
 import json
 import os
@@ -74,22 +74,22 @@ def assert_said(settings, wanted):
         assert re.search(pattern, settings[name]), (name, settings[name])
 
 
-def test_vllm_is_refused_by_the_name_of_the_setting(vllm):
+def test_unsupported_vllm_settings_are_refused_by_name(vllm):
     assert_said(vllm["settings"], VLLM)
 
 
-def test_sglang_is_refused_by_the_name_of_the_setting(sglang):
+def test_unsupported_sglang_settings_are_refused_by_name(sglang):
     assert_said(sglang["settings"], SGLANG)
 
 
-def test_what_only_a_deep_push_needs_refuses_no_other(vllm, sglang):
+def test_a_missing_name_that_only_deep_needs_refuses_only_deep_pushes(vllm, sglang):
     assert (vllm["deep"]["core"], vllm["deep"]["digest"]) == ("", "")
     assert "lacks vllm.model_executor.layers.rotary_embedding._ROPE_DICT" in vllm["deep"]["deep"]
     assert sglang["deep"]["core"] == ""
     assert sglang["deep"]["deep"].endswith("lacks sglang.srt.layers.rotary_embedding.factory._ROPE_DICT")
 
 
-def test_a_draft_with_a_checkpoint_of_its_own_stays_as_it_is_and_status_says_so(vllm, sglang):
+def test_a_draft_model_with_its_own_checkpoint_is_left_alone_and_status_says_so(vllm, sglang):
     assert [name for name, said in vllm["drafts"].items() if "draft model" in said] == ["model"]
     assert [name for name, said in sglang["drafts"].items() if "draft model" in said] == ["standalone"]
     assert (sglang["loads"]["models, shared checkpoint"], sglang["loads"]["models, own checkpoint"]) == (2, 1)
@@ -99,12 +99,12 @@ def test_embeddings_of_the_old_vision_tower_are_dropped(sglang):
     assert sglang["embeddings"] == {"flushed": True, "left": 0}
 
 
-def test_a_load_that_fails_leaves_no_session_open(sglang):
+def test_a_failed_load_leaves_no_session_open(sglang):
     assert "not these" in sglang["loads"]["error"]
     assert sglang["loads"]["unpacked, packed"] == [1, 1]
 
 
-def test_sglangs_own_guards_are_asked_before_anything_stops(sglang):
+def test_sglangs_own_guards_are_checked_before_the_engine_pauses(sglang):
     guards = sglang["guards"]
     assert guards["none"] == ""
     assert guards["derived"] == "derived weights are kept"
@@ -114,15 +114,15 @@ def test_sglangs_own_guards_are_asked_before_anything_stops(sglang):
     assert guards["KV sleeps"] == ""
 
 
-def test_several_tokenizer_workers_say_by_name_why_nothing_is_pushed(sglang):
+def test_several_tokenizer_workers_are_refused_by_name(sglang):
     worker = sglang["worker"]
     assert worker["status"] == 422
     assert "--tokenizer-worker-num 2" in worker["text"]
     assert (worker["several"], worker["app"]) == ([False, True], "ours:app")
 
 
-def test_a_scheduler_is_left_as_its_users_want_it(sglang):
-    # Held by a push; when somebody continues it; when the push lets go; when somebody continues it then.
+def test_a_pause_that_a_user_ordered_survives_a_push(sglang):
+    # Held by a push; after a user continues it; after the push releases it; after a user continues it again.
     assert sglang["pauses"] == {
         "nobody": [True, True, False, False],
         "before": [True, True, True, False],

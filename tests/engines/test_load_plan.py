@@ -1,4 +1,4 @@
-"""How weights get in, on every configuration, and that every rank says so."""
+"""How weights are loaded, on every configuration, and that every rank reports it."""
 
 import re
 
@@ -17,7 +17,7 @@ def loading(served):
     return [rank.loading for rank in served.state().ranks]
 
 
-def test_every_rank_says_how_weights_get_in(served):
+def test_every_rank_reports_how_it_loads(served):
     served.push(served.a)
     ways = loading(served)
     assert len(ways) == served.tp
@@ -32,7 +32,7 @@ def test_every_rank_says_how_weights_get_in(served):
         assert share is None if served.tp == 1 else int(share) < 80
 
 
-def test_replayed_weights_are_those_that_the_engine_loads_itself(served):
+def test_replayed_weights_equal_those_of_the_engines_loader(served):
     with served.sender() as sender:
         sender.push(models.load_reference(served.a))
         planned = served.digests()
@@ -46,7 +46,7 @@ def test_replayed_weights_are_those_that_the_engine_loads_itself(served):
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
-def test_shared_parameters_are_read_where_they_are(served):
+def test_shared_parameters_are_read_in_place(served):
     shared = models.load_reference(served.a).share_memory()
     states = [models.load_reference(folder).state_dict() for folder in (served.a, served.b)]
     for verify in ("digest", "off"):
@@ -60,7 +60,7 @@ def test_shared_parameters_are_read_where_they_are(served):
         assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
-def test_tensors_that_come_in_another_order_are_loaded_as_well(served):
+def test_tensors_in_another_order_are_loaded(served):
     weights = load_file(served.b / "model.safetensors")
     with served.sender() as sender:
         for _ in range(2):
@@ -68,7 +68,7 @@ def test_tensors_that_come_in_another_order_are_loaded_as_well(served):
             assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
-def test_what_is_refused_leaves_the_plan_as_it_was(served):
+def test_a_refused_push_leaves_the_load_plan_unchanged(served):
     served.push(served.a)
     before, ways = served.digests(), loading(served)
     weights = load_file(served.b / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A push undoes nothing of others', and nobody makes an engine generate that holds what it must not serve."""
+"""A push leaves the pauses of users alone, and users cannot make a dirty engine generate."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,10 +14,10 @@ from .conftest import CACHES, NEW_TOKENS, PATIENCE_S, PROMPT, STREAM_TOKENS, ass
 
 pytestmark = configurations(CACHES)
 
-#: How users pause an engine so that it can go on where it was, and how they resume it.
+#: How users pause an engine so that it can continue where it was, and how they resume it.
 PAUSE = {"vllm": ("/pause?mode=keep", None), "sglang": ("/pause_generation", {"mode": "retract"})}
 RESUME = {"vllm": ("/resume", None), "sglang": ("/continue_generation", {})}
-#: How they put the memory of weights, and of KV, to sleep, and how they wake it.
+#: How users put the memory of weights and KV to sleep, and how they wake it.
 SLEEP = {
     "vllm": [("/sleep?level=1", None)],
     "sglang": [
@@ -34,7 +34,7 @@ WAKE = {
 }
 #: Pauses that let requests in flight keep their KV.
 FREEZE = {"vllm": PAUSE["vllm"], "sglang": ("/pause_generation", {"mode": "in_place"})}
-#: Long for an answer of a few tokens, where there is one.
+#: Seconds; far longer than an answer of a few tokens takes.
 QUIET_S = 3.0
 
 
@@ -52,7 +52,7 @@ def greedy(served):
 
 
 def spoil(monkeypatch):
-    """Have trainers send one bit of the second bucket other than it was hashed."""
+    """Flip one bit of the second bucket after it was hashed."""
     pack = Packer.fill
 
     def fill(self, tensors, acquire):
@@ -73,7 +73,7 @@ def make_dirty(served, monkeypatch):
     assert served.state().state == "dirty"
 
 
-def test_an_engine_that_somebody_has_paused_stays_paused(served):
+def test_an_engine_that_a_user_paused_stays_paused(served):
     served.push(served.a, version="before")
     assert call(served, *PAUSE[served.server.engine]).ok
     with ThreadPoolExecutor(1) as thread:
@@ -87,7 +87,7 @@ def test_an_engine_that_somebody_has_paused_stays_paused(served):
 
 
 @pytest.mark.parametrize("pause", ["retract", "wait"])
-def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
+def test_requests_that_a_user_froze_stay_frozen(served, pause):
     served.push(served.a)
     most = STREAM_TOKENS[served.server.engine]
     tokens, began, enough = [], threading.Event(), most
@@ -105,7 +105,7 @@ def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
         assert began.wait(60)
         assert call(served, *FREEZE[served.server.engine]).ok
         served.push(served.b, pause=pause)
-        wait([reading], timeout=QUIET_S)  # what was on its way
+        wait([reading], timeout=QUIET_S)  # tokens that were on their way
         seen = len(tokens)
         assert seen < most - 50
         assert not wait([reading], timeout=QUIET_S).done
@@ -114,11 +114,11 @@ def test_requests_that_somebody_has_frozen_stay_where_they_are(served, pause):
         assert call(served, *RESUME[served.server.engine]).ok
         reading.result(PATIENCE_S)
     assert len(tokens) == enough
-    # The prompt's KV is in the cache from a prefill of thousands of tokens, which rounds otherwise than its own.
+    # The cached KV of the prompt comes from a prefill of thousands of tokens, which rounds differently.
     assert_agrees(served.server, models.load_reference(served.b), greedy(served))
 
 
-def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
+def test_users_cannot_resume_a_dirty_engine_and_a_push_repairs_it(served, monkeypatch):
     served.push(served.a)
     make_dirty(served, monkeypatch)
     engine = served.server.engine
@@ -129,7 +129,7 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
         assert "weightsync" in refused.text
         assert "push a full version" in refused.text
         if engine == "vllm":
-            assert call(served, "/pause?mode=wait", None).ok  # which lets requests in flight go on
+            assert call(served, "/pause?mode=wait", None).ok  # this mode lets requests in flight continue
             assert call(served, "/resume", None).status_code == 500
             assert call(served, "/sleep?level=1&mode=keep", None).ok
             calls(served, {"vllm": WAKE["vllm"][:1]})
@@ -143,7 +143,7 @@ def test_nobody_resumes_a_dirty_engine_and_a_push_heals_it(served, monkeypatch):
         assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
-def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypatch):
+def test_the_health_routes_of_a_dirty_engine_return_503(served, monkeypatch):
     make_dirty(served, monkeypatch)
     for route in ("/health", "/ping"):
         assert requests.get(served.server.url + route, timeout=PATIENCE_S).status_code == 503
@@ -152,7 +152,7 @@ def test_a_dirty_engine_says_so_to_whoever_asks_for_its_health(served, monkeypat
         assert requests.get(served.server.url + route, timeout=PATIENCE_S).status_code == 200
 
 
-def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, monkeypatch):
+def test_a_dirty_engine_that_a_user_paused_is_repaired_and_stays_paused(served, monkeypatch):
     make_dirty(served, monkeypatch)
     assert call(served, *PAUSE[served.server.engine]).ok
     with ThreadPoolExecutor(1) as thread:
@@ -164,7 +164,7 @@ def test_a_dirty_engine_that_somebody_pauses_is_healed_and_stays_paused(served, 
         assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
-def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(served):
+def test_sleeping_weights_refuse_a_push_and_sleeping_kv_stays_asleep(served):
     served.push(served.a, version="awake")
     assert call(served, *PAUSE[served.server.engine]).ok
     calls(served, SLEEP)
@@ -185,7 +185,7 @@ def test_weights_that_sleep_are_refused_by_name_and_kv_that_sleeps_stays_asleep(
         assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
-def test_status_says_nothing_is_off(served):
+def test_status_lists_nothing_as_off(served):
     assert served.state().off == {}
     with served.sender(verify="deep") as sender:
         sender.push(models.load_reference(served.b))

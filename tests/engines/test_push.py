@@ -1,4 +1,4 @@
-"""The main job, on every configuration: what was pushed is what is served."""
+"""The main purpose, on every configuration: the engine serves what was pushed."""
 
 import pytest
 import requests
@@ -50,7 +50,7 @@ def test_a_pushed_model_answers_like_a_fresh_server_and_like_transformers(served
     assert [rank.rank for rank in status.ranks] == list(range(served.tp))
 
 
-def test_every_rank_ends_where_it_began_after_ten_rounds(served):
+def test_ten_rounds_bring_every_rank_back_to_its_first_digest(served):
     a, b = models.load_reference(served.a), models.load_reference(served.b)
     with served.sender() as sender:
         sender.push(a)
@@ -87,7 +87,7 @@ def test_a_missing_tensor_is_refused_by_name_and_nothing_changes(served):
     assert served.state().state == "serving"
 
 
-def test_keep_is_for_engines_whose_requests_share_no_kv(served):
+def test_pause_keep_needs_an_engine_without_a_prefix_cache(served):
     if served.kind != "llama":
         with pytest.raises(UnsupportedOption, match=r"cannot pause with 'keep'.*start the engine with --"):
             served.sender(pause="keep")
@@ -99,11 +99,11 @@ def test_keep_is_for_engines_whose_requests_share_no_kv(served):
         assert streams.running() == STREAMS
         under_load = servers.greedy(served.server, PROMPT, NEW_TOKENS)
         assert [len(tokens) >= 55 for tokens in streams.read(more=50)] == [True] * STREAMS
-    assert_agrees(served.server, trained, under_load)  # a batch of nine rounds otherwise than a fresh server's of one
+    assert_agrees(served.server, trained, under_load)  # a batch of nine rounds differently from a batch of one
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
-def test_a_server_without_the_plugin_is_named_with_its_start_line(served):
+def test_a_server_without_the_plugin_is_reported_with_a_start_line(served):
     if served.server.engine == "sglang":
         line = "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path"
     else:
@@ -137,7 +137,7 @@ def test_another_packages_extension_class_keeps_its_methods(served):
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
-def test_an_open_session_of_somebody_else_is_left_alone(served):
+def test_another_clients_open_session_is_left_alone(served):
     if served.server.engine != "sglang":
         pytest.skip("weight-update sessions are SGLang's: sglang configurations run this")
     served.push(served.a)
@@ -151,7 +151,7 @@ def test_an_open_session_of_somebody_else_is_left_alone(served):
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
-def test_wrong_keys_and_rubbish_reach_nothing(served):
+def test_wrong_keys_and_malformed_messages_are_rejected(served):
     url = f"{served.server.url}/weightsync"
     for route in ("status", "open", "update_weights_via_ipc_zmq", "commit", "abort"):
         assert requests.post(f"{url}/{route}", data=b"{}", timeout=PATIENCE_S).status_code == 401

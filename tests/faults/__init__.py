@@ -1,1 +1,1 @@
-"""Faults on demand in real engines and real trainers: ``make faults`` prints what comes of each."""
+"""Faults on demand in real engines and real trainers: ``make faults`` prints the outcome of each."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from tests.faults.harness import BUCKET_BYTES, Harness, Outcome
 from tests.faults.plan import Fault, at_random, catalogue
-from tests.faults.rig import BUCKET_BYTES, Outcome, Rig
 from tests.faults.run import suffer
 from tools import servers
 from weightsync.sources import open_source
@@ -25,12 +25,12 @@ from weightsync.tensors.layout import Layout
 from weightsync.transports import registry
 
 ROW = "{:<36} {:<9} {:<8} {:<26} {:<11} {:>8} {:>6} {:>9} {:>7}  {}"
-#: Large enough for both engines' own needs, small enough to be filled.
+#: Large enough for both engines, small enough to be filled.
 SHM_BYTES = 2 << 30
 
 
 def main() -> int:
-    """Run the faults; returns 1 if one of them had an outcome that must not be."""
+    """Run the faults; returns 1 if one of them had a forbidden outcome."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference"])
     parser.add_argument("--transport", action="append", choices=list(registry.names()), help="default: every one")
@@ -51,7 +51,7 @@ def main() -> int:
         for engine in asked.engine or ["vllm", "sglang"]:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
-            if asked.results and not asked.only:  # what is kept is whole
+            if asked.results and not asked.only:  # only complete results are written
                 _keep(asked.results / f"faults-{engine}.json", found, asked)
     return _summary(outcomes)
 
@@ -63,28 +63,28 @@ def _own_shm() -> bool:
 def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]:
     scratch.mkdir()
     tp = 1 if engine == "reference" else asked.tp
-    rig = Rig(engine, tp, scratch)
+    harness = Harness(engine, tp, scratch)
     try:
-        rig.prove()
-        specs = open_source(rig.folders["A"]).specs
+        harness.prove()
+        specs = open_source(harness.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
         transports = asked.transport or list(registry.names())
         every = [fault for transport in transports for fault in catalogue(tp, tensors - 1, transport)]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
-        if engine == "reference":  # which has none
+        if engine == "reference":  # it has no such hook
             faults = [fault for fault in faults if fault.phase != "post-load hook"]
         if "OWN_SHM" not in os.environ:
             print("skipped: shared-memory mount full (needs a mount namespace of its own: run as root)")
             faults = [fault for fault in faults if fault.special != "full disk"]
         if asked.rounds:
             begin = time.monotonic()
-            rig.push_clean("A")
+            harness.push_clean("A")
             push_s = time.monotonic() - begin
-            rig.push_clean("B")
+            harness.push_clean("B")
             faults += at_random(asked.seed, asked.rounds, tp, push_s, tensors, buckets, transports)
-        return [_shown(suffer(rig, fault)) for fault in faults]
+        return [_shown(suffer(harness, fault)) for fault in faults]
     finally:
-        rig.close()
+        harness.close()
 
 
 def _shown(outcome: Outcome) -> Outcome:

@@ -1,4 +1,4 @@
-"""The faults: who suffers what, in which phase, and what may come of it."""
+"""The faults: which process suffers what, in which phase, and the outcomes that are allowed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ UNCHANGED, COMMITTED, DIRTY = "unchanged", "committed", "dirty"
 
 @dataclass(frozen=True)
 class Fault:
-    """One row. ``order`` goes to the injector, ``may`` lists what the engine may be left with before it is mended.
+    """One fault. ``order`` goes to the injector; ``may`` lists the states that the engine may be left in.
 
-    ``delay_s`` sends ``signal`` to ``victim`` so long after the push has begun, instead of an order.
+    Instead of an order, ``signal`` can be sent to ``victim`` ``delay_s`` seconds after the push has begun.
     """
 
     what: str
@@ -30,7 +30,7 @@ class Fault:
 
     @property
     def transport(self) -> str:
-        """What the bytes travel by."""
+        """The transport of the push."""
         return self.options.get("transport", "ipc_zmq")
 
 
@@ -42,7 +42,7 @@ def do(point: str, action: str, **where: Any) -> dict[str, Any]:
 STREAM = {"staging": "none"}
 KEEP = {"keep_previous": True}
 U, C, D = (UNCHANGED,), (COMMITTED,), (DIRTY,)
-#: Phases in which it matters what the bytes travel by; what follows is the same for all.
+#: Phases that depend on the transport; later ones are the same for all.
 ON_THE_WAY = ("prepare", "meet", "transfer", "stream")
 
 
@@ -76,7 +76,7 @@ def _signals(rank: int, last: int, route: str) -> list[Fault]:
             Fault(trainer, "transfer", U, do("trainer packs", action, number=1)),
             Fault(trainer, "commit", U + C, do("trainer asks", action, route="commit")),
             Fault(trainer, "commit, after it", C, do("trainer was answered", action, route="commit")),
-            # The engines are asked to commit while the first buckets are packed: it may not have come to that.
+            # The engines are asked to commit while the first buckets are packed, so the commit may not have begun.
             Fault(trainer, "stream", U + D, do("trainer packs", action, number=1), STREAM),
             Fault(front, "prepare", U, do("front end prepares", action)),
             Fault(front, "commit", U + C, do("front end commits", action)),
@@ -89,7 +89,7 @@ def _signals(rank: int, last: int, route: str) -> list[Fault]:
 
 
 def _exceptions(tp: int, rank: int, last: int) -> list[Fault]:
-    """Exceptions in a worker; another rank may have loaded by then."""
+    """Exceptions in a worker; another rank may have loaded already."""
     worker, kept = "exception in worker", "exception in worker, version kept"
     before = do("rank stops", "raise", rank=rank)
     first = do("rank loads", "raise", rank=rank, tensor=0)
@@ -113,7 +113,7 @@ def _exceptions(tp: int, rank: int, last: int) -> list[Fault]:
 
 
 def _buckets(rank: int) -> list[Fault]:
-    """Bytes that are not what was announced, and pushes that do not fit the model."""
+    """Bytes that differ from what was announced, and pushes that do not fit the model."""
     faults, first = [], {"kind": "BucketReady", "number": 0}
     for options, phase, left in (({}, "transfer", U), (STREAM, "stream", D)):
         faults += [
@@ -128,11 +128,11 @@ def _buckets(rank: int) -> list[Fault]:
 
 
 def _connections(rank: int, route: str) -> list[Fault]:
-    """A connection that ends after each message."""
+    """Connections that break after each message."""
     return [
         Fault("request lost", "prepare", U, do("trainer is cut off", "cut", route=route)),
         Fault("reply lost", "prepare", U, do("trainer was answered", "cut", route=route)),
-        # Of one of the two engines that are asked at once.
+        # This hits one of the two engines that are asked at the same time.
         Fault("request lost", "commit", U + C, do("trainer is cut off", "cut", route="commit")),
         Fault("reply lost", "commit", U + C, do("trainer was answered", "cut", route="commit")),
         Fault("socket cut after hello and offer", "transfer", U, do("rank met", "cut", rank=rank)),
@@ -144,7 +144,7 @@ def _connections(rank: int, route: str) -> list[Fault]:
 
 
 def _world(rank: int) -> list[Fault]:
-    """What happens around."""
+    """Faults of the environment: clocks, full mounts, a second trainer."""
     faults = []
     for action in ("clock forward", "clock back"):
         faults += [
@@ -170,7 +170,7 @@ def at_random(
         rank, kind = chance.randrange(tp), chance.random()
         options = {**chance.choice([{}, {}, KEEP, STREAM]), "transport": transports[len(faults) % len(transports)]}
         if kind < 0.5:
-            # Engines that die take half a minute to come back, so it is mostly others that do.
+            # An engine that dies takes half a minute to restart, so mostly trainers are killed.
             victim = chance.choices(["trainer", "worker", "front end"], [6, 3, 2])[0]
             deadly = 0.6 if victim == "trainer" else 0.12
             signal = "SIGKILL" if chance.random() < deadly else "SIGSTOP"

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: one order a line on stdin, one outcome a line on stdout, as JSON."""
+"""A trainer in its own process: one order per line on stdin, one outcome per line on stdout, as JSON."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ SPOILED = "model.layers.1.post_attention_layernorm.weight"
 
 
 def spoil(weights, how):
-    """A push that does not fit the engine's model."""
+    """Change the weights so that they do not fit the engine's model."""
     if how == "missing":
         del weights[SPOILED]
     elif how == "unknown":
@@ -33,7 +33,7 @@ def spoil(weights, how):
 def main():
     """Serve orders until stdin ends."""
     senders, loaded = {}, {}
-    # What libraries print is not an outcome.
+    # Keeps what libraries print apart from the outcomes.
     outcomes = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:

@@ -50,7 +50,7 @@ def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
 
 
 @pytest.mark.parametrize("verify", ["digest", "off", "deep"])
-def test_parameters_are_read_where_they_are(engine, trained, verify):
+def test_parameters_are_read_in_place(engine, trained, verify):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     with Sender([engine.url], verify=verify) as sender:
@@ -60,7 +60,7 @@ def test_parameters_are_read_where_they_are(engine, trained, verify):
                     parameter.add_(0.01)
             assert IN_PLACE in sender.push(trained).staging_reason
             assert served_digest(engine) == digest_of(trained.state_dict().items())
-            assert torch.cuda.memory_allocated() < before + trained.num_parameters()  # half of what an arena takes
+            assert torch.cuda.memory_allocated() < before + trained.num_parameters()  # half the size of an arena
         parameter = next(trained.parameters())
         parameter.data = parameter.data * 2
         assert IN_PLACE in sender.push(trained).staging_reason
@@ -71,7 +71,7 @@ def test_parameters_are_read_where_they_are(engine, trained, verify):
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
-def test_a_trainer_with_expandable_segments_lends_other_memory(engine, trained, transport):
+def test_with_expandable_segments_other_memory_is_shared(engine, trained, transport):
     before = torch._C._accelerator_getAllocatorSettings()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
@@ -83,13 +83,13 @@ def test_a_trainer_with_expandable_segments_lends_other_memory(engine, trained, 
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_a_device_finds_the_digest_that_a_cpu_finds():
+def test_a_gpu_and_a_cpu_compute_the_same_digest():
     raw = torch.randint(0, 256, (200_000_001,), dtype=torch.uint8)
     for nbytes in (0, 1, 511, 4096, 200_000_001):
         assert digest.digest_bytes("mix64", raw[:nbytes].cuda()) == digest.digest_bytes("mix64", raw[:nbytes])
 
 
-def test_device_memory_is_given_back(engine, trained):
+def test_device_memory_is_released(engine, trained):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
@@ -100,7 +100,7 @@ def test_device_memory_is_given_back(engine, trained):
     assert torch.cuda.memory_allocated() <= before + trained.num_parameters() * 2 * 2
 
 
-def test_a_trainer_on_the_cpu_reaches_an_engine_on_the_gpu(engine, model_folder):
+def test_a_cpu_trainer_pushes_to_a_gpu_engine(engine, model_folder):
     model = models.load_reference(model_folder("llama", 0))
     with Sender([engine.url]) as sender:
         sender.push(model)

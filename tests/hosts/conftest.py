@@ -1,4 +1,4 @@
-"""Three hosts, a trainer on one and engines on all of them."""
+"""Three simulated hosts: a trainer on one and engines on all of them."""
 
 import contextlib
 import subprocess
@@ -27,7 +27,7 @@ def network():
 
 @pytest.fixture(scope="session")
 def engines(network, model_folder):
-    """By the name of their host."""
+    """The engines, by the name of their host."""
     with contextlib.ExitStack() as running:
         engines = {}
         for name, host in network.hosts.items():
@@ -46,7 +46,7 @@ def near(engines):
 
 @pytest.fixture(scope="session")
 def far(engines):
-    """Those on others."""
+    """The engines on the other hosts."""
     return engines["a"], engines["b"]
 
 
@@ -58,7 +58,7 @@ def running_trainer(network):
 
 @pytest.fixture
 def trainer(running_trainer):
-    """Without a sender yet."""
+    """The trainer, without a sender."""
     yield running_trainer
     assert not running_trainer.let_go()["error"]
 
@@ -72,5 +72,5 @@ def transport(request):
 
 @pytest.fixture(scope="session")
 def digest(model_folder):
-    """Of what an engine computes with that serves the model of this seed."""
+    """Return a function: the digest of an engine that serves the model of a seed."""
     return lambda seed: digest_of(models.load_reference(model_folder("llama", seed)).state_dict().items())

@@ -1,6 +1,6 @@
-"""Hosts that are far from each other on one machine: network, mount, IPC and UTS namespaces, joined by a bridge.
+"""Simulates several hosts on one machine: network, mount, IPC and UTS namespaces, joined by a bridge.
 
-The machine's own interfaces are never touched: bridge and cables are made inside the namespaces.
+The machine's own interfaces are never changed: the bridge and the cables are created inside the namespaces.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ DEADLINE_S = 30.0
 NETWORK = ipaddress.ip_network("10.77.0.0/24")
 PREFIX = "weightsync-"
 REFUSALS = ("not permitted", "denied", "not supported", "Unknown device type")
-#: Ends with its standard input, so that nothing outlives the tests.
+#: Ends when its standard input closes, so that nothing outlives the tests.
 HOLD = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && echo ready && exec cat'
 NAMESPACES = ("--mount", "--ipc", "--uts")
 
 
 def run(*command):
-    """Run a command that must succeed; what it said is in the error."""
+    """Run a command that must succeed; its output is in the error."""
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
@@ -31,12 +31,12 @@ def sweep():
     """Remove the namespaces of tests that were killed."""
     for path in Path("/run/netns").glob(f"{PREFIX}*"):
         if not Path("/proc", path.name.removeprefix(PREFIX).partition("-")[0]).exists():
-            with contextlib.suppress(subprocess.CalledProcessError):  # another was faster
+            with contextlib.suppress(subprocess.CalledProcessError):  # another process was faster
                 run("ip", "netns", "delete", path.name)
 
 
 def refusal(error):
-    """Why hosts may not be made here; empty where the error is another."""
+    """Why namespaces cannot be created here; empty if the error has another cause."""
     if isinstance(error, FileNotFoundError):
         return f"{error.filename} is missing"
     said = f"{' '.join(error.cmd)}: {error.stderr.strip()}"
@@ -44,7 +44,7 @@ def refusal(error):
 
 
 class Host:
-    """One host: an address, a /dev/shm and a name that are its own."""
+    """One host with its own address, /dev/shm and name."""
 
     def __init__(self, name, namespace, address, token):
         self.name, self.namespace, self.address = name, namespace, address
@@ -66,21 +66,21 @@ class Host:
 
     @property
     def entering(self):
-        """What a command begins with to run on this host, without outliving who gives it."""
+        """The prefix of a command that runs on this host and ends with its parent process."""
         return ["nsenter", "--target", str(self._holder.pid), "--net", *NAMESPACES, "setpriv", "--pdeathsig", "KILL"]
 
     def popen(self, *command, **options):
-        """Start a program on this host; the process is the program's own, and does not outlive this one."""
+        """Start a program on this host; its process ends with this one."""
         return subprocess.Popen([*self.entering, *command], env=self._env, **options)
 
     def close(self):
-        """Give its memory back."""
+        """End the host and free its memory."""
         self._holder.kill()
         self._holder.communicate(timeout=DEADLINE_S)
 
 
 class Network:
-    """Hosts by name, each on a cable to one bridge. Where that may not be, `refusal` knows what it raises."""
+    """Hosts by name, each connected to one bridge. `refusal` explains its errors if namespaces are not permitted."""
 
     def __init__(self, *names):
         sweep()
@@ -115,7 +115,7 @@ class Network:
 
     @contextlib.contextmanager
     def cut(self, name):
-        """Inside, a host's cable is out."""
+        """Disconnect a host for the duration of the block."""
         cable = ["ip", "-n", self._bridge, "link", "set", "dev", name]
         run(*cable, "down")
         try:
@@ -125,7 +125,7 @@ class Network:
 
     @contextlib.contextmanager
     def firewall(self, name, port):
-        """Inside, no TCP leaves a host but from this port, and nobody is told."""
+        """For the duration of the block, silently drop a host's outgoing TCP except from this port."""
         rules = {
             "10": ["ipproto", "tcp", "sport", str(port), "lookup", "main"],
             "20": ["ipproto", "tcp", "to", str(NETWORK), "blackhole"],
@@ -139,7 +139,7 @@ class Network:
 
     @contextlib.contextmanager
     def limited(self, name, mbit):
-        """Inside, a host's cable carries so many Mbit/s at most, each way."""
+        """For the duration of the block, limit a host's link to ``mbit`` Mbit/s each way."""
         with contextlib.ExitStack() as up:
             for namespace, device in ((self._bridge, name), (f"{self._prefix}-{name}", "eth0")):
                 command = ["tc", "-n", namespace, "qdisc"]
@@ -149,5 +149,5 @@ class Network:
             yield
 
     def close(self):
-        """Take everything away."""
+        """Remove all hosts and namespaces."""
         self._made.close()

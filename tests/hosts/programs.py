@@ -1,4 +1,4 @@
-"""The programs on the hosts, as the tests see them from outside."""
+"""The programs on the simulated hosts, controlled from outside."""
 
 import json
 import queue
@@ -10,7 +10,7 @@ import time
 PORT = 8000
 START_S = 120.0
 ASK_S = 30.0
-#: Asks an engine from where it can be reached.
+#: Sends a request to an engine from a host that can reach it.
 ASK = """
 import http.client, os, sys
 host, port, route, body = sys.argv[1:]
@@ -23,7 +23,7 @@ sys.exit(reply.status != 200)
 
 
 class Engine:
-    """A reference engine on a host, and what it answers there."""
+    """A reference engine on a host."""
 
     def __init__(self, host, folder):
         self._host, self._folder = host, folder
@@ -31,7 +31,7 @@ class Engine:
         self.start()
 
     def start(self):
-        """Begin; `wait` sees that it is up."""
+        """Start the process; `wait` waits until it answers."""
         where = ("--host", self._host.address, "--port", str(PORT))
         self._process = self._host.popen(sys.executable, "-m", "weightsync.testing", str(self._folder), *where)
 
@@ -54,7 +54,7 @@ class Engine:
         return json.loads(said)
 
     def status(self):
-        """What it says of itself; with the digest of what it computes with."""
+        """The status of the engine, with digests."""
         return self._ask("/weightsync/status", digest=True)
 
     def answer(self, prompt, tokens):
@@ -63,13 +63,13 @@ class Engine:
         return reply["tokens"], reply["logprobs"]
 
     def kill(self):
-        """End it without a word; idempotent."""
+        """Kill the process; idempotent."""
         self._process.kill()
         self._process.wait(ASK_S)
 
 
 class Trainer:
-    """`tests.hosts.trainer` on a host."""
+    """A `tests.hosts.trainer` process on a host."""
 
     def __init__(self, host):
         self._process = host.popen(
@@ -89,28 +89,28 @@ class Trainer:
         self._process.stdin.flush()
 
     def begin(self, engines, folder, version=None, halts=False, **options):
-        """Have it push."""
+        """Start a push."""
         urls = [engine.url for engine in engines]
         order = {"urls": urls, "options": options, "folder": str(folder), "version": version, "halts": halts}
         self._write(order)
 
     def outcome(self):
-        """The next thing it says; `queue.Empty` where it does not."""
+        """The trainer's next report. Raises `queue.Empty` if there is none in time."""
         said = self._lines.get(timeout=START_S)
         assert said is not None, "the trainer ended"
         return said
 
     def push(self, engines, folder, **more):
-        """A push from beginning to end."""
+        """Push and return the outcome."""
         self.begin(engines, folder, **more)
         return self.outcome()
 
     def go_on(self):
-        """After it has halted."""
+        """Continue a push that has halted."""
         self._write({})
 
     def let_go(self):
-        """Have it give the engines back."""
+        """Close the trainer's sender."""
         self._write({})
         return self.outcome()
 

@@ -1,4 +1,4 @@
-"""Containers of one host: what they share with the trainer and what they do not."""
+"""Containers on one host, by what they share with the trainer."""
 
 import contextlib
 import shutil
@@ -16,14 +16,14 @@ from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.transports.nixl import agents
 
-#: A user's number that no host gives to anybody.
+#: A user id that no host assigns.
 NOBODY = 1_954_321
 OVER_THE_NETWORK = "nixl" if agents.available() else "nccl"
 
 
 @contextlib.contextmanager
 def contained(folder, *into):
-    """An engine that ``into`` starts, a command that others follow."""
+    """An engine that is started by the command prefix ``into``."""
     if (tried := subprocess.run([*into, "true"], capture_output=True, text=True, check=False)).returncode:
         pytest.skip(f"needs to make a container, run the tests as root: {tried.stderr.strip()}")
     with ReferenceEngine(folder, launcher=(*into, sys.executable, "-m", "weightsync.testing")) as engine:
@@ -32,7 +32,7 @@ def contained(folder, *into):
 
 @pytest.fixture(scope="module")
 def elsewhere(model_folder):
-    """A folder with a model in it, which is to be a container's /tmp, and which others can read."""
+    """A world-readable folder with a model, to be mounted as a container's /tmp."""
     with tempfile.TemporaryDirectory(prefix="ws-") as folder:
         shutil.copytree(model_folder("llama", 0), f"{folder}/model")
         for path in (Path(folder), *Path(folder).rglob("*")):
@@ -51,8 +51,8 @@ def weights(model_folder):
     return load_file(model_folder("llama", 1) / "model.safetensors")
 
 
-def test_an_engine_that_shares_the_memory_and_not_the_temporary_folder(elsewhere, weights):
-    """As with ``docker run --ipc=host``, or a pod's volume at /dev/shm."""
+def test_an_engine_that_shares_dev_shm_but_not_tmp(elsewhere, weights):
+    """The case of ``docker run --ipc=host``, or of a pod's volume at /dev/shm."""
     into = ("unshare", "--mount", "sh", "-c", f'mount --bind {elsewhere} /tmp && exec "$0" "$@"')
     with contained("/tmp/model", *into) as engine, Sender([engine.url]) as sender:
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_an_engine_that_shares_the_memory_and_not_the_temporary_folder(elsewhere
         assert serves(sender, engine, weights)
 
 
-def test_an_engine_with_shared_memory_of_its_own(model_folder, weights):
+def test_an_engine_with_its_own_dev_shm(model_folder, weights):
     into = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
     with contained(model_folder("llama", 0), *into) as engine, Sender([engine.url]) as sender:
         result = sender.push(weights).engines[engine.url]
@@ -73,7 +73,7 @@ def test_an_engine_with_shared_memory_of_its_own(model_folder, weights):
 
 @pytest.fixture
 def stranger():
-    """A user's number; what is made for it goes with the test."""
+    """An unassigned user id; its directory is removed after the test."""
     yield NOBODY
     shutil.rmtree(directories.SHM_DIRECTORY / f"weightsync-{NOBODY}", ignore_errors=True)
 
@@ -81,7 +81,7 @@ def stranger():
 @pytest.mark.parametrize(
     "into", ["env HOME=/ setpriv --reuid {0} --clear-groups", "env HOME=/ unshare --user --map-user={0}"]
 )
-def test_an_engine_of_another_user_of_the_host(elsewhere, weights, stranger, into):
+def test_an_engine_of_another_user_on_this_host(elsewhere, weights, stranger, into):
     with contained(f"{elsewhere}/model", *into.format(stranger).split()) as engine:
         with Sender([engine.url]) as sender:
             result = sender.push(weights).engines[engine.url]

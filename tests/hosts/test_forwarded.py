@@ -1,4 +1,4 @@
-"""An engine at a port that is forwarded to another host, as by docker -p, kubectl port-forward or ssh -L."""
+"""An engine behind a port that is forwarded to another host, as by docker -p, kubectl port-forward or ssh -L."""
 
 import sys
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import pytest
 from tests.hosts.programs import PORT, served
 from tools.servers import free_port
 
-#: Listens at the loopback, and passes on what comes to another host.
+#: Listens on the loopback and forwards to another host.
 FORWARD = """
 import asyncio, sys
 
@@ -32,7 +32,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 class Forwarded(NamedTuple):
-    """An engine as the trainer's host sees it."""
+    """An engine at its URL on the trainer's host."""
 
     url: str
 
@@ -48,7 +48,9 @@ def forwarded(network, far):
     process.communicate()
 
 
-def test_it_is_refused_by_name_before_anything_is_asked_of_it(trainer, far, forwarded, model_folder, transport):
+def test_a_forwarded_engine_is_refused_before_it_is_asked_for_anything(
+    trainer, far, forwarded, model_folder, transport
+):
     before = far[0].status()
     said = trainer.push([forwarded], model_folder("llama", 1), transport=transport, timeout_s=10.0)
     assert said["error"] == "UnsupportedOption", said
@@ -58,7 +60,7 @@ def test_it_is_refused_by_name_before_anything_is_asked_of_it(trainer, far, forw
     assert far[0].status() == before
 
 
-def test_it_is_pushed_to_where_the_trainers_address_is_given(
+def test_a_forwarded_engine_is_reached_if_the_trainers_address_is_given(
     trainer,
     network,
     far,

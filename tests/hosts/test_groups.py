@@ -1,4 +1,4 @@
-"""What a network that was cut showed of process groups."""
+"""Process groups when the network is cut."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ HERE = "127.0.0.1"
 
 @contextlib.contextmanager
 def pair():
-    """A trainer's and an engine's."""
+    """A trainer's and an engine's group; yields the trainer's."""
     server = dist.TCPStore(HERE, 0, None, True, wait_for_workers=False)
     stores = (server, dist.TCPStore(HERE, server.port, None, False, wait_for_workers=False))
     asked = InitNcclGroup(
@@ -33,18 +33,18 @@ def pair():
     engine.drop()
 
 
-def test_a_group_with_a_broadcast_half_way_is_left_at_once():
+def test_a_group_with_an_unfinished_broadcast_is_left_at_once():
     with pair() as trainer:
-        work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # that the engine never takes
+        work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # the engine never receives it
         begin = time.monotonic()
         trainer.drop([work])
         assert time.monotonic() - begin < 2.0
         assert not work.is_completed()
 
 
-def test_a_broadcast_does_not_end_before_the_deadline_of_who_waits_for_it():
+def test_a_broadcast_does_not_time_out_before_its_waiters_deadline():
     with pair() as trainer:
         work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 0.0)
-        time.sleep(0.5)  # and ends 4.5 s later
+        time.sleep(0.5)  # it ends 4.5 s later
         assert not work.is_completed()
         trainer.drop([work])

@@ -1,4 +1,4 @@
-"""Across hosts for real: trainer and engines on hosts of their own, and nothing between them but a network."""
+"""Pushes across hosts: trainer and engines on separate hosts that share nothing but a network."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from tools import models
 from weightsync.transports.nixl import agents
 
 PROMPT = list(b"across hosts")
-#: Small, so that a push is a dozen buckets.
+#: Small, so that a push takes a dozen buckets.
 BUCKET_BYTES = 96 * 1024
-#: A push's limit where the network is cut.
+#: Seconds; the limit of a push when the network is cut.
 LIMIT_S = 8.0
 
 
@@ -26,7 +26,7 @@ def test_every_push_reaches_engines_on_two_hosts(trainer, far, model_folder, dig
 
 
 @pytest.mark.skipif(not agents.available(), reason="needs nixl: pip install 'weightsync[nixl]'")
-def test_auto_picks_for_each_engine_of_one_push(trainer, near, far, model_folder, digest):
+def test_auto_chooses_a_transport_for_each_engine(trainer, near, far, model_folder, digest):
     said = trainer.push([near, far[0]], model_folder("llama", 2))
     assert not said["error"], said
     here, there = said["engines"][near.url], said["engines"][far[0].url]
@@ -44,7 +44,7 @@ def test_ipc_zmq_to_another_host_is_refused_with_advice(trainer, near, far, mode
 
 
 def interrupted(trainer, far, model_folder, fault, **options):
-    """What the trainer says of a push during which ``fault`` begins, and what the engines serve meanwhile."""
+    """The report of a push during which ``fault`` begins, the digests served meanwhile, and the next push's report."""
     options |= {"timeout_s": LIMIT_S, "bucket_bytes": BUCKET_BYTES}
     assert not trainer.push(far, model_folder("llama", 1), **options)["error"]
     trainer.begin(far, model_folder("llama", 2), halts=True, **options)
@@ -55,9 +55,9 @@ def interrupted(trainer, far, model_folder, fault, **options):
     return said, during, trainer.push(far, model_folder("llama", 2), **options)
 
 
-def test_a_network_that_is_cut_ends_the_push_and_the_next_works(trainer, network, far, model_folder, digest, transport):
+def test_a_cut_network_ends_the_push_and_the_next_push_succeeds(trainer, network, far, model_folder, digest, transport):
     said, during, after = interrupted(trainer, far, model_folder, network.cut("a"), transport=transport)
-    # Whoever finds out first tells: the transport, or who renews the lease.
+    # The transport or the renewal of the lease reports it, whichever notices first.
     assert said["error"] in ("PushTimeout", "TransferFailed", "EngineUnreachable"), said
     assert far[0].url in said["message"]
     assert said["engines"][far[1].url] == "unchanged"
@@ -67,7 +67,7 @@ def test_a_network_that_is_cut_ends_the_push_and_the_next_works(trainer, network
     assert [served(engine) for engine in far] == [digest(2)] * 2
 
 
-def test_a_firewall_that_lets_only_http_through_is_told_by_rank_and_engine(
+def test_a_firewall_that_passes_only_http_is_reported_by_rank_and_engine(
     trainer, network, far, model_folder, digest, transport
 ):
     said, during, after = interrupted(trainer, far, model_folder, network.firewall("a", PORT), transport=transport)
@@ -81,7 +81,7 @@ def test_a_firewall_that_lets_only_http_through_is_told_by_rank_and_engine(
     assert [served(engine) for engine in far] == [digest(2)] * 2
 
 
-def test_an_engine_that_was_restarted_is_pushed_to_and_said_to_be(trainer, far, model_folder, digest, transport):
+def test_a_restarted_engine_gets_the_push_and_is_reported(trainer, far, model_folder, digest, transport):
     assert not trainer.push(far, model_folder("llama", 1), transport=transport)["error"]
     before = [engine.status()["instance"] for engine in far]
     far[0].kill()

@@ -1,4 +1,4 @@
-"""What runs on the trainer's host: one push a line on stdin, what came of it a line on stdout, as JSON."""
+"""The trainer's program: one push per line on stdin, its outcome per line on stdout, as JSON."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from safetensors.torch import load_file
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
 
-#: What libraries print, also below Python, is not an outcome.
+#: Keeps what libraries print, also from C, apart from the outcomes.
 OUTCOMES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
 
 def say(**outcome):
-    """One line."""
+    """Print one outcome."""
     print(json.dumps(outcome), file=OUTCOMES, flush=True)
 
 
 class Halting(Mapping):
-    """Weights that, half-way through being sent, wait for a line on stdin."""
+    """Weights that wait for a line on stdin when half of them were sent."""
 
     def __init__(self, weights):
         self._weights, self._read = weights, 0
@@ -35,7 +35,7 @@ class Halting(Mapping):
         return self._weights[name]
 
     def items(self):
-        """Looked at before anything is sent."""
+        """Not counted: it is called before anything is sent."""
         return self._weights.items()
 
     def values(self):
@@ -50,13 +50,13 @@ class Halting(Mapping):
 
 
 class Trainer:
-    """Keeps the sender of the push before, where the next wants the same."""
+    """Keeps its sender as long as pushes ask for the same engines and options."""
 
     def __init__(self):
         self._asked, self._sender = None, None
 
     def push(self, urls, options, folder, version, halts):
-        """Push a checkpoint's tensors; what the result says of each engine."""
+        """Push a checkpoint's tensors; returns the result of each engine."""
         if self._asked != (urls, options):
             self.close()
             self._sender = Sender(urls, **options)
@@ -69,14 +69,14 @@ class Trainer:
         }
 
     def close(self):
-        """Let the engines go."""
+        """Close the sender."""
         self._asked, sender, self._sender = None, self._sender, None
         if sender is not None:
             sender.close()
 
 
 def main():
-    """Serve orders until stdin ends; an empty one lets the engines go."""
+    """Serve orders until stdin ends; an empty order closes the sender."""
     trainer = Trainer()
     for line in sys.stdin:
         begin, said = time.monotonic(), {"error": "", "message": "", "engines": {}}

@@ -1,4 +1,4 @@
-"""One sender and both engines at once, by each transport and by several."""
+"""One sender and both engines at the same time, over each transport."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def answers(running):
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
-def test_one_sender_feeds_both_engines(both, transport):
+def test_one_sender_pushes_to_both_engines(both, transport):
     running, a, b = both
     with Sender([server.url for server in running], transport=transport) as sender:
         sender.push(models.load_reference(a), version="a")
@@ -48,7 +48,7 @@ def test_one_sender_feeds_both_engines(both, transport):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])
-def test_weights_are_streamed_in_by_every_transport(both, transport):
+def test_weights_are_streamed_over_every_transport(both, transport):
     running, a, b = both
     with Sender([server.url for server in running], transport=transport, staging="none") as sender:
         sender.push(models.load_reference(a))
@@ -58,7 +58,7 @@ def test_weights_are_streamed_in_by_every_transport(both, transport):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])
-def test_every_version_can_be_kept_and_gone_back_to(both, transport):
+def test_versions_are_kept_and_rolled_back(both, transport):
     running, a, b = both
     with Sender([server.url for server in running], transport=transport, keep_previous=True) as sender:
         for folder in (b, a, b):
@@ -75,7 +75,7 @@ def test_an_engine_joins_late_and_leaves_between_pushes(both, transport):
     with Sender([first.url], transport=transport) as sender:
         sender.push(models.load_reference(b), version="b")
         instance = sender.status()[first.url].instance
-        joined = sender.add_engine(late.url)  # nothing of the model is at hand here
+        joined = sender.add_engine(late.url)  # no model is passed
         assert joined.transport == transport
         assert {status.version for status in sender.status().values()} == {"b"}
         assert_agrees(late, models.load_reference(b), servers.greedy(late, PROMPT, NEW_TOKENS))
@@ -86,7 +86,7 @@ def test_an_engine_joins_late_and_leaves_between_pushes(both, transport):
     assert_agrees(late, models.load_reference(a), servers.greedy(late, PROMPT, NEW_TOKENS))
 
 
-def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
+def test_a_group_of_the_wrong_size_is_refused_before_any_rank_joins(both):
     running, _, _ = both
     client = EngineClient(running[0].url, auth.sender_token())
     begin = time.monotonic()
@@ -105,7 +105,7 @@ def test_a_group_of_the_wrong_size_is_refused_before_anybody_meets(both):
     assert time.monotonic() - begin < 5
 
 
-def test_two_processes_of_fsdp2_feed_both_engines(both, tmp_path):
+def test_two_fsdp2_processes_push_to_both_engines(both, tmp_path):
     running, a, _ = both
     before = answers(running)
     script = [servers.ROOT / "examples" / "fsdp2.py", a, *(server.url for server in running), "--save", tmp_path]

@@ -1,7 +1,7 @@
-"""A transport that this project knows nothing of: bytes go through files, in a folder that both sides see.
+"""A third-party transport: bytes travel through files in a folder that both sides see.
 
-Installed as a package of its own would be, by its entry points, where this folder is on ``PYTHONPATH``. Bucket k is
-written by source k modulo their number, in a file that is there at once or not at all.
+It is installed by entry points, like a separate package, when this folder is on ``PYTHONPATH``. Bucket k is written by
+source k modulo their number, in a file that appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from weightsync.transports.control.trainer import PushSession, TrainerControl
 
 NAME = "files"
 LOOK_S = 0.002
-#: The file, if any, that lists the process of whoever wrote a bucket.
+#: Environment variable: a file that gets the process id of the writer of every bucket.
 NOTES = "WEIGHTSYNC_FILES_NOTES"
 
 
 class OpenFolder(http.Handshake, frozen=True):
-    """Have every rank see that the sender's ``folder`` is there."""
+    """Have every rank check that it sees the sender's ``folder``."""
 
     folder: Text
     timeout_s: http.Timeout
@@ -150,7 +150,7 @@ class Sending:
 
 
 class Source:
-    """What a source does that is not rank 0."""
+    """Writes the buckets of a trainer rank other than 0."""
 
     def __init__(self, rank):
         self._rank = rank
@@ -210,7 +210,7 @@ class Incoming:
         size = self._request.bucket_bytes
         for number in range(self._layout.buckets(size)):
             announced = self._session.filled(number)
-            with self._session.explained():  # a sender that gives up takes its files away
+            with self._session.explained():  # a sender that gives up removes its files
                 data = self._read(number)
             self._session.taken(number)
             if stage is not None:

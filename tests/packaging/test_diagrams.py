@@ -1,19 +1,19 @@
-"""What docs/states.md draws is what the tables say."""
+"""docs/states.md shows the diagrams of the state tables."""
 
 from tools import diagrams
 from weightsync.protocol import states
 
-#: Every table that there is, so that none is left out of the page.
+#: Every table, so that none is missing on the page.
 TABLES = [table for name, table in vars(states).items() if name.isupper() and isinstance(table, dict)]
 
 
-def test_the_diagrams_are_those_of_the_tables():
+def test_the_page_shows_the_diagrams_of_the_tables():
     page = diagrams.PAGE.read_text()
     assert page.count(diagrams.BEGIN) == page.count(diagrams.END) == page.count("# States\n") == 1
     assert diagrams.drawn(page) == page, "the tables have changed; run: python -m tools.diagrams"
 
 
-def test_a_page_that_is_out_of_date_is_drawn_anew_and_nothing_else_on_it_changes():
+def test_an_outdated_page_is_redrawn_and_its_other_text_kept():
     page = diagrams.drawn(f"above\n{diagrams.BEGIN}\nold\n{diagrams.END}\nbelow\n")
     assert page.startswith(f"above\n{diagrams.BEGIN}\n\n")
     assert page.endswith(f"```\n\n{diagrams.END}\nbelow\n")

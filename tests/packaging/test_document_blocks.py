@@ -1,4 +1,4 @@
-"""Every block and every command of the documents is proved; see `tests.document_checks`."""
+"""Every block and every command of the documents is checked; see `tests.document_checks`."""
 
 import contextlib
 import shlex
@@ -14,14 +14,14 @@ from weightsync.testing import ReferenceEngine
 
 @pytest.fixture(scope="module", autouse=True)
 def parsers():
-    """By program. They take their time to start, while something else is done."""
+    """Parsers by program; they start slowly, so all are started first."""
     with contextlib.ExitStack() as stack:
         yield {kind: stack.enter_context(contextlib.closing(Parser(kind))) for kind in ("trainer", "vllm", "sglang")}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks(model_folder):
-    """Of a trainer; they take their time, too."""
+    """The ranks of a trainer; they start slowly, too."""
     with contextlib.closing(Ranks(model_folder("llama", 1))) as ranks:
         yield ranks
 
@@ -36,7 +36,7 @@ def near(model_folder):
 
 @pytest.fixture(scope="module")
 def far(model_folder):
-    """Two that share no memory with this host, as on another."""
+    """Two reference engines that share no memory with this host, as if on another."""
     apart = ("unshare", "-m", "sh", "-c")
     can = subprocess.run([*apart, "mount -t tmpfs none /dev/shm"], capture_output=True, check=False)
     if can.returncode:
@@ -49,14 +49,14 @@ def far(model_folder):
 
 @pytest.fixture
 def world(request, document, model_folder, parsers, ranks):
-    """For the document that the test is about."""
+    """The world in which the test's document runs."""
     urls = request.getfixturevalue("far" if document == "docs/many-hosts.md" else "near")
     with contextlib.closing(World(urls, model_folder("llama", 1), parsers, ranks)) as world:
         yield world
 
 
 def spoken(document):
-    """Code spans that are commands."""
+    """The code spans that are commands."""
     return [span for span in spans(document) if " " in span and span.split()[0].rpartition("/")[2] in COMMANDS]
 
 
@@ -67,14 +67,14 @@ def test_every_block_does_what_the_document_says(document, world):
 
 
 @pytest.mark.parametrize("document", [document for document in DOCUMENTS if spoken(document)])
-def test_every_command_in_the_text_is_one(document, world):
+def test_every_command_in_the_text_exists(document, world):
     for span in dict.fromkeys(spoken(document)):
         line = span.replace("URL", "http://127.0.0.1:8000")
         run_command(Command(line, shlex.split(line)), world, f"{document}: `{span}`")
 
 
 @pytest.mark.parametrize(("column", "engine"), [(0, "vllm"), (1, "sglang")])
-def test_the_engines_have_the_options_that_are_named(parsers, engine, column):
+def test_every_engine_option_in_the_documents_exists(parsers, engine, column):
     for row in table("docs/versions.md", "vLLM"):
         for word in coded(row[column]):
             if word.startswith("--"):
@@ -114,6 +114,6 @@ def test_the_engines_have_the_options_that_are_named(parsers, engine, column):
     ],
 )
 @pytest.mark.parametrize("document", ["README.md"])
-def test_what_is_not_so_is_found(world, document, kind, text):
+def test_false_statements_are_detected(world, document, kind, text):
     with pytest.raises(Refused):
         run(Block(document, 1, kind, text), world)

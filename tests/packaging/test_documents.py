@@ -1,4 +1,4 @@
-"""What the documents say of options, errors, routes, fields, settings, files and each other is so."""
+"""The documents agree with the code on options, errors, routes, fields, settings and files, and with each other."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ VALUES = {
 # --- lengths, links, files
 
 
-def test_a_reader_sees_on_the_first_screen_what_ran_where_and_what_never_did():
+def test_the_readme_opens_with_the_status_table():
     status = table("README.md", "status")
     assert any("never run" in row[0] for row in status)
     assert read("README.md").index("| status |") < read("README.md").index("```")
@@ -52,7 +52,7 @@ def test_a_reader_sees_on_the_first_screen_what_ran_where_and_what_never_did():
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *OTHERS])
-def test_every_link_leads_somewhere(document):
+def test_every_link_has_a_target(document):
     for link in links(document):
         path, _, anchor = link.partition("#")
         target = ((ROOT / document).parent / path).resolve() if path else ROOT / document
@@ -98,8 +98,8 @@ def test_every_file_and_folder_of_the_tree_exists():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_modules_that_are_named_define_what_is_said_to_be_in_them(document):
-    """``name`` in ``path``, as ARCHITECTURE.md writes it."""
+def test_modules_define_the_names_that_the_documents_place_in_them(document):
+    """Checks ``name`` in ``path``, as ARCHITECTURE.md writes it."""
     for name, path in re.findall(r"`(\w+)` (?:of|in) `([\w/]+\.py)`", prose(document)):
         source = next(base / path for base in (ROOT, PACKAGE) if (base / path).exists()).read_text()
         assert re.search(rf"^(?:class|def) {name}\b", source, re.MULTILINE), f"{name} in {path}"
@@ -131,7 +131,7 @@ def test_every_route_is_documented():
         words = coded(route)
         methods = {word for word in words if word.isupper()}
         documented |= dict.fromkeys(set(words) - methods, methods)
-    # A route that answers GET answers HEAD, too.
+    # A route that answers GET also answers HEAD.
     assert documented == {name: methods - {"HEAD"} for name, methods in ROUTES.items()}
 
 
@@ -152,7 +152,7 @@ def flags(document, first, column):
     }
 
 
-def test_every_setting_that_is_refused_is_documented():
+def test_every_refused_setting_is_documented():
     vllm = {name.rpartition(".")[2].replace("_", "-") for name in vllm_config._ASKED} | {"api-server-count"}
     sglang = {name.replace("_", "-") for name in sglang_config._ASKED}
     left = {"speculative-config", "speculative-draft-model-path", "speculative-algorithm", "model-path"}
@@ -164,7 +164,7 @@ def test_every_setting_that_is_refused_is_documented():
 
 
 def said_by_the_code():
-    """Every text of the package, with a gap for what is filled in."""
+    """Every string of the package, with a NUL for each formatted value."""
     for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*_weightsync/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -173,7 +173,7 @@ def said_by_the_code():
                 yield node.value
 
 
-def test_the_symptoms_are_what_errors_say():
+def test_the_quoted_symptoms_are_error_messages():
     quoted = [
         span.partition(": ")
         for row in table("docs/troubleshooting.md", "symptom")
@@ -188,7 +188,7 @@ def test_the_symptoms_are_what_errors_say():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_calls_in_the_text_have_the_names_and_options_that_there_are(document):
+def test_calls_in_the_text_use_existing_names_and_options(document):
     for span in spans(document):
         try:
             call = ast.parse(span.replace("...", "_"), mode="eval").body
@@ -210,7 +210,7 @@ def test_calls_in_the_text_have_the_names_and_options_that_there_are(document):
 # --- drawings
 
 
-def test_the_sequence_of_a_push_is_a_diagram_of_routes_that_there_are():
+def test_the_sequence_diagram_uses_existing_routes():
     (drawn,) = [block for block in blocks("ARCHITECTURE.md") if block.kind == "mermaid"]
     first, *lines = (line.strip() for line in drawn.text.splitlines())
     assert first == "sequenceDiagram"

@@ -1,4 +1,4 @@
-"""Whoever needs a part of the package does not wait for the rest of it."""
+"""Importing one part of the package does not import the others."""
 
 import json
 import resource
@@ -13,7 +13,7 @@ HEAVY = {"torch", "numpy", "requests", "transformers", "zmq"}
 
 
 def loaded_by(code):
-    """The modules that are loaded once this has run in an interpreter of its own."""
+    """The modules that are loaded after ``code`` has run in a new interpreter."""
     said = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
         check=True,
@@ -38,7 +38,7 @@ def under(modules, package):
         "weightsync.protocol.auth",
     ],
 )
-def test_errors_and_messages_load_neither_torch_nor_a_trainer(module):
+def test_errors_and_messages_import_neither_torch_nor_the_trainer(module):
     loaded = loaded_by(f"import {module}")
     assert loaded & HEAVY == set()
     assert under(loaded, "weightsync.trainer") == set()
@@ -46,20 +46,20 @@ def test_errors_and_messages_load_neither_torch_nor_a_trainer(module):
 
 
 @pytest.mark.parametrize("module", ["receiver", "rank_methods", "front_end", "routes", "loading.loader"])
-def test_an_engine_loads_no_trainer(module):
+def test_engine_modules_do_not_import_the_trainer(module):
     assert under(loaded_by(f"import weightsync.engine.{module}"), "weightsync.trainer") == set()
 
 
-def test_a_trainer_loads_no_engine():
+def test_the_trainer_does_not_import_engine_modules():
     assert under(loaded_by("import weightsync; weightsync.Sender"), "weightsync.engine") == set()
 
 
 @pytest.mark.parametrize("package", ["vllm_weightsync", "sglang_weightsync"])
-def test_a_plugin_loads_no_trainer(package):
+def test_the_plugins_do_not_import_the_trainer(package):
     assert under(loaded_by(f"import {package}"), "weightsync.trainer") == set()
 
 
-def test_the_public_names_come_when_they_are_asked_for():
+def test_public_names_are_imported_on_first_use():
     for name in weightsync.__all__:
         assert getattr(weightsync, name) is not None
         assert name in dir(weightsync)
@@ -75,12 +75,12 @@ def running(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_line_loads_neither_torch_nor_numpy(command):
+def test_the_command_line_imports_neither_torch_nor_numpy(command):
     assert loaded_by(running(command)) & HEAVY == set()
 
 
 def cpu_s(code):
-    """The least processor time of five runs, seconds."""
+    """The minimum processor time of five runs, in seconds."""
     spent = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -91,5 +91,5 @@ def cpu_s(code):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_line_is_there_at_once(command):
+def test_the_command_line_starts_quickly(command):
     assert cpu_s(running(command)) < 12 * cpu_s("pass")

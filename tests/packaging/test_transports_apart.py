@@ -1,4 +1,4 @@
-"""Nobody but a transport's own folder knows of it: one more is an entry point and nothing else."""
+"""A transport is known only in its own folder: adding one takes an entry point and nothing else."""
 
 import re
 import subprocess
@@ -11,18 +11,18 @@ from weightsync.transports import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ["common", "vllm_weightsync", "sglang_weightsync"]
-#: What an engine had before its ranks said what they have: a default of the protocol, which no later one changes.
+#: The transports of an engine from before ranks reported theirs: a default of the protocol that never changes.
 KNOWN = {("common/weightsync/protocol/http.py", 'transports: tuple[Text, ...] = ("ipc_zmq",)')}
 
 
 def own_folder(name):
-    """Where a transport lives: a module of its name, or a package."""
+    """The files of a transport: a module of its name, or a package."""
     home = ROOT / "common" / "weightsync" / "transports"
     return [home / f"{name}.py", *(home / name).glob("*.py")]
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_a_transport_is_named_in_its_own_folder_alone(name):
+def test_a_transport_is_named_only_in_its_own_folder(name):
     own, found = own_folder(name), set()
     assert any(path.exists() for path in own)
     for path in (path for room in OURS for path in (ROOT / room).rglob("*.py") if path not in own):
@@ -49,7 +49,7 @@ print("ok")
 
 
 @pytest.mark.parametrize("module", ["weightsync.testing", "vllm_weightsync.rank"])
-def test_an_engine_has_routes_and_methods_of_a_transport_from_elsewhere_without_importing_it(module, monkeypatch):
+def test_an_engine_offers_a_third_party_transport_without_importing_it(module, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "outside"), prepend=":")
     run = subprocess.run(
         [sys.executable, "-c", METHODS.format(module=module)], check=False, capture_output=True, text=True

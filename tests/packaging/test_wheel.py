@@ -1,4 +1,4 @@
-"""The wheel as users get it: installed clean, alone, and beside a user's own files."""
+"""The wheel as users get it: installed in a clean environment, alone and beside a user's own files."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The only modules that may import an engine when they are imported.
+#: The only modules that may import an engine at import time.
 ENGINE_FACING = {f"sglang_weightsync.{module}" for module in ("messages", "rank", "front_end", "refusing")}
 
 
@@ -48,7 +48,7 @@ def modules(wheel):
     return sorted(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names)
 
 
-def test_it_holds_three_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_three_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"weightsync", "vllm_weightsync", "sglang_weightsync"}
@@ -82,21 +82,21 @@ def test_every_module_imports_without_any_engine(wheel, clean, tmp_path):
     assert failed == dict.fromkeys(ENGINE_FACING, "sglang")
 
 
-def test_the_version_is_the_wheels(wheel, clean, tmp_path):
+def test_the_version_matches_the_wheel(wheel, clean, tmp_path):
     result = run(clean, "import weightsync; print(weightsync.__version__, weightsync.__file__)", tmp_path)
     version, file = result.stdout.split()
     assert f"-{version}-" in wheel.name
     assert str(ROOT) not in file
 
 
-def test_a_users_own_common_does_no_harm(clean, tmp_path):
+def test_a_users_own_common_module_does_no_harm(clean, tmp_path):
     (tmp_path / "common.py").write_text("raise RuntimeError('imported by mistake')\n")
     result = run(clean, "import weightsync, vllm_weightsync, sglang_weightsync; weightsync.Sender", tmp_path)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_engines_entry_points_load_where_that_engine_is(engine):
+def test_entry_points_load_in_each_engines_environment(engine):
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     groups = {group: points for group, points in wanted.items() if group.startswith(engine)}
@@ -119,7 +119,7 @@ NEEDED = {"vllm": "compat.SERVER | compat.WORKER | compat.DEEP", "sglang": "comp
 
 
 @pytest.mark.parametrize("engine", NEEDED)
-def test_every_name_of_the_engine_that_compat_needs_is_there(engine):
+def test_every_name_that_compat_needs_exists(engine):
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     code = (
         f"from {engine}_weightsync import compat; from weightsync.engine.private_names import missing; "
@@ -129,7 +129,7 @@ def test_every_name_of_the_engine_that_compat_needs_is_there(engine):
     assert result.stdout.splitlines()[-1] == "missing: []", result.stdout + result.stderr
 
 
-def test_a_gone_name_is_reported_with_the_version_that_has_it():
+def test_a_missing_name_is_reported_with_the_supported_version():
     code = "from vllm_weightsync import compat; print(compat.VLLM.check({'vllm.config': ('VllmConfig', 'gone_name')}))"
     result = run(ROOT / ".venv-vllm" / "bin" / "python", code, ROOT.parent)
     assert "weightsync needs vLLM 0.32; vLLM 0.32.0" in result.stdout

@@ -1,1 +1,1 @@
-"""Random sequences of all that may happen to engines and trainers: ``make scenarios`` looks for what is untrue."""
+"""Random sequences of events at engines and trainers: ``make scenarios`` looks for violations."""

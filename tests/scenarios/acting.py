@@ -1,4 +1,4 @@
-"""What the rules of the state machine are made of: calls of senders, here and in other processes."""
+"""The building blocks of the rules: calls of senders, in this process and in others."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis.stateful import RuleBasedStateMachine
 from tests.scenarios import truth
 from tests.scenarios.drawn import PLAIN
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
-from tests.scenarios.truth import HeldShards, Lag, NotPushable, Truth, Violation, held
+from tests.scenarios.truth import OpenResources, Lag, NotPushable, Truth, Violation, held
 from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
 from weightsync import Sender
 from weightsync.errors import ApplyFailed, LeaseHeld, WeightSyncError
 
-#: A sender that closes tells its engines, and waits a second for each answer.
+#: Seconds; a closing sender tells its engines and waits a second for each answer.
 CLOSE_S = 2.0
-#: A trainer in another process has to build its sender, and to say what came of it.
+#: Seconds; a trainer in another process has to build its sender and to report the outcome.
 OTHERS_S = 1.0
 
 
 class Acting(RuleBasedStateMachine):
-    """One sequence. The world, the tally and when to stop are set by whoever runs it, see `run.prepared`."""
+    """One sequence. `run.prepared` sets the world and the other class attributes."""
 
     world: ClassVar[World]
     tally: ClassVar[Tally]
@@ -45,20 +45,20 @@ class Acting(RuleBasedStateMachine):
         self.address = ""
         self.labels = 0
         self.failed = False
-        #: The steps so far, to be told of what does not happen twice.
+        #: The steps so far, to be reported with a violation that cannot be reproduced.
         self.made: list[str] = []
-        #: By number of the engines that the sender has, the instance that it made serve something, if it did.
+        #: The sender's engines by number: the instance that it last made serve a version, or "".
         self.members: dict[int, str] = {}
-        #: What its memory still holds for engines that come late; empty if nothing.
+        #: The label that the sender's memory still holds for late engines, or ""; whether it can hold one.
         self.holds, self.keeps = "", False
-        #: The sender whose engines were made to keep a version.
+        #: The sender whose engines keep a version.
         self.keeping: Sender | None = None
         self.truth.check()
-        #: What is held before anybody has a sender; of what was found untrue in another scenario something may linger.
-        self.before: HeldShards = held(self.world)
+        #: Resources in use before any sender exists; a violation in another scenario may have left some.
+        self.before: OpenResources = held(self.world)
 
     def note(self, found: Violation) -> None:
-        """Something untrue was found: after how many steps. Raises it, unless its kind is known."""
+        """Record a violation with the number of steps. Raises it unless its kind is known."""
         kind = type(found).__name__
         if kind in self.tally.known:
             print(f"known, after {self.tally.steps} steps: {kind}: {found}", file=sys.stderr, flush=True)
@@ -72,34 +72,34 @@ class Acting(RuleBasedStateMachine):
         raise found
 
     def engines(self, numbers: Sequence[int]) -> list[Engine]:
-        """By number; of a single one that is all there are."""
+        """The engines with these numbers, modulo the number of engines."""
         found = {number % len(self.world.engines) for number in numbers}
         return [self.world.engines[number] for number in sorted(found)]
 
     def label(self, content: int) -> str:
-        """Of a push that begins."""
+        """A new label for a push of ``content``."""
         self.labels += 1
         self.truth.pushed(label := f"v{self.labels}", content)
         return label
 
     def timed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options, with the time that calls take in this world."""
+        """The options, with the timeout scaled for this kind of engine."""
         return {**options, "timeout_s": self.world.times * options["timeout_s"]}
 
     def built(self, numbers: Sequence[int] = (0, 1), options: dict[str, Any] = PLAIN) -> Sender | None:
-        """The sender there is, or a new one."""
+        """The current sender, or a new one."""
         if self.sender is None:
             engines = self.engines(numbers)
             urls, options = [engine.url for engine in engines], self.timed(options)
             made = self.play.call("Sender", options["timeout_s"], lambda: Sender(urls, **options))
             self.sender, self.timeout_s, self.address, self.holds = made.result, options["timeout_s"], "", ""
-            #: Whether it has an arena that holds a whole version.
+            # Whether its arena holds a whole version.
             self.keeps = options["bucket_bytes"] is None
             self.members = dict.fromkeys((engine.number for engine in engines), "")
         return self.sender
 
     def closed(self) -> None:
-        """There is no sender any more."""
+        """Close the sender, if there is one."""
         if (sender := self.sender) is not None:
             self.sender = None
             self.play.call("close", CLOSE_S, sender.close)
@@ -115,7 +115,7 @@ class Acting(RuleBasedStateMachine):
         faults: Sequence[Fault | None] = (),
         meanwhile: Sequence[Meanwhile] = (),
     ) -> Outcome:
-        """A call of the sender that makes engines, by default all of its, serve ``label``."""
+        """Run a call of the sender that makes engines, by default all of its own, serve ``label``."""
         engines = self.engines(list(self.members) if numbers is None else numbers)
         before, instances = dict(self.truth.seen), self.instances()
         self.truth.forget(engines)
@@ -136,16 +136,16 @@ class Acting(RuleBasedStateMachine):
         return outcome
 
     def instances(self) -> dict[int, str]:
-        """Who the engines are, as far as they could be looked at."""
+        """The instance of each engine, by number; "" if it could not be examined."""
         return {n: status.instance if status is not None else "" for n, status in self.truth.seen.items()}
 
     @staticmethod
     def interrupted_or_meddled(meanwhile: Sequence[Meanwhile]) -> bool:
-        """Whether others had a hand in what engines serve now, or lost one."""
+        """Whether another trainer pushed during the call, or an engine was killed."""
         return any(what in ("second sender", "kill engine") for what, _ in meanwhile)
 
     def beside(self, one: Meanwhile) -> None:
-        """In the middle of a call: somebody else pushes."""
+        """Let another sender push in the middle of a call."""
         if one[0] == "second sender":
             engine = self.engines([one[1]])[0]
             self.truth.forget([engine])
@@ -154,7 +154,7 @@ class Acting(RuleBasedStateMachine):
                 other.push(self.world.weights.mapping(3), version=label)
 
     def kept(self, error: WeightSyncError) -> None:
-        """Whether the sender's memory still holds what it did; what breaks on the way takes it along."""
+        """Update ``holds`` after an error: a transfer that breaks invalidates the sender's memory."""
         if not isinstance(error, (LeaseHeld, ApplyFailed)) or "unknown" in error.engines.values():
             self.holds = ""
 
@@ -202,7 +202,7 @@ class Acting(RuleBasedStateMachine):
             pusher.kill()
 
     def truth_of_shared(self) -> int:
-        """Which content the learner's parameters have."""
+        """The content of the learner's parameters."""
         return next(
             c
             for c in range(CONTENTS)

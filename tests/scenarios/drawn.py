@@ -1,4 +1,4 @@
-"""What is drawn for the rules of the state machine."""
+"""The hypothesis strategies for the arguments of the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.scenarios.world import Fault
 
 number = st.integers(0, 2)
 content = st.integers(0, CONTENTS - 1)
-#: How many steps somebody stands still.
+#: For how many steps a process stays frozen or held.
 still = st.integers(1, 4)
 
 
@@ -32,20 +32,20 @@ def _fault(last: int = 7) -> st.SearchStrategy[Fault]:
 
 
 fault = st.one_of(st.none(), _fault())
-#: By engine; every second time nothing goes wrong.
+#: One fault per engine; half of the draws have none.
 faults = st.one_of(st.just((None, None, None)), st.tuples(fault, fault, fault))
-#: One of which something goes wrong where the others may go on.
+#: What else happens during a call, and to which engine.
 meanwhile = st.lists(
     st.tuples(st.sampled_from(["release", "interrupt", "abort", "kill engine", "second sender"]), number), max_size=2
 )
-#: What the learner has next, if it goes on at once.
+#: The learner's next content, if it continues at once.
 then = st.one_of(st.none(), content)
 
 
 class Push(NamedTuple):
-    """What is pushed, what goes wrong, and ``then``: the content with which the trainer goes on, if it does at once.
+    """A push and its faults. ``then`` is the content with which the trainer continues at once, if it does.
 
-    After a push that failed it then pushes that, to those engines alone that are not in trouble.
+    After a push that failed, the trainer pushes ``then`` to the engines that did not fail.
     """
 
     content: int
@@ -56,11 +56,11 @@ class Push(NamedTuple):
 
 pushes = st.builds(Push, content, faults, meanwhile, then)
 kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
-#: The same for a push of another process, which itself may be killed.
+#: The same as ``meanwhile`` for a push of another process, which may be killed itself.
 beside_others = st.lists(
     st.tuples(st.sampled_from(["kill pusher", "release", "abort", "kill engine"]), number), max_size=2
 )
-#: What a trainer in another process dies of, or its last rank.
+#: What kills a trainer in another process, or its last rank.
 ends = st.one_of(
     st.none(),
     st.sampled_from(

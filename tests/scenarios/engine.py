@@ -1,4 +1,4 @@
-"""An engine of `Tiny`: the reference engine around a sink that takes no time to make."""
+"""An engine of `Tiny`: the reference engine around an adapter that is created at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.testing import ModelAdapter, serve
 
 
-class TinySink(ModelAdapter):
-    """Starts with content 0. With ``recordable`` false it is like those engines that bring weights in themselves."""
+class TinyAdapter(ModelAdapter):
+    """Starts with content 0. Unless ``recordable``, its loader cannot be planned, as that of vLLM."""
 
     def __init__(self, recordable: bool):
         self.device, self.model, self._recordable = torch.device("cpu"), Tiny(), recordable
         self.load(TinyWeights._state(0).items())
 
     def expected(self) -> Expected:
-        """All there is."""
+        """All tensors of the model."""
         return Expected(
             tuple(
                 TensorSpec(name, str(one.dtype).removeprefix("torch."), tuple(one.shape))
@@ -31,10 +31,10 @@ class TinySink(ModelAdapter):
         )
 
     def loader_hooks(self) -> LoaderHooks | str:
-        """As the base class's, if there is to be a plan."""
+        """The hooks of the base class if the loader is recordable."""
         return super().loader_hooks() if self._recordable else "it packs layers"
 
 
 def run(order: dict, _: list[int]) -> None:
-    """Serve."""
-    serve(TinySink(order["recordable"]), Path("tiny"), order["port"])
+    """Serve a tiny model."""
+    serve(TinyAdapter(order["recordable"]), Path("tiny"), order["port"])

@@ -1,6 +1,6 @@
-"""The state machine: every rule is something that a trainer, an engine's keeper or chance may do at any time.
+"""The state machine: each rule is something that a trainer, an operator or chance may do at any time.
 
-Which rules there are, and what is drawn for them, knows nothing of any fault that was ever found.
+Neither the rules nor their strategies are derived from faults that were found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightsync.trainer.client import EngineClient
 
 
 def step(function: Callable[..., None]) -> Callable[..., None]:
-    """A rule: one step, unless the run is over."""
+    """Make a function a step of the scenario, which does nothing once the run has ended."""
 
     def run(self: Scenario, **drawn: Any) -> None:
         if self.over():
@@ -43,7 +43,7 @@ def step(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class Scenario(Acting):
-    """One sequence, as `Acting` says."""
+    """The rules of one sequence; see `Acting`."""
 
     # --- the sender
 
@@ -76,7 +76,7 @@ class Scenario(Acting):
         self.pushed(makers[kind], push)
 
     def pushed(self, model: Callable[[int], Any], push: Push) -> None:
-        """By the sender there is; and what its trainer does then."""
+        """Push with the current sender, then continue as ``push.then`` says."""
         if self.built() is None:
             return
         outcome = self.push_of(model, push.content, push.faults, push.meanwhile)
@@ -90,7 +90,7 @@ class Scenario(Acting):
             self.push_of(model, push.then)
 
     def written(self, model: Any) -> Callable[[int], Any]:
-        """A model that has other values at every push, in the same place."""
+        """Return a function that writes a content into ``model`` in place and returns it."""
 
         def of(content: int) -> Any:
             self.world.weights.write(model, content)
@@ -116,7 +116,7 @@ class Scenario(Acting):
         return outcome
 
     def in_trouble(self, outcome: Outcome) -> list[Engine]:
-        """Engines that a trainer would rather go on without, if there are others."""
+        """The engines that a trainer would remove after this outcome; none if that would be all."""
         ours = self.engines(list(self.members))
         told = outcome.error.engines if outcome.error is not None else {}
         found = [e for e in ours if e.still or not e.alive() or told.get(e.url) in ("dirty", "unknown")]
@@ -125,7 +125,7 @@ class Scenario(Acting):
     @rule(faults=drawn.faults, meanwhile=drawn.meanwhile, kept=st.booleans())
     @step
     def rollback(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile], kept: bool) -> None:
-        """With ``kept`` of a sender that has pushed two versions; others have mostly nothing to go back to."""
+        """Roll back; with ``kept``, after two pushes of a sender that keeps versions."""
         if kept and self.keeping is not self.sender:
             self.closed()
             if self.built(options={**PLAIN, "keep_previous": True}) is None:
@@ -139,7 +139,7 @@ class Scenario(Acting):
         self.rolled_back(faults, meanwhile)
 
     def rolled_back(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
-        """Or refused, or gone wrong."""
+        """Roll back and check the report."""
         assert self.sender is not None
         kept = {rank.previous for status in self.truth.seen.values() if status is not None for rank in status.ranks}
         self.holds = ""
@@ -167,13 +167,13 @@ class Scenario(Acting):
         self.added(number, fault, act)
 
     def added(self, number: int, fault: Fault | None, act: Callable[[Sender, str], Any]) -> None:
-        """An engine takes part from now on, or does not."""
+        """Add an engine and check what the call reports."""
         if (sender := self.built()) is None:
             return
         engine = self.engines([number])[0]
         known, label = engine.number in self.members, self.holds
         faults = [fault if other is engine else None for other in self.world.engines]
-        others = [one for one in self.members if known]  # a join of one that is known catches up with all of them
+        others = [one for one in self.members if known]  # joining a known engine catches all engines up
         before = self.truth.seen[engine.number]
         outcome = self.sent(
             "add_engine",
@@ -197,7 +197,7 @@ class Scenario(Acting):
             self.removed(engine)
 
     def removed(self, engine: Engine) -> None:
-        """It takes no part any more."""
+        """Remove an engine from the sender."""
         assert self.sender is not None
         outcome = self.play.call("remove_engine", self.timeout_s, partial(self.sender.remove_engine, engine.url))
         if outcome.error is not None:
@@ -207,7 +207,7 @@ class Scenario(Acting):
     @rule(restarted=st.one_of(st.none(), drawn.number), faults=drawn.faults, again=st.booleans())
     @step
     def catch_up(self, restarted: int | None, faults: Sequence[Fault | None], again: bool) -> None:
-        """After an engine was restarted, or not; ``again``: also when it has failed."""
+        """Catch up, perhaps after a restart; with ``again``, once more if it failed."""
         if self.built() is None:
             return
         if restarted is not None and self.world.may_end(self.tally.steps):
@@ -217,7 +217,7 @@ class Scenario(Acting):
             self.caught_up(())
 
     def caught_up(self, faults: Sequence[Fault | None]) -> Outcome:
-        """The sender's engines serve the same, as far as its memory allows."""
+        """Catch up and check that no engine is left behind that the sender's memory could serve."""
         assert self.sender is not None
         label, instances = self.holds, self.instances()
         behind = [n for n, served in self.members.items() if served and instances[n] not in ("", served)]
@@ -261,7 +261,7 @@ class Scenario(Acting):
         end: Fault | None,
         then: int | None,
     ) -> None:
-        """The learner's parameters, which it may change as soon as the push is over, or whoever made it is dead."""
+        """Another process pushes the learner's parameters, which may change once the push has ended or failed."""
         now = self.truth_of_shared()
         self.pushed_by(self.world.pusher, numbers, now, None, PLAIN, faults, meanwhile, end)
         if then is not None:
@@ -331,7 +331,7 @@ class Scenario(Acting):
             self.note(found)
 
     def teardown(self) -> None:
-        """In the end nothing is held, and whoever comes can push."""
+        """At the end nothing is left over and a new sender can push."""
         try:
             if not (self.failed or self.over()):
                 self.ended()
@@ -343,5 +343,5 @@ class Scenario(Acting):
 
 
 def _result(result: Any, engine: Engine) -> dict[str, Any]:
-    """What adding an engine came to, as `PushResult.engines` says it."""
+    """The result of adding an engine, in the form of `PushResult.engines`."""
     return result if isinstance(result, dict) else {engine.url: result} if result is not None else {}

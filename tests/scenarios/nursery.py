@@ -1,6 +1,6 @@
-"""A process that has imported everything, and forks an engine or a trainer whenever it is asked to: in a moment.
+"""A process that has imported everything and quickly forks engines and trainers on request.
 
-``python -m tests.scenarios.nursery DESCRIPTOR`` serves the other end of that socket.
+``python -m tests.scenarios.nursery DESCRIPTOR`` serves the other end of the socket with that descriptor.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tools import servers
 SITE = servers.ROOT / "tests" / "faults" / "site"
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 1 << 20
-#: Descriptors of one message; Linux takes 253.
+#: Descriptors per message; Linux allows 253.
 _MOST_FILES = 128
 
 
 class Nursery:
-    """The parent of all that is started for scenarios, as those who want something started see it."""
+    """The client of the process that starts all engines and trainers of scenarios."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
@@ -45,30 +45,30 @@ class Nursery:
         assert self.channel.recv(16) == b"ready", (scratch / "log").read_text()
 
     def start(self, role: str, fault_file: Path, files: list[int] = (), **more: object) -> Child:
-        """Fork a child for ``role``; its faults are ordered by that file, ``files`` are descriptors for it."""
+        """Fork a child for ``role``; ``fault_file`` orders its faults, and it inherits the descriptors ``files``."""
         order = {"role": role, "faults": str(fault_file), "log": str(fault_file.with_suffix(".log")), **more}
         socket.send_fds(self.channel, [json.dumps(order).encode()], list(files))
         return Child(int(self.channel.recv(32)))
 
     def close(self) -> None:
-        """All children end with it."""
+        """End the process and all its children."""
         self.channel.close()
         self._process.wait(30)
 
 
 class Child:
-    """A process of the nursery's, which reaps it."""
+    """A process that the nursery forked and reaps."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self._file = os.pidfd_open(pid)
 
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         return not select.select([self._file], [], [], 0)[0]
 
     def send(self, what: int) -> None:
-        """A signal, if it has not ended."""
+        """Send a signal if the process has not ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._file, what)
 
@@ -78,13 +78,13 @@ class Child:
         select.select([self._file], [], [], 30)
 
     def close(self) -> None:
-        """It is of no interest any more."""
+        """End the process and close its descriptor."""
         self.kill()
         os.close(self._file)
 
 
 def receive(channel: socket.socket) -> tuple[dict, list[int]]:
-    """An order and the descriptors that came with it; an empty one when the other end has closed."""
+    """Receive an order and its descriptors; the order is empty when the other end has closed."""
     text, files, _, _ = socket.recv_fds(channel, _MOST_BYTES, _MOST_FILES)
     return json.loads(text) if text else {}, list(files)
 
@@ -106,7 +106,7 @@ def _child(order: dict, files: list[int]) -> None:
 
 
 def main() -> None:
-    """Fork on demand."""
+    """Fork children on request until the socket closes."""
     from tests.scenarios import engine, trainer  # noqa: F401 - what children would import
 
     channel = socket.socket(fileno=int(sys.argv[1]))

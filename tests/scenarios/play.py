@@ -1,4 +1,4 @@
-"""How a step is made: a call, what happens to engines during it, and what else happens once it has come to a stop."""
+"""Runs a step: a call, the faults during it, and other events once an engine stands still."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.scenarios.world import Engine, Fault, Suspect, World
 from weightsync import cli
 from weightsync.errors import WeightSyncError
 
-#: What nobody waits for in vain: a call that takes longer by this much is ended.
+#: Seconds beyond its limit after which a call is interrupted.
 _HUNG_S = 60.0
-#: When an engine stands still, others may be about to.
+#: Seconds to wait for further engines to stand still after the first.
 _SETTLE_S = 0.03
 _STANDING = ("hold", "stop")
-#: How many steps an engine that has ended is not there.
+#: For how many steps a dead engine stays down.
 _DOWN_STEPS = 3
 
 Meanwhile = tuple[str, int]
-"""What happens during a call, and to which engine."""
+"""An event during a call, and the number of its engine."""
 
 
 @dataclass
 class Outcome:
-    """What came of a call."""
+    """The outcome of a call."""
 
     result: Any = None
     error: WeightSyncError | None = None
@@ -42,24 +42,24 @@ class Outcome:
 
 @dataclass
 class Tally:
-    """What a run consisted of."""
+    """Counts of a run."""
 
     steps: int = 0
     scenarios: int = 0
     rules: collections.Counter[str] = field(default_factory=collections.Counter)
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
-    #: Kinds of violations that are counted, and no more.
+    #: Kinds of violations that are only counted.
     known: tuple[str, ...] = ()
-    #: By kind of violation, after how many steps it was first seen, and those of its scenario.
+    #: By kind of violation: the number of steps before it was first seen, and the steps of its scenario.
     found: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
 
 
 class Interrupts:
-    """Ctrl-C, while somebody is to get one; at any other time it ends the run, as it should."""
+    """Delivers Ctrl-C to calls that expect one; at any other time Ctrl-C ends the run."""
 
     def __init__(self) -> None:
         self._expected = self._welcome = False
-        #: Whether the last one that came through was expected.
+        #: Whether the last interrupt was expected.
         self.ours = False
         self._before = signal.signal(signal.SIGINT, self._handle)
 
@@ -70,13 +70,13 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def send(self) -> None:
-        """One is on its way, from another thread."""
+        """Send an interrupt from another thread."""
         self._expected = True
         os.kill(os.getpid(), signal.SIGINT)
 
     @contextlib.contextmanager
     def welcome(self) -> Iterator[None]:
-        """Inside, it comes through."""
+        """Let interrupts through for the duration of the block."""
         self._welcome = True
         try:
             yield
@@ -84,12 +84,12 @@ class Interrupts:
             self._welcome = False
 
     def close(self) -> None:
-        """As before."""
+        """Restore the previous handler."""
         signal.signal(signal.SIGINT, self._before)
 
 
 class Play:
-    """One scenario: steps in a world."""
+    """The steps of one scenario."""
 
     def __init__(self, world: World, truth: Truth, lag: Lag, interrupts: Interrupts, tally: Tally):
         self.world, self.truth, self.tally = world, truth, tally
@@ -107,10 +107,10 @@ class Play:
         pusher: Suspect | None = None,
         others: Callable[[Meanwhile], None] | None = None,
     ) -> Outcome:
-        """``act``, which is to end within ``limit_s``. ``faults`` are ordered for ``engines``, in their order.
+        """Run ``act``, which must end within ``limit_s``; ``faults`` are ordered for ``engines``, one each.
 
-        ``meanwhile`` happens as soon as an engine stands still, or at once where none is to; what of it is not about an
-        engine is done by ``others``. Raises `Violation`.
+        ``meanwhile`` happens as soon as an engine stands still, or at once if none will; ``others`` handles its events
+        that do not concern an engine. Raises `Violation`.
         """
         ordered: list[tuple[Engine, Fault]] = []
         for engine, fault in zip(engines, faults, strict=False):
@@ -167,7 +167,7 @@ class Play:
         finally:
             hung.cancel()
             hung.join()
-        # An engine, in another process, is as late as this one.
+        # An engine in another process lags as much as this one.
         took_s, late_s = time.monotonic() - start, 2 * (self._lag.total_s() - lag_s)
         if took_s > limit_s + self.world.grace_s + late_s:
             raise TooLate(f"{what} took {took_s:.2f} s of {limit_s:g}, of which this machine was late for {late_s:.2f}")
@@ -203,14 +203,14 @@ class Play:
                 others((what, number))
 
     def _after(self, engine: Engine, fault: Fault) -> None:
-        """What was ordered has happened, or is called off."""
+        """Cancel a fault that did not happen; an engine that stands still does so for the fault's steps."""
         if engine.alive() and engine.happened() and fault.action in _STANDING:
             engine.still = fault.steps
         else:
             engine.cancel()
 
     def step(self, rule: str) -> None:
-        """One more begins: what has stood still for long enough goes on, and what has ended is started again."""
+        """Begin a step: continue engines that stood still long enough, and restart dead ones."""
         self.tally.steps += 1
         self.tally.rules[rule] += 1
         for engine in self.world.engines:
@@ -224,7 +224,7 @@ class Play:
                     engine.go_on()
 
     def restart(self, engines: Iterable[Engine]) -> None:
-        """Start them anew."""
+        """Kill the engines and start them again."""
         for engine in engines:
             self.truth.forget([engine])
             engine.kill()
@@ -232,7 +232,7 @@ class Play:
 
 
 def abort(engine: Engine) -> int:
-    """As somebody does at a terminal."""
+    """Run ``weightsync abort``."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return cli.main(["abort", engine.url, "--timeout", "1"])
 

@@ -1,4 +1,4 @@
-"""Runs the state machine: so many steps, or so many seconds, and what came of it."""
+"""Runs the state machine for a number of steps or seconds and collects the violations."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tools import servers
 from weightsync import Sender
 from weightsync.transports import registry
 
-#: In the lines of a sequence that are always there.
+#: Marks lines of a sequence that carry no information.
 _SAYS_NOTHING = Scenario.engines_serve_what_they_say.__name__
-#: Steps of one scenario: what has gone wrong once is to meet what goes wrong later.
+#: Steps of one scenario; many, so that faults can combine.
 _STEPS = 50
 
 
 @dataclass
 class Run:
-    """What came of a run. ``violations`` are the smallest sequences that were found, with what is untrue after them."""
+    """The outcome of a run. ``violations`` are the smallest sequences that were found, each with its violation."""
 
     engine: str
     seed: int
@@ -40,7 +40,7 @@ class Run:
     violations: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """To be kept."""
+        """The outcome as it is written to the results folder."""
         return {
             "engine": self.engine,
             "seed": self.seed,
@@ -58,10 +58,10 @@ class Run:
 
 @contextlib.contextmanager
 def prepared(kind: str) -> Iterator[type[Scenario]]:
-    """A state machine with a world of its own."""
+    """A state machine with its own world."""
     world = World(kind)
     try:
-        for transport in registry.names():  # what is made once in a process's life is made before anything is counted
+        for transport in registry.names():  # allocates what a process allocates once, before anything is counted
             with Sender([engine.url for engine in world.engines], transport=transport) as sender:
                 sender.push(world.mapping, version="first")
         lag, interrupts, raised, hook = Lag(), Interrupts(), list[str](), threading.excepthook
@@ -87,10 +87,9 @@ def run(
     known: tuple[str, ...] = (),
     shrink: bool = True,
 ) -> Run:
-    """Scenarios from the seed ``number`` until there were ``steps`` steps, ``limit_s`` seconds, or a violation.
+    """Run scenarios from the seed ``number`` for ``steps`` steps or ``limit_s`` seconds, or until a violation.
 
-    ``grace_s``: by how many seconds calls may outlast their deadlines; ``known`` are kinds of violations to be counted
-    and no more.
+    ``grace_s``: seconds by which calls may outlast their deadlines; violations of the ``known`` kinds are only counted.
     """
     found, begin = Run(kind, number, steps), time.monotonic()
     tally = found.tally
@@ -100,7 +99,7 @@ def run(
         since = time.monotonic()
 
         def over(_: Scenario) -> bool:
-            # The first scenario is one step again and again. What has been found is shrunk whatever it takes.
+            # Hypothesis repeats one step in the first scenario. Shrinking a violation may take any time.
             enough = tally.steps >= steps or time.monotonic() - since > limit_s
             return tally.scenarios == 1 or (enough and not tally.found)
 
@@ -117,14 +116,14 @@ def run(
         try:
             run_state_machine_as_test(seed(number)(machine), settings=chosen)
         except Exception as error:
-            # Several make a group.
+            # Several violations come as an exception group.
             found.violations = [_told(one, tally) for one in getattr(error, "exceptions", [error])]
     found.seconds = time.monotonic() - begin
     return found
 
 
 def _told(error: BaseException, tally: Tally) -> dict[str, Any]:
-    """What was found; where it did not happen twice, with the sequence in which it was first seen."""
+    """A violation with its sequence; if it could not be reproduced, the sequence in which it was first seen."""
     notes = [
         line for note in getattr(error, "__notes__", ()) for line in note.splitlines() if _SAYS_NOTHING not in line
     ]

@@ -1,4 +1,4 @@
-"""The same few scenarios each time; `make scenarios` runs thousands of others."""
+"""A few scenarios, the same each time; `make scenarios` runs thousands of others."""
 
 import logging
 
@@ -6,20 +6,20 @@ import pytest
 
 from tests.scenarios.run import run
 
-#: Nothing is begun after that, however slow the machine is.
+#: Seconds after which no further scenario begins.
 LIMIT_S = 20.0
 STEPS = 400
 
 
 @pytest.fixture
 def quiet():
-    """What goes wrong on purpose is logged by those it happens to."""
+    """Disable logging: injected faults are logged."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
-def test_nothing_is_untrue_in_a_few_scenarios(quiet):
+def test_a_few_scenarios_find_no_violation(quiet):
     found = run("reference", 0, steps=STEPS, limit_s=LIMIT_S)
     assert found.violations == []
     assert found.tally.steps > 0

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own, or one of several ranks of one: orders come over a socket, outcomes go back."""
+"""A trainer in its own process, or one of its ranks: orders come over a socket, outcomes go back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 
 
-def lend(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[int]]:
-    """Shared tensors as another process gets them: what they are, and the descriptors of their memory."""
+def describe_shared(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[int]]:
+    """Describe shared tensors for another process; returns the descriptions and the descriptors of their memory."""
     shared = [one.untyped_storage()._share_fd_cpu_() for one in tensors.values()]
     lent = [
         (name, str(one.dtype).removeprefix("torch."), tuple(one.shape), nbytes)
@@ -28,8 +28,8 @@ def lend(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[int]]:
     return lent, [file for file, _ in shared]
 
 
-def borrow(lent: list[Any], files: list[int]) -> dict[str, torch.Tensor]:
-    """The tensors of `lend`; each takes up a storage."""
+def map_shared(lent: list[Any], files: list[int]) -> dict[str, torch.Tensor]:
+    """Map the tensors that `describe_shared` described."""
     found = {}
     for (name, dtype, shape, nbytes), file in zip(lent, files, strict=True):
         storage = torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)
@@ -38,7 +38,7 @@ def borrow(lent: list[Any], files: list[int]) -> dict[str, torch.Tensor]:
 
 
 class Trainer:
-    """Holds what was lent to it."""
+    """Executes orders; holds the learner's shared parameters."""
 
     def __init__(self) -> None:
         self._states: list[dict[str, torch.Tensor]] = []
@@ -46,7 +46,7 @@ class Trainer:
 
     def lent(self, order: dict, files: list[int]) -> dict:
         """Take the learner's parameters."""
-        self._lent = borrow(order["lent"], files)
+        self._lent = map_shared(order["lent"], files)
         return {}
 
     def group(self, order: dict, _: list[int]) -> dict:
@@ -57,7 +57,7 @@ class Trainer:
         return {}
 
     def push(self, order: dict, _: list[int]) -> dict:
-        """By a sender of its own."""
+        """Push with a new sender; returns the outcome."""
         said: dict[str, Any] = {"error": "", "message": "", "engines": {}}
         try:
             with Sender(order["urls"], **order["options"]) as sender:
@@ -82,7 +82,7 @@ class Trainer:
 
 
 def run(_: dict, files: list[int]) -> None:
-    """Do what is ordered until the other end of the socket closes."""
+    """Execute orders until the other end of the socket closes."""
     with socket.socket(fileno=files[0]) as channel:
         trainer = Trainer()
         while True:

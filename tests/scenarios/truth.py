@@ -1,4 +1,4 @@
-"""What must be true after every step, whatever has happened; each thing that is not is a kind of `Violation`."""
+"""What must be true after every step; each way to break it is a kind of `Violation`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
 from weightsync.protocol import directories, http
 
-#: What was left over may be about to go: gloo ends what was given up five seconds after the deadline.
+#: Seconds to wait for resources to go: gloo ends abandoned work five seconds after the deadline.
 _SETTLE_S = 15.0
 
 
 class Violation(AssertionError):
-    """Something that must not be. Hypothesis tells kinds apart and shrinks each."""
+    """A broken guarantee. Hypothesis distinguishes the kinds and shrinks each."""
 
 
 class WrongWeights(Violation):
-    """An engine serves something else under a label than was pushed with it."""
+    """An engine serves other weights under a label than were pushed with it."""
 
 
 class UntrueReport(Violation):
-    """A call, or its error, said of an engine what is not so."""
+    """A call or its error reported something false of an engine."""
 
 
 class TooLate(Violation):
@@ -40,27 +40,27 @@ class TooLate(Violation):
 
 
 class ForeignError(Violation):
-    """A call raised what is none of our errors."""
+    """A call raised an exception that is not a `WeightSyncError`."""
 
 
 class LeftOver(Violation):
-    """Something is held after all who held it have closed."""
+    """A resource is in use after all senders have closed."""
 
 
 class NotPushable(Violation):
-    """A fresh sender cannot push."""
+    """A new sender cannot push."""
 
 
 class NotCaughtUp(Violation):
-    """An engine was left behind, and nobody said so."""
+    """An engine was left behind without a report."""
 
 
 class ServesDirty(Violation):
-    """An engine is dirty and says that it is well, or the other way round."""
+    """The state of an engine and its health route disagree on whether it is dirty."""
 
 
 class Lag(threading.Thread):
-    """How late this machine is: a thread that wants to run a hundred times a second notes how much later it does."""
+    """Measures how late this machine is: a thread that should wake a hundred times a second adds up its delays."""
 
     _EVERY_S = 0.01
 
@@ -77,17 +77,17 @@ class Lag(threading.Thread):
             self._late_s += max(0.0, time.monotonic() - self._due)
 
     def total_s(self) -> float:
-        """All the lateness there was, seconds; what is under way counts."""
+        """All delays so far, in seconds, the current one included."""
         return self._late_s + max(0.0, time.monotonic() - self._due)
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop measuring."""
         self._over.set()
         self.join()
 
 
 class Claim(NamedTuple):
-    """What was said of an engine: in ``state`` ("serving" or "dirty"), with a label or whichever (None)."""
+    """What was reported of an engine: its ``state``, "serving" or "dirty", and its label, None if unknown."""
 
     state: str
     label: str | None
@@ -95,28 +95,28 @@ class Claim(NamedTuple):
 
 
 class Truth:
-    """What was pushed under which label, and what was said of whom."""
+    """What was pushed under each label, and what was reported of each engine."""
 
     def __init__(self, world: World, raised: list[str]):
         self._world, self._raised = world, raised
         self._contents = {FIRST: 0}
         self._claims: dict[int, Claim] = {}
-        #: What engines said when they were looked at last; None for one that could not be.
+        #: The last status of each engine, by number; None if it could not be asked.
         self.seen: dict[int, http.StatusReply | None] = dict.fromkeys(range(len(world.engines)))
 
     def pushed(self, label: str, content: int) -> None:
-        """From now on an engine may serve this."""
+        """Note that ``label`` was pushed with ``content``; an engine may serve it from now on."""
         self._contents[label] = content
 
     def forget(self, engines: Iterable[Engine]) -> None:
-        """Something begins that may change what was said of these."""
+        """Forget what was reported of these engines, because a call begins that may change it."""
         for engine in engines:
             self._claims.pop(engine.number, None)
 
     def told(
         self, engines: Mapping[str, str], label: str, before: Mapping[int, http.StatusReply | None], why: str
     ) -> None:
-        """``engines`` says by URL what became of each in a call that was to make them serve ``label``, if known."""
+        """Note by URL what a call reported of each engine that was to serve ``label``, if the label is known."""
         for engine in self._world.engines:
             said = engines.get(engine.url)
             was = before[engine.number]
@@ -128,7 +128,7 @@ class Truth:
                 self._claims[engine.number] = Claim("serving", was.version, f"{why} said unchanged")
 
     def check(self) -> None:
-        """Look at every engine that can be looked at, and at what threads raised where nobody caught it."""
+        """Check every engine that can answer, and that no thread raised an uncaught exception."""
         if self._raised:
             raise ForeignError(f"a thread raised {self._raised.pop()}")
         for engine in self._world.engines:
@@ -159,7 +159,7 @@ class Truth:
         self.seen[engine.number] = status
 
     def _look(self, engine: Engine) -> tuple[http.StatusReply, Violation | None]:
-        """What it says, and what is not so."""
+        """The status of an engine, and the violation that it shows, if any."""
         status = engine.client.status(Deadline(PATIENCE_S), digest=True)
         contents = {digest: content for content, digest in enumerate(self._world.weights.digests)}
         served = contents.get(digest_in(status))
@@ -179,8 +179,8 @@ class Truth:
         return status, None
 
 
-class HeldShards(NamedTuple):
-    """What this process holds."""
+class OpenResources(NamedTuple):
+    """The resources that this process uses."""
 
     files: list[str]
     threads: int
@@ -188,24 +188,24 @@ class HeldShards(NamedTuple):
     sockets: list[str]
 
 
-def held(world: World) -> HeldShards:
-    """Now; without what is the world's own."""
+def held(world: World) -> OpenResources:
+    """The resources in use now, without those of the world."""
     own, files = world.own_files(), []
     for entry in os.scandir("/proc/self/fd"):
         if int(entry.name) not in own:
             try:
                 files.append(os.readlink(entry.path).split(":")[0])
             except FileNotFoundError:
-                continue  # that of the listing itself
+                continue  # the descriptor of the listing itself
     shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
     sockets = [path.name for path in directories.directory().glob(f"weightsync-{os.getpid()}-*")]
-    return HeldShards(sorted(files), psutil.Process().num_threads(), shared, sockets)
+    return OpenResources(sorted(files), psutil.Process().num_threads(), shared, sockets)
 
 
-def check_nothing_left(world: World, before: HeldShards) -> None:
-    """Nobody has a sender: nothing more than ``before`` is held, here or of ours by engines."""
+def check_nothing_left(world: World, before: OpenResources) -> None:
+    """Check that without senders no more than ``before`` is in use, here or mapped by engines."""
     end = time.monotonic() + _SETTLE_S
-    gc.collect()  # an error and who raised it may hold each other
+    gc.collect()  # an error and the frame that raised it may refer to each other
     while True:
         now = held(world)
         extra = list(now.files)
@@ -226,7 +226,7 @@ def check_nothing_left(world: World, before: HeldShards) -> None:
 
 
 def _mapped(engine: Engine) -> list[str]:
-    """Memory of trainers that an engine still maps."""
+    """The memory of trainers that an engine still maps."""
     found = []
     for pid in engine.pids if engine.alive() and not engine.still else ():
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What is pushed: a few contents of one small model, and the digest of an engine that holds each."""
+"""The weights that scenarios push: a few contents of one small model, and the digest of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tools import models
 from weightsync.tensors.layout import digest_of
 
-#: Several runs of bytes, so that a load can be held in the middle; small, so that thousands of pushes take minutes.
+#: Several tensors, so that a load can be held midway; small, so that thousands of pushes take minutes.
 SHAPES = {
     "embed": (256, 64),
     "query": (64, 64),
@@ -23,7 +23,7 @@ SHAPES = {
     "norm": (64,),
     "head": (200, 64),
 }
-#: Those of a real engine are all loaded once, to learn the digests.
+#: A real engine loads each of them once, to learn the digests.
 CONTENTS = 4
 
 
@@ -38,12 +38,12 @@ class Tiny(torch.nn.Module):
 
 
 class TinyWeights:
-    """Contents 0 to `CONTENTS` of `Tiny`; an engine starts with content 0."""
+    """The `CONTENTS` contents of `Tiny`; an engine starts with content 0."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
         self._states = [self._state(content) for content in range(CONTENTS)]
-        #: By content, of an engine that holds it.
+        #: The digest of an engine that serves each content.
         self.digests = [digest_of(state.items()) for state in self._states]
 
     @staticmethod
@@ -53,19 +53,19 @@ class TinyWeights:
         return {name: torch.randn(one.shape, generator=numbers).to(one.dtype) for name, one in empty.items()}
 
     def module(self) -> torch.nn.Module:
-        """As a trainer holds it."""
+        """A module as a trainer has it."""
         return Tiny()
 
     def mapping(self, content: int) -> dict[str, torch.Tensor]:
-        """Names and tensors of a checkpoint, to be left as they are."""
+        """The tensors of a content by name; not to be modified."""
         return self._states[content]
 
     def copy(self, content: int) -> dict[str, torch.Tensor]:
-        """The same, anew."""
+        """A copy of the tensors of a content."""
         return {name: one.clone() for name, one in self.mapping(content).items()}
 
     def write(self, model: torch.nn.Module | Mapping[str, torch.Tensor], content: int) -> None:
-        """What an optimiser's step does: other values in the same place."""
+        """Write a content into ``model`` in place, like a step of an optimiser."""
         state = model.state_dict() if isinstance(model, torch.nn.Module) else model
         with torch.no_grad():
             for name, one in self.mapping(content).items():
@@ -85,7 +85,7 @@ class TinyWeights:
 
 
 class RealWeights(TinyWeights):
-    """The same of a small transformers model, for vLLM and SGLang; ``digests`` have to be asked for."""
+    """Contents of a small transformers model, for vLLM and SGLang; their ``digests`` come from the engine."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
@@ -95,22 +95,22 @@ class RealWeights(TinyWeights):
         self.digests = []
 
     def folder(self, content: int) -> Path:
-        """Made at the start."""
+        """A checkpoint folder, created at the start."""
         return self._scratch / f"content-{content}"
 
     def module(self) -> torch.nn.Module:
-        """As transformers loads it."""
+        """The module that transformers loads."""
         return models.load_reference(self.folder(0))
 
 
 class Described:
-    """Says what it holds, then yields it."""
+    """A source in the shape of vLLM's ``WeightSource``."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]):
         self._state = state
 
     def metadata(self) -> list[SimpleNamespace]:
-        """Of every tensor."""
+        """Name, dtype and shape of every tensor."""
         return [SimpleNamespace(name=name, dtype=one.dtype, shape=one.shape) for name, one in self._state.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

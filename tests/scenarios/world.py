@@ -1,4 +1,4 @@
-"""The engines and the trainers that scenarios are about, and what can be done to them."""
+"""The engines and trainers of scenarios, and what can be done to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import requests
 import torch
 
 from tests.scenarios.nursery import SITE, Child, Nursery
-from tests.scenarios.trainer import lend
+from tests.scenarios.trainer import describe_shared
 from tests.scenarios.weights import CONTENTS, RealWeights, TinyWeights
 from tools import servers
 from weightsync import Sender
@@ -28,20 +28,20 @@ from weightsync.protocol.auth import TOKEN_VARIABLE, engine_token
 from weightsync.trainer.client import EngineClient
 
 _START_S = 60.0
-#: By then a process that was killed has ended.
+#: Seconds within which a killed process has ended.
 _ENDING_S = 2.0
-#: What an engine says that it serves before anybody has pushed.
+#: The label of an engine before the first push.
 FIRST = "default"
-#: Real engines take half a minute to start: so many steps lie between the ends of one.
+#: Steps between two deaths of a real engine, which takes half a minute to start.
 _STEPS_OF_LIFE = 100
-#: For calls that are no part of a scenario.
+#: Seconds for calls that are not part of a scenario.
 PATIENCE_S = 30.0
 
 
 class Fault(NamedTuple):
-    """What happens to whom it is ordered for when it comes by a place; see `tests/faults/site`.
+    """A fault at a point of a process; see `tests/faults/site`.
 
-    What is held, or stopped, goes on ``steps`` steps later.
+    A process that is held or stopped continues ``steps`` steps later.
     """
 
     point: str
@@ -58,23 +58,23 @@ class Suspect:
         self._goes_on = 0
 
     def order(self, fault: Fault) -> None:
-        """Have it happen at the next opportunity."""
+        """Order a fault for the next time that the process reaches its point."""
         draft = self.fault_file.with_suffix(".draft")
         draft.write_text(json.dumps({"point": fault.point, "action": fault.action, "where": dict(fault.where)}))
         draft.rename(self.fault_file)
 
     def happened(self) -> bool:
-        """Whether it has."""
+        """Whether the ordered fault has happened."""
         return self._fired.exists()
 
     def cancel(self) -> None:
-        """It need not happen any more; what has happened is over."""
+        """Withdraw the order, and release a process that is held."""
         self.fault_file.unlink(missing_ok=True)
         self._fired.unlink(missing_ok=True)
 
 
 class Engine(Suspect):
-    """A reference engine, of `Tiny`."""
+    """A reference engine that serves `Tiny`."""
 
     def __init__(self, number: int, nursery: Nursery | None, scratch: Path):
         super().__init__(scratch / f"engine-{number}")
@@ -82,16 +82,16 @@ class Engine(Suspect):
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = EngineClient(self.url, engine_token())
         self._child: Child | None = None
-        #: How many steps it still stands still, in a load or altogether.
+        #: For how many more steps it stands still, in a load or as a whole.
         self.still = 0
-        #: For how many steps it has not been there.
+        #: For how many steps it has been dead.
         self.down = 0
 
     def __repr__(self) -> str:
         return f"engine {self.number}"
 
     def start(self) -> None:
-        """At the port where it was before, with content 0."""
+        """Start the engine with content 0, always on the same port."""
         self.cancel()
         self.down = 0
         assert self._nursery is not None
@@ -111,15 +111,15 @@ class Engine(Suspect):
 
     @property
     def pids(self) -> list[int]:
-        """Its processes."""
+        """The process ids of the engine."""
         return [self._child.pid] if self._child is not None else []
 
     def alive(self) -> bool:
-        """Whether it could answer, if it were not standing still."""
+        """Whether its processes exist; they may stand still."""
         return self._child is not None and self._child.alive()
 
     def ends(self) -> bool:
-        """Whether it has ended, or is about to."""
+        """Whether the engine has ended, or ends within two seconds."""
         end = time.monotonic() + _ENDING_S
         while self.alive() and time.monotonic() < end:
             time.sleep(0.01)
@@ -133,31 +133,31 @@ class Engine(Suspect):
         self.still = 0
 
     def signal(self, what: int) -> None:
-        """To all its processes."""
+        """Send a signal to all its processes."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, what)
 
     def freeze(self, steps: int) -> None:
-        """It stands still, and what it was doing."""
+        """Stop all its processes for a number of steps."""
         if self.alive():
             self.signal(signal.SIGSTOP)
             self.still = steps
 
     def go_on(self) -> None:
-        """What was held or frozen goes on."""
+        """Continue an engine that was held or frozen."""
         self.cancel()
         self.signal(signal.SIGCONT)
         self.still = 0
 
     def reset(self) -> None:
-        """As it was at the start."""
+        """Bring the engine back to its initial state."""
         self.kill()
         self.start()
 
 
 class RealEngine(Engine):
-    """vLLM or SGLang with one rank, started once: what a scenario begins with is pushed."""
+    """vLLM or SGLang with one rank, started once; a scenario's initial weights are pushed."""
 
     def __init__(self, kind: str, weights: RealWeights, scratch: Path):
         super().__init__(0, None, scratch)
@@ -201,7 +201,7 @@ class RealEngine(Engine):
 
 
 class Pusher(Suspect):
-    """A trainer in other processes than this one: a single one that borrows our parameters, or ranks with shards."""
+    """A trainer in other processes: a single one that maps our parameters, or ranks with shards."""
 
     def __init__(self, nursery: Nursery, scratch: Path, size: int):
         super().__init__(scratch / f"pusher-{size}")
@@ -210,7 +210,7 @@ class Pusher(Suspect):
         self.channels: list[socket.socket] = []
 
     def start(self, weights: TinyWeights, shared: dict[str, torch.Tensor]) -> None:
-        """Fork them, unless they live."""
+        """Fork the processes unless they are alive."""
         if self.children and all(child.alive() for child in self.children):
             return
         self.kill()
@@ -218,12 +218,12 @@ class Pusher(Suspect):
         for rank in range(self._size):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                # Of several ranks the last is the one that suffers.
+                # Of several ranks the last one suffers the faults.
                 file = self.fault_file if rank == self._size - 1 else self.fault_file.with_suffix(f".{rank}")
                 self.children.append(self._nursery.start("trainer", file, [theirs.fileno()]))
             self.channels.append(ours)
             if self._size == 1:
-                lent, files = lend(shared)
+                lent, files = describe_shared(shared)
                 socket.send_fds(ours, [json.dumps({"do": "lent", "lent": lent}).encode()], files)
             else:
                 folders = [str(weights.folder(content)) for content in range(CONTENTS)]
@@ -232,7 +232,7 @@ class Pusher(Suspect):
             self._hear(channel, PATIENCE_S)
 
     def push(self, timeout_s: float, **order: Any) -> list[dict]:
-        """What each rank says of it; nothing of one that has ended. Raises `TimeoutError`."""
+        """Push; returns the outcome of each rank that has not ended. Raises `TimeoutError`."""
         for channel in self.channels:
             self._tell(channel, do="push", **order)
         end = time.monotonic() + timeout_s
@@ -253,7 +253,7 @@ class Pusher(Suspect):
             return {}
 
     def kill(self) -> None:
-        """All of them, now."""
+        """Kill all processes."""
         while self.children:
             self.children.pop().close()
         while self.channels:
@@ -261,19 +261,19 @@ class Pusher(Suspect):
 
 
 class World:
-    """All of it. ``kind`` is reference, vllm or sglang."""
+    """All engines, trainers and weights of a run. ``kind`` is reference, vllm or sglang."""
 
     def __init__(self, kind: str = "reference"):
         self.kind = kind
         #: Seconds by which a call may outlast its deadline.
         self.grace_s = 1.0 if kind == "reference" else 2.0
-        #: How many times as long as with reference engines calls may take.
+        #: How much longer calls may take than with reference engines, as a factor.
         self.times = 1.0 if kind == "reference" else 4.0
         self._ended_at = 0
         self._scratch = tempfile.TemporaryDirectory(prefix="ws-")
         scratch = Path(self._scratch.name)
         self._before = os.environ.get(TOKEN_VARIABLE)
-        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # of this run alone
+        os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # for this run only
         self.nursery = Nursery(scratch)
         if kind == "reference":
             self.weights = TinyWeights(scratch)
@@ -283,7 +283,7 @@ class World:
             self.engines = [RealEngine(kind, self.weights, scratch)]
         self.module = self.weights.module()
         self.mapping = self.weights.copy(0)
-        #: The learner's parameters in shared memory, which others push too.
+        #: The learner's parameters in shared memory, which other processes push, too.
         self.shared = self.weights.copy(0)
         for one in self.shared.values():
             one.share_memory_()
@@ -304,14 +304,14 @@ class World:
             return digest_in(sender.status(digest=True)[engine.url])
 
     def reset(self) -> None:
-        """Everything as at the start."""
+        """Bring everything back to its initial state."""
         self.pusher.kill()
         self.ranks.kill()
         for engine in self.engines:
             engine.reset()
 
     def may_end(self, steps: int) -> bool:
-        """Whether an engine may be ended on purpose after so many steps of a run; it then is."""
+        """Whether an engine may be killed after this many steps; if so, it counts as killed."""
         if self.kind == "reference":
             return True
         may = steps - self._ended_at >= _STEPS_OF_LIFE
@@ -340,10 +340,10 @@ class World:
 
 
 def digest_in(status: http.StatusReply) -> str:
-    """Of all ranks, as one."""
+    """The digests of all ranks in one string."""
     return " ".join(rank.digest for rank in status.ranks)
 
 
 def living(engines: Sequence[Engine]) -> list[Engine]:
-    """Those that have not ended."""
+    """The engines that have not ended."""
     return [engine for engine in engines if engine.alive()]

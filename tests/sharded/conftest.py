@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trainer:
-    """``size`` processes that `tests.sharded.trainer` describes."""
+    """A trainer of ``size`` `tests.sharded.trainer` processes."""
 
     def __init__(self, folder, size=2):
         port = str(servers.free_port())
@@ -39,7 +39,7 @@ class Trainer:
             self.processes[rank].stdin.write(f"{word}\n")
 
     def hear(self, *ranks):
-        """What each rank says."""
+        """The answer of each rank."""
         return [json.loads(self.processes[rank].stdout.readline()) for rank in ranks or range(len(self.processes))]
 
     def all(self, word):
@@ -60,14 +60,14 @@ class Trainer:
 
 @pytest.fixture(scope="session")
 def engines(model_folder):
-    """Two, started on model A."""
+    """The URLs of two reference engines that were started on model A."""
     with ReferenceEngine(model_folder("llama", 0)) as one, ReferenceEngine(model_folder("llama", 0)) as two:
         yield [one.url, two.url]
 
 
 @pytest.fixture(scope="session")
 def start(model_folder):
-    """Start trainers of model B: ``start(size)``."""
+    """Return ``start(size)``, which starts a trainer of model B."""
     with contextlib.ExitStack() as stack:
 
         def start(size=2):
@@ -96,20 +96,20 @@ def expected(model_folder):
 
 @pytest.fixture(scope="session")
 def changed(model_folder):
-    """And of model B after one change."""
+    """The digest of model B after one change."""
     state = models.load_reference(model_folder("llama", 1)).state_dict()
     return digest_of((name, tensor.neg()) for name, tensor in state.items())
 
 
 @pytest.fixture
 def untrained(engines, model_folder):
-    """The engines serve model A; its digest."""
+    """Make the engines serve model A; returns its digest."""
     with Sender(engines) as sender:
         sender.push(models.load_reference(model_folder("llama", 0)), version="untrained")
     return served(engines)[0]
 
 
 def served(urls):
-    """What each engine computes with."""
+    """The digest of each engine's weights."""
     with Sender(urls) as sender:
         return [reply.ranks[0].digest for reply in sender.status(digest=True).values()]

@@ -1,8 +1,8 @@
 """A rank of a trainer that runs blocks of the documents: ``python -m tests.sharded.documents FOLDER``.
 
-A line of standard input is a block, and whether its ``model`` is the ``module`` in the folder or, ``fused``, what a
-rank of Megatron's would hold of it, as JSON. The line of standard output that answers it is what went wrong, as JSON
-too.
+Each line of standard input is a block and the kind of its ``model`` as JSON: ``module`` for the model in the folder,
+``fused`` for what a rank of Megatron would hold of it. The line of standard output that answers it is the error, or an
+empty string, as JSON.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests import megatron
 from tools import models
 from weightsync import Sender
 
-#: What `tests.megatron.llama` calls by short names, and Megatron by these.
+#: The names that Megatron uses for tensors that `tests.megatron.llama` calls by shorter ones.
 NAMES = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "lm_head.weight": "output_layer.weight",
@@ -40,7 +40,7 @@ def renamed(name):
 
 
 def names(folder, kind):
-    """What a block finds."""
+    """The global names of a block."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = models.load_reference(folder)
     heads, groups = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -54,7 +54,7 @@ def names(folder, kind):
 
 def main():
     """Run block after block."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep other output apart from the answers
     dist.init_process_group("gloo")
     for line in sys.stdin:
         text, kind = json.loads(line)

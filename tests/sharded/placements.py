@@ -1,4 +1,4 @@
-"""Where the local parts of DTensors lie, looked at in every rank of a process group of four."""
+"""The boxes that the local parts of DTensors cover, checked in every rank of a process group of four."""
 
 import itertools
 
@@ -19,7 +19,7 @@ SHAPES = [(), (1,), (3,), (8,), (4, 4), (7, 5), (2, 3, 9), (0, 3)]
 
 
 def check_all():
-    """What this rank holds of each tensor, as ``[name, shape, boxes]``."""
+    """Check every placement; returns what this rank holds of each tensor, as ``[name, shape, boxes]``."""
     held = []
     for mesh_shape in MESHES:
         mesh = dist.init_device_mesh("cpu", mesh_shape)
@@ -33,7 +33,7 @@ def check_all():
 
 
 def fsdp_and_tensor_parallel():
-    """Both split dimension 0 of the first layer, which is where FSDP2 strides."""
+    """The same for a model of which both split dimension 0 of the first layer, where FSDP2 shards with a stride."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     held = []
     for size in (8, 6):
@@ -49,7 +49,7 @@ def fsdp_and_tensor_parallel():
 
 
 def check_modules():
-    """What this rank's sources hold of modules that FSDP2 has sharded: the checkpoint tensors, in parts."""
+    """Check that sources of FSDP2-sharded modules hold parts of the checkpoint tensors; returns what they hold."""
     mesh = dist.init_device_mesh("cpu", (4,))
     held = []
     for make in (qwen3, llama, qwen3_moe, tied):
@@ -72,7 +72,7 @@ def check_modules():
 
 
 def check_computed():
-    """What is said of a module whose checkpoint is computed from what is sharded, in all of it and in a part."""
+    """The error for a sharded module whose checkpoint tensors have to be computed from the parameters."""
     mesh = dist.init_device_mesh("cpu", (4,))
     try:
         return open_source(fully_shard(hrm_text(), mesh=mesh)).specs[0].name
@@ -81,7 +81,7 @@ def check_computed():
 
 
 def tied():
-    """Of three rows, of which the fourth rank holds none."""
+    """A module with tied weights of three rows, of which the fourth rank holds none."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
     return module

@@ -1,4 +1,4 @@
-"""A rank of a trainer that is killed, frozen, silent or in trouble: all are told, engines are left as they were."""
+"""A trainer rank that is killed, frozen, silent or failing: every rank is told, and the engines stay unchanged."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from .test_push import assert_pushed, fine
 
 @pytest.fixture
 def ready(engines, pair, untrained):
-    """A pair that has pushed once and not since; nothing of it takes long to fail."""
+    """A pair of ranks with FSDP2 shards and a sender with a short deadline."""
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, timeout_s=8.0))
     yield pair
@@ -24,7 +24,7 @@ def ready(engines, pair, untrained):
 
 @pytest.fixture
 def silent():
-    """The address of an engine that takes connections and says nothing."""
+    """The URL of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -35,7 +35,7 @@ def assert_failed(said, error, *words, engines="unchanged"):
     assert set(said["engines"].values()) == {engines}
 
 
-def test_a_source_that_no_rank_can_read_is_told_to_all(ready, engines, untrained, expected):
+def test_every_rank_is_told_of_a_source_that_cannot_be_read(ready, engines, untrained, expected):
     ready.tell("push", 0)
     ready.tell("spoil", 1)
     first, second = ready.hear()
@@ -51,7 +51,7 @@ def test_a_source_that_no_rank_can_read_is_told_to_all(ready, engines, untrained
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_while_it_writes_is_told_to_all(ready, engines, untrained, expected, rank):
+def test_every_rank_is_told_of_a_rank_that_fails_while_writing(ready, engines, untrained, expected, rank):
     ready.tell("push", 1 - rank)
     ready.tell("lose", rank)
     for said in ready.hear():
@@ -61,7 +61,7 @@ def test_a_rank_that_fails_while_it_writes_is_told_to_all(ready, engines, untrai
     assert served(engines) == [expected, expected]
 
 
-def test_ranks_that_do_not_call_the_same_are_told_so(ready):
+def test_ranks_that_call_different_methods_are_refused(ready):
     ready.tell("push", 0)
     ready.tell("status", 1)
     for said in ready.hear():
@@ -77,7 +77,7 @@ def test_a_rank_that_never_calls_push_is_named(ready, engines, untrained):
     assert_pushed(ready)
 
 
-def test_a_frozen_rank_is_named_and_goes_on_when_it_is_thawed(ready, engines, untrained, expected):
+def test_a_frozen_rank_is_named_and_continues_once_thawed(ready, engines, untrained, expected):
     frozen = ready.processes[1]
     os.kill(frozen.pid, signal.SIGSTOP)
     ready.tell("push")
@@ -85,14 +85,12 @@ def test_a_frozen_rank_is_named_and_goes_on_when_it_is_thawed(ready, engines, un
     assert_failed(said, "PushTimeout", f"trainer rank 1 (process {frozen.pid}, which is stopped)")
     assert served(engines) == [untrained, untrained]
     os.kill(frozen.pid, signal.SIGCONT)
-    ready.tell("push", 0)  # its first push, which it has not made yet
+    ready.tell("push", 0)  # the thawed rank still has its first push to make
     assert ready.hear()[0]["version"]
     assert served(engines) == [expected, expected]
 
 
-def test_a_rank_that_freezes_while_it_writes_is_named_and_goes_on_when_it_is_thawed(
-    ready, engines, untrained, expected
-):
+def test_a_rank_frozen_while_writing_is_named_and_continues_once_thawed(ready, engines, untrained, expected):
     frozen = ready.processes[1]
     ready.tell("push", 0)
     ready.tell(f"halt {int(signal.SIGSTOP)}", 1)
@@ -121,13 +119,13 @@ def test_a_frozen_rank_0_is_named_too(ready, engines, expected):
     assert served(engines) == [expected, expected]
 
 
-def test_a_sender_that_is_built_on_rank_0_alone_is_refused_by_its_deadline(pair, engines):
+def test_a_sender_built_only_on_rank_0_is_refused_at_the_deadline(pair, engines):
     pair.tell(f'build {{"urls": ["{engines[0]}"], "timeout_s": 3}}', 0)
     (said,) = pair.hear(0)
     assert_failed(said, "PushTimeout", "trainer rank 1 to build a Sender (in a process group of 2 every rank builds")
 
 
-def test_the_first_deadline_of_a_rank_is_that_of_all(pair, silent):
+def test_the_earliest_deadline_applies_to_every_rank(pair, silent):
     pair.tell(f'build {{"urls": ["{silent}"], "timeout_s": 60}}', 0)
     pair.tell(f'build {{"urls": ["{silent}"], "timeout_s": 3}}', 1)
     first, second = pair.hear()
@@ -135,7 +133,7 @@ def test_the_first_deadline_of_a_rank_is_that_of_all(pair, silent):
     assert second == first
 
 
-def test_a_trainer_of_two_hosts_is_told_what_to_do(start, engines):
+def test_a_trainer_on_two_hosts_is_refused_with_advice(start, engines):
     trainer = start(2)
     trainer.tell("elsewhere", 1)
     assert fine(trainer.hear(1), 1)
@@ -145,7 +143,7 @@ def test_a_trainer_of_two_hosts_is_told_what_to_do(start, engines):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_freezes_while_it_broadcasts_is_named(start, engines, untrained, expected, rank):
+def test_a_rank_frozen_while_broadcasting_is_named(start, engines, untrained, expected, rank):
     trainer = start(2)
     assert fine(trainer.all("shard fsdp"))
     assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192, timeout_s=6.0))
@@ -157,7 +155,7 @@ def test_a_rank_that_freezes_while_it_broadcasts_is_named(start, engines, untrai
     assert_failed(said, "PushTimeout", who, engines="unchanged" if rank else "unknown")
     assert served(engines) == [untrained, untrained]
     os.kill(frozen.pid, signal.SIGCONT)
-    assert trainer.hear(rank)[0]["error"] in ("PushTimeout", "TransferFailed")  # whichever it comes upon first
+    assert trainer.hear(rank)[0]["error"] in ("PushTimeout", "TransferFailed")  # whichever it notices first
     trainer.all("close")
     assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192))
     assert all(one["broadcast"] for one in trainer.all("push"))
@@ -165,7 +163,7 @@ def test_a_rank_that_freezes_while_it_broadcasts_is_named(start, engines, untrai
     trainer.stop()
 
 
-def test_a_rank_that_freezes_is_named_also_where_torch_ends_the_broadcasts_first(start, engines, untrained):
+def test_a_frozen_rank_is_named_even_if_torch_ends_the_broadcasts_first(start, engines, untrained):
     trainer = start(2)
     assert fine(trainer.all("shard fsdp"))
     assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192, timeout_s=20.0))
@@ -180,7 +178,7 @@ def test_a_rank_that_freezes_is_named_also_where_torch_ends_the_broadcasts_first
     trainer.stop()
 
 
-def test_a_rank_that_is_killed_while_it_broadcasts_is_named(start, pair, engines, untrained, expected):
+def test_a_rank_killed_while_broadcasting_is_named(start, pair, engines, untrained, expected):
     trainer = start(2)
     assert fine(trainer.all("shard fsdp"))
     assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192))
@@ -197,7 +195,7 @@ def test_a_rank_that_is_killed_while_it_broadcasts_is_named(start, pair, engines
     assert fine(pair.all("close"))
 
 
-def test_a_rank_whose_lane_cannot_be_made_is_named(ready, engines, untrained, expected):
+def test_a_rank_that_cannot_create_its_broadcast_group_is_named(ready, engines, untrained, expected):
     ready.all("close")
     ready.tell("unreachable", 1)
     assert fine(ready.hear(1), 1)
@@ -211,7 +209,7 @@ def test_a_rank_whose_lane_cannot_be_made_is_named(ready, engines, untrained, ex
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_that_is_gone_while_its_lane_is_made_is_named(start, engines, untrained, how):
+def test_a_rank_lost_while_its_broadcast_group_is_created_is_named(start, engines, untrained, how):
     trainer = start(2)
     assert fine(trainer.all("shard fsdp"))
     trainer.tell(f"frozen {int(how)}", 1)
@@ -225,7 +223,7 @@ def test_a_rank_that_is_gone_while_its_lane_is_made_is_named(start, engines, unt
     trainer.stop()
 
 
-def test_a_killed_rank_ends_the_push_and_a_new_trainer_goes_on(start, pair, engines, untrained, expected):
+def test_a_killed_rank_ends_the_push_and_a_new_trainer_can_push(start, pair, engines, untrained, expected):
     for victim, at in ((1, "before"), (1, "while"), (0, "while")):
         trainer = start(2)
         assert fine(trainer.all("shard fsdp"))

@@ -1,4 +1,4 @@
-"""Trainers of several real processes push into reference engines: what is served is the assembled model."""
+"""Trainers of several processes push to reference engines, which then serve the assembled model."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def fine(said, size=2):
 
 
 def assert_pushed(trainer):
-    """Every byte of the model is written once, by one of the ranks."""
+    """Push, and assert that every byte is written once, by one rank; returns the bytes that each rank wrote."""
     said = trainer.all("push")
     assert len({one["version"] for one in said}) == 1
     assert sum(one["written"] for one in said) == said[0]["nbytes"] == said[-1]["nbytes"]
@@ -25,7 +25,7 @@ def assert_pushed(trainer):
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
-def test_two_ranks_of_fsdp2_push_their_shards_into_two_engines(engines, pair, expected, changed, transport):
+def test_two_fsdp2_ranks_push_their_shards_to_two_engines(engines, pair, expected, changed, transport):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, transport=transport))
     first, second = assert_pushed(pair)
@@ -48,7 +48,7 @@ def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
         assert served(engines) == [want, want]
         pair.all("change")
     assert fine(pair.all(f"remove {engines[0]}"))
-    assert all(one["broadcast"] for one in pair.all("push"))  # by other groups
+    assert all(one["broadcast"] for one in pair.all("push"))  # over new groups
     assert pair.all(f"add {engines[0]}") == [{"transport": "nccl"}] * 2
     assert len(set(served(engines))) == 1
     assert fine(pair.all("close"))
@@ -60,11 +60,11 @@ def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
 
 
 @pytest.mark.parametrize("how", ["columns", "parts", "stages", "named", "megatron", "unsharded", "replicas"])
-def test_two_ranks_push_what_they_hold_however_it_is_split(engines, pair, expected, how):
+def test_two_ranks_push_their_shards_for_every_kind_of_split(engines, pair, expected, how):
     assert fine(pair.all(f"shard {how}"))
     assert fine(pair.build(engines[:1]))
     if how == "replicas":
-        assert [one["written"] for one in pair.all("push")] == [0, 0]  # rank 0 sends as if it were alone
+        assert [one["written"] for one in pair.all("push")] == [0, 0]  # rank 0 sends like a single process
     else:
         assert all(assert_pushed(pair))
     assert served(engines[:1]) == [expected]
@@ -72,7 +72,7 @@ def test_two_ranks_push_what_they_hold_however_it_is_split(engines, pair, expect
 
 
 @pytest.mark.parametrize("how", ["fsdp", "hsdp", "mesh", "parts"])
-def test_four_ranks_push_what_they_hold(engines, four, expected, how):
+def test_four_ranks_push_their_shards(engines, four, expected, how):
     assert fine(four.all(f"shard {how}"), 4)
     assert fine(four.build(engines[:1]), 4)
     written = assert_pushed(four)
@@ -102,7 +102,7 @@ def test_small_buckets_streams_and_kept_versions(engines, pair, expected, change
     assert fine(pair.all("close"))
 
 
-def test_engines_come_and_go(engines, pair, expected):
+def test_engines_are_added_and_removed(engines, pair, expected):
     first, second = engines
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build([first]))
@@ -116,7 +116,7 @@ def test_engines_come_and_go(engines, pair, expected):
     assert fine(pair.all("close"))
 
 
-def test_messages_do_not_pile_up(engines, pair):
+def test_the_keys_in_the_store_do_not_accumulate(engines, pair):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines))
     assert_pushed(pair)
@@ -129,7 +129,7 @@ def test_messages_do_not_pile_up(engines, pair):
 
 
 def planned(said):
-    """The plan of what ranks hold, each tensor as ``[name, shape, boxes]``."""
+    """The plan for ranks that hold tensors given as ``[name, shape, boxes]``."""
     return plan([[shards(*one) for one in held] for held in said])
 
 
@@ -138,14 +138,14 @@ def shards(name, shape, boxes):
     return HeldShards(TensorSpec(name, "int64", tuple(shape)), found, replicated=True)
 
 
-def test_it_is_known_of_every_placement_where_local_parts_lie(four):
+def test_local_parts_are_located_for_every_placement(four):
     held = four.all("placements")
     assert len(held[0]) > 100
     assert any("_S" in name for name, _, _ in held[0])
     assert len(planned(held).manifest) == len(held[0])
 
 
-def test_a_sharded_module_goes_out_as_save_pretrained_would_write_it(four):
+def test_a_sharded_module_is_sent_as_save_pretrained_would_write_it(four):
     said = four.all("modules")
     names = [one.name for one in planned([held for held, _ in said]).manifest]
     assert [name for name in names if name.startswith("tied")] == ["tied 0.weight", "tied 0.bias", "tied 1.bias"]

@@ -1,4 +1,4 @@
-"""What engines that may still load read from is not written again by a trainer of several processes either."""
+"""A trainer of several processes does not write to memory that an engine may still load from."""
 
 import pytest
 
@@ -15,9 +15,7 @@ def engines_that_fail(model_folder, tmp_path_factory):
         yield one, two
 
 
-def test_who_still_loads_when_another_engine_fails_keeps_the_memory_it_loads_from(
-    engines_that_fail, pair, model_folder
-):
+def test_an_engine_that_still_loads_when_another_fails_keeps_its_memory(engines_that_fail, pair, model_folder):
     fails, frozen = engines_that_fail
     pushed = models.load_reference(model_folder("llama", 1))
     assert fine(pair.all("shard fsdp"))

@@ -1,7 +1,7 @@
-"""One rank of a trainer whose weights are sharded, told by lines of its standard input what to do.
+"""One rank of a sharded trainer, controlled by lines of its standard input.
 
-``python -m tests.sharded.trainer RANK SIZE PORT FOLDER`` answers each line, a word and what belongs to it, with one of
-JSON.
+``python -m tests.sharded.trainer RANK SIZE PORT FOLDER`` answers each line, the name of a method of `Rank` and its
+argument, with a line of JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ from weightsync.transports.nccl.groups import Group
 
 
 class Named:
-    """In the shape of vLLM's ``WeightSource``: describes everything, and yields what this rank holds."""
+    """A source in the shape of vLLM's ``WeightSource``: describes everything and yields what this rank holds."""
 
     def __init__(self, state, held):
         self._state, self._held = state, held
@@ -46,7 +46,7 @@ def refused(*_, **__):
 
 
 class Rank:
-    """What it holds: a model, what is pushed of it, and a sender."""
+    """The state of a rank: its weights and its sender."""
 
     def __init__(self, folder):
         self.folder, self.size = folder, dist.get_world_size()
@@ -60,7 +60,7 @@ class Rank:
             return work
 
         assembly.write = counting
-        #: What this rank broadcasts, and what happens before the second time.
+        #: Bytes of each broadcast of this rank; what happens before the second; by how much torch ends them earlier.
         self.broadcast, self.happens, self.sooner_s = [], None, 0.0
         broadcast = Group.broadcast
 
@@ -73,7 +73,7 @@ class Rank:
         Group.broadcast = noting
 
     def shard(self, how):
-        """Load the model, and split it in one of several ways."""
+        """Load the model and split it in the way that ``how`` names."""
         model = models.load_reference(self.folder)
         self.weights = getattr(self, f"_{how}")(model, model.state_dict(), dist.get_rank())
 
@@ -88,7 +88,7 @@ class Rank:
         return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=names))
 
     def _unsharded(self, model, *_):
-        """As FSDP2 leaves a root module that was run and not trained."""
+        """An FSDP2 root module that has run a forward pass and stays unsharded."""
         self._fsdp(model)
         with torch.no_grad():
             model(torch.zeros(1, 4, dtype=torch.int64))
@@ -98,11 +98,11 @@ class Rank:
         return model
 
     def _stages(self, _, state, rank):
-        """As a pipeline's stages hold different names."""
+        """Ranks hold different names, as stages of a pipeline."""
         return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
 
     def _named(self, model, state, rank):
-        """The same, as an object that says so."""
+        """The same as a source that lists the names it holds."""
         return Named(state, self._stages(model, state, rank))
 
     def _columns(self, _, state, __):
@@ -118,7 +118,7 @@ class Rank:
         }
 
     def _parts(self, _, state, rank):
-        """Plain tensors and where they belong, split by rows where these do not divide evenly."""
+        """Plain tensors with their boxes, split into uneven rows."""
         start = 3 * rank
         end = start + 3 if rank + 1 < self.size else None
         return {
@@ -127,7 +127,7 @@ class Rank:
         }
 
     def _megatron(self, model, state, rank):
-        """Fused, renamed, and split by groups, rows and columns."""
+        """Megatron's layout: fused, renamed, and split by groups, rows and columns."""
         return megatron.llama(state, model.config, rank, self.size)
 
     def build(self, options):
@@ -135,18 +135,18 @@ class Rank:
         self.sender = Sender(options.pop("urls"), **options)
 
     def elsewhere(self, _):
-        """From now on this rank runs on another host, as far as it can tell."""
+        """From now on this rank reports another host."""
         arenas.host_id = lambda: "another"
 
     def unreachable(self, _):
-        """From now on this rank finds no store."""
+        """From now on this rank cannot reach a store."""
         dist.TCPStore, self.store = self._no_store, dist.TCPStore
 
     def _no_store(self, *_, **__):
         raise RuntimeError("no route to host")
 
     def frozen(self, signal):
-        """From now on this rank gets a signal when it is to find a store."""
+        """From now on this rank gets a signal when it connects to a store."""
         store = dist.TCPStore
 
         def find(*args, **kwargs):
@@ -162,14 +162,14 @@ class Rank:
         return self._push(self.weights)
 
     def spoil(self, _):
-        """Push with a tensor whose values no rank knows."""
+        """Push a tensor with a partial placement, whose values no rank holds."""
         state = self._state()
         name, mesh = next(iter(state)), dist.init_device_mesh("cpu", (self.size,))
         whole = torch.zeros(state[name].shape, dtype=torch.bfloat16)
         return self._push({**state, name: DTensor.from_local(whole, mesh, [Partial()])})
 
     def lose(self, _):
-        """Push a tensor that this rank cannot read any more when it comes to that."""
+        """Push tensors of which one can no longer be read when it is written."""
 
         def lose():
             raise OSError("the disk is gone")
@@ -177,11 +177,11 @@ class Rank:
         return self._push(self._once_opened(lose))
 
     def halt(self, signal):
-        """Push, and get a signal while writing."""
+        """Push and get a signal while writing."""
         return self._push(self._once_opened(lambda: os.kill(os.getpid(), int(signal))))
 
     def stall(self, signal):
-        """Push, and get a signal while broadcasting."""
+        """Push and get a signal while broadcasting."""
         self.happens = lambda: os.kill(os.getpid(), int(signal))
         try:
             return self._push(self.weights)
@@ -189,7 +189,7 @@ class Rank:
             self.happens = None
 
     def hasten(self, seconds):
-        """From now on torch ends a broadcast so much earlier."""
+        """From now on torch ends broadcasts this many seconds earlier."""
         self.sooner_s = float(seconds)
 
     def _once_opened(self, happens):
@@ -221,7 +221,7 @@ class Rank:
         return self.weights if isinstance(self.weights, dict) else dict(self.weights.state_dict())
 
     def change(self, _):
-        """New values, on every rank the same change."""
+        """Negate all weights, on every rank alike."""
         for tensor in self._state().values():
             (tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "tensor", tensor)).neg_()
 
@@ -245,21 +245,21 @@ class Rank:
         self.sender.close()
 
     def keys(self, _):
-        """How many keys the process group's store holds."""
+        """The number of keys in the process group's store."""
         return dist.distributed_c10d._get_default_store().num_keys()
 
     def placements(self, _):
-        """Check against torch where local parts of tensors lie; what this rank holds of each."""
+        """Check the local parts of DTensors against torch; returns what this rank holds of each."""
         return placements.check_all()
 
     def modules(self, _):
-        """The same of modules that FSDP2 has sharded."""
+        """The same for modules that FSDP2 has sharded."""
         return [placements.check_modules(), placements.check_computed()]
 
 
 def main():
     rank, size, port, folder = sys.argv[1:]
-    # What libraries print is no answer.
+    # Keeps what libraries print apart from the answers.
     answers, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=int(rank), world_size=int(size))

@@ -1,9 +1,10 @@
-"""What these tests share."""
+"""Fixtures of the unit tests."""
 
 import logging
 import os
 import socket
 import tempfile
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,20 @@ def engine(model_folder):
 
 @pytest.fixture(scope="module")
 def trained(model_folder):
-    """A model that holds the other set, to be left as it is."""
+    """A model with the other set of weights; not to be modified."""
     return models.load_reference(model_folder("llama", 1))
 
 
 @pytest.fixture
+def made():
+    """A function that returns its argument, and closes it at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda thing: stack.enter_context(closing(thing))
+
+
+@pytest.fixture
 def traps():
-    """Addresses that must not be dialled, and were not in the end."""
+    """Addresses that must not be dialled; checked at the end of the test."""
     with Traps() as traps:
         yield traps
         assert traps.sprung() == []
@@ -37,7 +45,7 @@ def traps():
 
 @pytest.fixture
 def quiet():
-    """Every refusal is logged; thousands of them need not be kept."""
+    """Disable logging: every refusal is logged, and there are thousands."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -45,7 +53,7 @@ def quiet():
 
 @pytest.fixture
 def deaf():
-    """The port of somebody who does not take any call: all that may wait for an answer do."""
+    """The port of a server whose backlog is full, so that it accepts no connection."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         waiting = []
         while not waiting or waiting[-1].connect_ex(server.getsockname()) == 0:
@@ -58,8 +66,8 @@ def deaf():
 
 @pytest.fixture
 def own_homes(monkeypatch, tmp_path_factory):
-    """Directories of the test's own for the user's key, in the order in which they are looked at, and no variable."""
-    tmp_path_factory.getbasetemp()  # pytest's own is made when it is first used, and not to lie in this test's
+    """Private directories for the user's key, in the order of their search, and no key in the environment."""
+    tmp_path_factory.getbasetemp()  # created on first use, which must not be inside this test's directories
     with tempfile.TemporaryDirectory(prefix="ws-") as folder:  # short: a Unix socket's path takes 107 characters
         shared, session, temporary = (Path(folder, name) for name in ("shm", "run", "tmp"))
         for base in (shared, session, temporary):

@@ -1,4 +1,4 @@
-"""A small model checker: every state that trainers, engines and the messages between them can reach together."""
+"""A small model checker: explores every joint state of trainers, engines and the messages between them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from tests.unit.protocol_model import ANY, FAIR, FAULT, Model, Words, World, ord
 
 
 class Explored(NamedTuple):
-    """``fair``: for each of ``worlds``, where fair steps lead. ``moves``: changes of state. ``trace``: to ``fault``."""
+    """``fair``: targets of fair steps from each world; ``moves``: state changes; ``trace``: the steps to ``fault``."""
 
     worlds: list[World]
     transitions: int
@@ -18,7 +18,7 @@ class Explored(NamedTuple):
 
 
 def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
-    """Every world there is, breadth first, mirror images but once; of a model that is wrong until the first fault."""
+    """Explore every world breadth first, mirror images once; stops at the first fault that ``check`` reports."""
     worlds = [model.first()]
     number, parents = {worlds[0]: 0}, [(0, ())]
     fair: list[list[int]] = []
@@ -32,7 +32,7 @@ def explore(model: Model, check: Callable[[Model, World], str]) -> Explored:
                 continue
             transitions += 1
             reached = pruned(after._replace(faults=world.faults + 1) if bounded else after)
-            reached = reached if model.wrong else ordered(reached)  # a trace is to call the engines by one name
+            reached = reached if model.wrong else ordered(reached)  # a trace must not swap the engines
             new = reached not in number
             if (new or after.trainers is not world.trainers) and (fault := check(model, after)):
                 return Explored(worlds, transitions, fair, moves, fault, _trace(parents, at, what))

@@ -1,4 +1,4 @@
-"""Models, checkpoints and loaders that the tests of load plans share."""
+"""Models, checkpoints and loaders for the tests of load plans."""
 
 import contextlib
 import copy
@@ -17,13 +17,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def random_bits(shape, dtype, generator):
-    """Any bits that are a number."""
+    """Random finite values of a dtype."""
     values = torch.randn(shape, generator=generator, dtype=torch.float64) * 4
     return values.to(dtype)
 
 
 class Model(torch.nn.Module):
-    """Parameters and buffers by name, each a part of memory that holds more than it."""
+    """A module with the given parameters and buffers."""
 
     def __init__(self, parameters, buffers=None):
         super().__init__()
@@ -43,14 +43,14 @@ def staged(checkpoint):
 
 
 def scattered(layout, stage):
-    """The same bytes, every tensor in memory of its own."""
+    """The same bytes, with every tensor in separate memory."""
     entries = [entry for entry in layout.entries if entry.nbytes]
     parts = [entry.raw(stage).clone() for entry in entries]
     return Scattered([entry.offset for entry in entries], parts, layout.nbytes, torch.zeros(1))
 
 
 def plan_for(model, load, checkpoint):
-    """A plan; that recording it changed nothing has been checked."""
+    """A plan and its stage; asserts that recording changed nothing."""
     before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
     held = dict(model.state_dict(keep_vars=True))
     layout, stage = staged(checkpoint)
@@ -74,20 +74,20 @@ def really_loaded(model, load, checkpoint):
 
 
 def by_name(model, weights):
-    """A loader that copies each tensor over the one of its name, and does more to those whose names say so."""
+    """A loader that copies each tensor into the parameter of its name."""
     for name, tensor in weights:
         model.get_parameter(name).data.copy_(tensor)
 
 
 def two(**more):
-    """A model of two parameters and a checkpoint for it."""
+    """A model with two parameters, and those in ``more``, and a checkpoint for it."""
     names = {"plain": (4, 6), "odd": (4, 6), **more}
     model = Model({name: torch.randn(shape) for name, shape in names.items()})
     return model, {name: torch.randn(shape) for name, shape in names.items()}
 
 
 def odd_loader(act):
-    """A loader that treats the tensor ``odd`` by itself."""
+    """A loader that calls ``act`` for the tensor ``odd`` and copies the others."""
 
     def load(model, weights):
         for name, tensor in weights:
@@ -99,8 +99,8 @@ def odd_loader(act):
     return load
 
 
-class SinkOf:
-    """A rank of a model and a loader for it; ``specs`` are what the engine was started with."""
+class AdapterOf:
+    """An adapter of a model and its loader; ``specs`` describe the checkpoint that the engine was started with."""
 
     rank, device = 0, CPU
 
@@ -119,7 +119,7 @@ class SinkOf:
 
 
 def push_into(loading, checkpoint, push="push", *, stage=None):
-    """What a receiver does with a push; the stage."""
+    """Load a push as a receiver does; returns the stage."""
     layout = loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()], push=push)
     stage = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8) if stage is None else stage
     for entry in layout.entries:

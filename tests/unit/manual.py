@@ -1,4 +1,4 @@
-"""A trainer and a rank whose every step a test takes by hand."""
+"""A trainer and a rank that a test drives step by step."""
 
 import time
 
@@ -19,13 +19,13 @@ from weightsync.transports.base import Peer
 CPU = torch.device("cpu")
 SOON_S = 10.0
 BUCKET = 64 << 10
-#: An engine of one rank, of which nobody asks more than where it would be. Over ipc_zmq any other URL does as well.
+#: The URL of an engine with one rank that only needs an address. Over ipc_zmq any other URL works as well.
 HERE = "http://127.0.0.1:1"
 RANK = Peer(HERE, 0)
 
 
 def hello_of(*ranks, host="", instance="once"):
-    """What an engine says when it is opened, as far as a trainer's transports care; by default it has one rank."""
+    """An engine's open reply with the fields that a trainer's transports use; by default with one rank."""
     return http.OpenReply(
         protocol=http.PROTOCOL,
         engine="test",
@@ -40,18 +40,15 @@ def hello_of(*ranks, host="", instance="once"):
 
 
 class Trainer(Transfer):
-    """A sender's transfer, and its push under way.
-
-    ``join`` is given what the engine is told before a push, and returns its rank's answer.
-    """
+    """A sender's transfer and its current push. ``join`` takes the engine's handshake and returns its rank's answer."""
 
     def __init__(self, transport="ipc_zmq", join=None):
         super().__init__(CPU)
         self.transport, self._join = transport, join
-        self.greet()
+        self.connect_here()
 
-    def greet(self):
-        """Introduce itself to the engine at `HERE`, unless it has."""
+    def connect_here(self):
+        """Connect to the engine at `HERE`, unless that has been done."""
 
         def post(asked):
             return {HERE: http.JoinReply((self._join(asked[HERE]),), "once")}
@@ -60,40 +57,40 @@ class Trainer(Transfer):
 
     @property
     def here(self):
-        """The address that ranks are told."""
+        """The address that ranks are given."""
         return self.address(HERE, self.transport)
 
     @property
     def control(self):
-        """Where the ranks are heard."""
+        """The control end, where messages of ranks arrive."""
         return self._ends[self.transport]._control
 
     def ask(self, plan, url=HERE):
-        """The request that makes the ranks of an engine come."""
+        """Begin a push; returns the request that makes the ranks of an engine connect."""
         self.outgoing = self.begin(plan, Layout(plan.manifest))
-        self.greet()
+        self.connect_here()
         return self.outgoing.request(url, self.transport)
 
     def await_all(self, peers, timeout_s=20.0):
-        """Return once these have come."""
+        """Wait until these ranks have connected."""
         self.outgoing.await_ranks({self.transport: peers}, Deadline(timeout_s))
 
     def send(self, tensors):
-        """Return once every rank has them."""
+        """Send the tensors; returns once every rank has them."""
         self.outgoing.send(tensors, None)
 
     def settle(self):
-        """What was sent is served."""
+        """Note that the push is served."""
         self.served(self.outgoing)
 
 
 def setup_method(asked):
-    """The one that is sent this handshake."""
+    """The name of the rank method that takes this handshake."""
     return next(name for name in registry.setup_methods() if isinstance(asked, registry.handshake_of(name)))
 
 
 class Rank:
-    """A real receiver around a real model, and what it must hold whatever it is sent."""
+    """A real receiver around a real model, and the digest that it must keep whatever it is sent."""
 
     def __init__(self, folder):
         self.adapter = ModelAdapter(folder, CPU)
@@ -101,32 +98,32 @@ class Rank:
         self.digest = self.adapter.digest()
 
     def ask(self, method, payload):
-        """What it answers to a method, called as an engine does."""
+        """The rank's reply to a method that is called as an engine calls it."""
         return http.from_json(handle(lambda: self.receiver, method, payload), http.RankReply)
 
     def done(self, method, message):
-        """The same, where nothing may be wrong."""
+        """Call a method that must not fail; returns the body of the reply."""
         reply = self.ask(method, http.to_json(message))
         assert reply.error is None, reply.error
         return reply.body
 
     def join(self, asked):
-        """Get ready for a trainer."""
+        """Handle a trainer's handshake."""
         return http.from_json(self.done(setup_method(asked), asked), http.RankJoined)
 
     def prepare(self, request, transport="ipc_zmq"):
-        """Come for a push."""
+        """Accept a push."""
         self.done(f"update_weights_via_{transport}", request)
 
     def settled(self):
-        """The state, once no push is under way."""
+        """Wait until no push is under way; returns the state."""
         end = time.monotonic() + SOON_S
         while (state := self.receiver.status().state) == "receiving" and time.monotonic() < end:
             time.sleep(0.0005)
         return state
 
     def assert_unharmed(self, model):
-        """It has what it had, and takes a clean push by every transport."""
+        """Assert that the weights are unchanged and that a push over every transport works."""
         assert self.receiver.status().state == "serving"
         assert self.adapter.digest() == self.digest
         for number, transport in enumerate(registry.names()):

@@ -1,4 +1,4 @@
-"""Which addresses a rank dials, by which transport."""
+"""The addresses that a rank dials, by transport."""
 
 import asyncio
 import socket
@@ -33,12 +33,12 @@ KEY = zmq.curve_keypair()[0].decode()
     "address",
     ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://192.0.2.7:1", "tcp://[2001:db8::7]:65535"],
 )
-def test_an_address_by_number_and_with_a_key_passes(address):
+def test_a_numeric_address_with_a_key_is_accepted(address):
     assert addresses.check_tcp_address(address, KEY) == address
 
 
 @pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, "\u00e9" * 40, "\n" * 40, f"{KEY[:-1]}\0"])
-def test_without_its_key_no_address_passes(key):
+def test_an_address_without_a_valid_key_is_refused(key):
     with pytest.raises(TransferFailed, match="not a numeric TCP address of a sender, with its key"):
         addresses.check_tcp_address("tcp://127.0.0.1:5000", key)
 
@@ -103,7 +103,7 @@ REFUSED_ALL = [address for kind in REFUSED.values() for address in kind]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
+def test_other_addresses_are_refused_even_with_a_key(kind):
     passed = []
     for address in REFUSED[kind]:
         try:
@@ -113,14 +113,14 @@ def test_what_is_no_senders_address_is_refused_whatever_the_key(kind):
     assert passed == []
 
 
-def test_a_sender_is_gone_where_nobody_listens_and_not_where_nobody_answers(deaf):
+def test_a_sender_is_dead_if_its_port_is_closed_but_not_if_it_is_slow(deaf):
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert addresses.owner_lives(there)
     assert not addresses.owner_lives(there)
     start = time.monotonic()
     assert addresses.owner_lives(f"tcp://127.0.0.1:{deaf}")
-    assert time.monotonic() - start < 1  # it is asked in the engine's own loop
+    assert time.monotonic() - start < 1  # the check runs in the engine's event loop
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ LAYOUT = Layout(DictAdapter().expected().specs)
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transport):
+def test_a_sender_with_the_wrong_kind_of_address_is_refused_before_it_is_dialled(made, transport):
     remote = transport != "ipc_zmq"
     sender, end = made(TrainerControl(remote=not remote)), made(registry.spec(transport).engine_end(DictAdapter.device))
     request, receiver = sender.request(plan_of("p", LAYOUT, 1024), HERE), Receiver(DictAdapter())
@@ -153,7 +153,7 @@ def test_a_sender_of_the_other_kind_is_refused_before_it_is_dialled(made, transp
         ("nixl", "rank 0 knows no NIXL agent: register_nixl comes before update_weights_via_nixl"),
     ],
 )
-def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
+def test_a_sender_without_a_handshake_is_not_dialled(made, transport, said):
     sender, receiver = made(TrainerControl(remote=True)), Receiver(DictAdapter())
     receiver.prepare(sender.request(plan_of("p", LAYOUT, 1024), HERE), transport)
     assert receiver._last.ended.wait(5)
@@ -162,14 +162,14 @@ def test_a_sender_that_was_not_introduced_is_not_dialled(made, transport, said):
     assert sender.socket.poll(300) == 0
 
 
-INTRODUCTIONS = [
+HANDSHAKES = [
     InitNcclGroup("g", "127.0.0.1", 1, rank_offset=1, world_size=3, backend="gloo", timeout_s=5.0, owner="o"),
     RegisterNixl("a", b"", timeout_s=5.0, owner="o"),
 ]
 
 
-@pytest.mark.parametrize("asked", INTRODUCTIONS, ids=lambda asked: type(asked).__name__)
-def test_an_introduction_at_what_is_no_senders_address_is_refused_and_takes_no_lease(made, traps, asked):
+@pytest.mark.parametrize("asked", HANDSHAKES, ids=lambda asked: type(asked).__name__)
+def test_a_handshake_with_a_bad_address_is_refused_and_takes_no_lease(made, traps, asked):
     front = made(Front())
     for address in filter(None, (*REFUSED_ALL, *(text for text in traps.texts if not text.startswith("tcp://")))):
         there = msgspec.structs.replace(asked, address=address)
@@ -180,7 +180,7 @@ def test_an_introduction_at_what_is_no_senders_address_is_refused_and_takes_no_l
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_no_transport_dials_what_is_no_senders(made, traps, transport):
+def test_no_transport_dials_an_address_that_is_not_a_senders(made, traps, transport):
     receiver, refused = Receiver(DictAdapter()), 0
     request = msgspec.structs.replace(plan_of("p", LAYOUT, 1024), server_key=KEY, manifest=())
     for address in (*traps.texts, *fuzz.TEXTS, *REFUSED_ALL):
@@ -190,6 +190,6 @@ def test_no_transport_dials_what_is_no_senders(made, traps, transport):
         except TransferFailed:
             refused += 1
         except ManifestMismatch:
-            continue  # it may be dialled, and was not: what is pushed does not fit
+            continue  # it may be dialled, but the push does not fit
     assert refused > 80
     assert receiver.status() == http.RankStatus(rank=0, state="serving")

@@ -1,4 +1,4 @@
-"""Loaders that keep the tensors they are given: the engine never computes with memory of the sender."""
+"""Loaders that keep the tensors they are given: the engine never computes with memory of the trainer."""
 
 import sys
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.loaders import Model, SinkOf, bits, push_into, scattered
+from tests.unit.loaders import AdapterOf, Model, bits, push_into, scattered
 from weightsync import Sender
 from weightsync.engine.adapter import Sealed
 from weightsync.engine.loading.fake_tensor import FakeTensor
@@ -50,7 +50,7 @@ def as_a_buffer(model, name, tensor):
 
 
 def loader(act, seen=None):
-    """Does something else to the tensor ``odd``; with ``seen``, as long as nobody can see it."""
+    """A loader that calls ``act`` for the tensor ``odd``; with ``seen``, it behaves while it is recorded."""
 
     def load(model, weights):
         for name, tensor in weights:
@@ -66,25 +66,25 @@ def contents(model):
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view])
-def test_a_loader_that_is_seen_to_adopt_tensors_gets_its_own(act, apart):
+def test_a_loader_that_keeps_its_tensors_is_given_copies(act, apart):
     model = model_of()
-    loading = Loading(SinkOf(model, loader(act), SPECS))
+    loading = Loading(AdapterOf(model, loader(act), SPECS))
     for number in (1, 2, 3):
         staged = push_into(loading, pushed(number))
         if apart:
             staged = Staged("push", staged.parts, scattered(staged.layout, staged.data))
             loading.load(staged)
         for entry in staged.layout.entries:
-            entry.view(staged.data).fill_(77)  # as the sender does when it packs the next push
+            entry.view(staged.data).fill_(77)  # as the sender overwrites it with the next push
         assert contents(model) == {name: bits(tensor) for name, tensor in pushed(number).items()}
     assert loading.path.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it exchanges")
 
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("act", [as_data, as_a_parameter, as_a_view, as_a_buffer])
-def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from_then_on(act, apart):
+def test_a_loader_that_secretly_keeps_its_tensors_is_detected_and_then_given_copies(act, apart):
     model = model_of()
-    loading = Loading(SinkOf(model, loader(act, seen=True), SPECS))
+    loading = Loading(AdapterOf(model, loader(act, seen=True), SPECS))
     layout = loading.accept(SPECS)
     stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
     staged = Staged("push", Subset(layout, {}), scattered(layout, stage) if apart else stage)
@@ -100,8 +100,8 @@ def test_a_loader_that_adopts_behind_our_back_is_found_out_and_gets_its_own_from
         assert before["plain"] == bits(pushed(number)["plain"])
 
 
-def test_a_sealed_loader_is_looked_at_as_well():
-    class Packs(SinkOf):
+def test_a_sealed_loader_is_checked_too():
+    class Packs(AdapterOf):
         def loader_hooks(self):
             return Sealed(self.model, "it packs layers")
 
@@ -135,7 +135,7 @@ class Breaks:
         raise OSError("the last one cannot be read")
 
 
-def test_what_an_adopting_engine_serves_stays_when_the_sender_packs_the_next_push(model_folder, trained):
+def test_the_weights_of_an_adopting_engine_do_not_change_when_the_next_push_is_packed(model_folder, trained):
     with (
         ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", ADOPTING)) as engine,
         Sender([engine.url]) as sender,

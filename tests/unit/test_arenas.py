@@ -1,4 +1,4 @@
-"""Memory that can be lent although the process's allocator makes such as cannot."""
+"""Memory that can be shared although the allocator uses expandable segments, which cannot."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ def restored():
     torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_expandable_segments_are_off_for_a_while_and_nothing_else_is_changed():
+def test_expandable_segments_are_turned_off_and_other_settings_kept():
     torch._C._accelerator_setAllocatorSettings(SETTINGS)
     with cuda_ipc.unexpandable():
         assert settings() == "max_split_size_mb:512,expandable_segments:False"
     assert settings() == SETTINGS
 
 
-def test_they_are_on_again_after_a_failure():
+def test_expandable_segments_are_restored_after_a_failure():
     torch._C._accelerator_setAllocatorSettings(SETTINGS)
     with pytest.raises(RuntimeError), cuda_ipc.unexpandable():
         torch.zeros(1 << 60, dtype=torch.uint8)
@@ -34,14 +34,14 @@ def test_they_are_on_again_after_a_failure():
 
 
 @pytest.mark.parametrize("others", ["", "max_split_size_mb:512", "expandable_segments:False"])
-def test_other_settings_stay(others):
+def test_settings_without_expandable_segments_are_unchanged(others):
     torch._C._accelerator_setAllocatorSettings(others)
     with cuda_ipc.unexpandable():
         assert settings() == others
     assert settings() == others
 
 
-def test_plain_memory_is_zeros():
+def test_plain_memory_is_zeroed():
     memory = arenas.plain(1000, torch.device("cpu"))
     assert memory.shape == (1000,)
     assert memory.dtype == torch.uint8

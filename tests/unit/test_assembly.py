@@ -1,4 +1,4 @@
-"""Ranks of a trainer that fill one arena hash together what engine ranks keep."""
+"""Trainer ranks that fill one arena together hash the parts that engine ranks need."""
 
 import torch
 
@@ -18,11 +18,11 @@ HANDLE = ShmHandle(path="/d", nbytes=1)
 
 
 def told(message):
-    """A message as another process gets it."""
+    """A message as another process receives it."""
     return http.from_json(http.to_json(message), type(message))
 
 
-def test_every_part_that_engines_keep_is_hashed_once_by_one_rank():
+def test_every_part_that_engines_need_is_hashed_once_by_one_rank():
     whole = {name: torch.randn(shape) for name, shape in (("a", (8, 64)), ("b", (6, 2048)), ("c", (5,)), ("d", (0, 3)))}
     ranks = [
         open_source(

@@ -1,4 +1,4 @@
-"""The transfer plan of a sharded trainer: every element once, from a rank that holds it."""
+"""The assignment of a sharded trainer: every element is sent once, by a rank that holds it."""
 
 import math
 
@@ -30,7 +30,7 @@ def boxes(draw, shape):
 
 @st.composite
 def trainers(draw):
-    """Ranks that hold any boxes of some tensors, whole or not."""
+    """Ranks that hold arbitrary boxes of some tensors."""
     shapes = {f"t{n}": draw(SHAPES) for n in range(draw(st.integers(1, 3)))}
     ranks = []
     for _ in range(draw(st.integers(1, 4))):
@@ -45,7 +45,7 @@ def trainers(draw):
 
 
 def counted(manifest, parts):
-    """How often each element of each tensor is in one of the ``(name, box)``."""
+    """How often each element of each tensor is covered by the ``(name, box)`` pairs."""
     found = {one.name: torch.zeros(one.shape, dtype=torch.int64) for one in manifest}
     for name, box in parts:
         found[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] += 1
@@ -53,7 +53,7 @@ def counted(manifest, parts):
 
 
 @given(trainers())
-def test_every_element_comes_once_from_a_rank_that_holds_it_or_what_nobody_holds_is_named(ranks):
+def test_every_element_is_sent_once_or_the_missing_tensors_are_named(ranks):
     manifest = {one.spec.name: one.spec for held in ranks for one in held}
     held = counted(manifest.values(), ((one.spec.name, box) for held in ranks for one in held for box in one.boxes))
     lacking = [name for name, count in held.items() if (count == 0).any()]
@@ -83,7 +83,7 @@ def test_every_element_comes_once_from_a_rank_that_holds_it_or_what_nobody_holds
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
-def test_what_all_hold_alike_is_spread_by_bytes(sizes, ranks):
+def test_replicated_tensors_are_assigned_by_size(sizes, ranks):
     held = [
         HeldShards(spec((size,), f"t{n}"), (whole(spec((size,))),), replicated=True) for n, size in enumerate(sizes)
     ]
@@ -93,18 +93,18 @@ def test_what_all_hold_alike_is_spread_by_bytes(sizes, ranks):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 3), min_size=1).map(sorted)), max_size=20))
-def test_work_goes_to_who_can_do_it_and_has_least(work):
+def test_work_goes_to_the_least_loaded_rank_that_can_do_it(work):
     chosen = spread(work, range(4))
     assert all(rank in able for rank, (_, able) in zip(chosen, work, strict=True))
     load = [sum(size for rank, (size, _) in zip(chosen, work, strict=True) if rank == one) for one in range(4)]
     for rank in range(4):
         free = [(-size, index) for index, (size, able) in enumerate(work) if chosen[index] == rank and len(able) > 1]
-        if free:  # without what it was given last, it had no more than any other who could have done it
+        if free:  # before its last item, the rank had no more work than any other rank that could take it
             size, able = work[max(free)[1]]
             assert all(load[rank] - size <= load[other] for other in able)
 
 
-def test_what_several_hold_without_saying_that_it_is_alike_comes_from_the_lowest():
+def test_tensors_not_declared_replicated_come_from_the_lowest_rank():
     held = [HeldShards(spec((4,), f"t{n}"), (Box((0,), (4,)),)) for n in range(6)]
     made = plan([[], held, held])
     assert [len(pieces) for pieces in made.pieces] == [0, 6, 0]
@@ -129,12 +129,12 @@ def test_pipeline_stages_hold_different_names():
     assert made.providers() == [{0}, {1}]
 
 
-def test_a_tensor_that_ranks_do_not_agree_on_is_named_with_both():
+def test_conflicting_specs_are_named_with_both_ranks():
     with pytest.raises(SourceError, match=r"w is float32\[2\] at trainer rank 0 and float32\[3\] at trainer rank 1"):
         plan([[HeldShards(spec((2,)), ())], [HeldShards(spec((3,)), ())]])
 
 
-def test_a_gap_is_named_with_who_holds_what():
+def test_a_missing_range_is_named_with_what_each_rank_holds():
     ranks = [
         [HeldShards(spec((8,)), (Box((0,), (3,)),))],
         [HeldShards(spec((8,)), (Box((4,), (4,)),))],
@@ -144,12 +144,12 @@ def test_a_gap_is_named_with_who_holds_what():
         plan(ranks)
 
 
-def test_a_box_that_is_not_in_the_tensor_is_refused():
+def test_a_box_outside_the_tensor_is_refused():
     with pytest.raises(SourceError, match=r"trainer rank 0 holds \[2:5\] of w, which is \[4\]"):
         plan([[HeldShards(spec((4,)), (Box((2,), (3,)),))]])
 
 
-def test_an_arena_that_processes_share_holds_everything_or_is_refused():
+def test_a_shared_arena_holds_everything_or_is_refused():
     choice = choose(10_000_000, 12_000_000, 0, None, "full", False, shared=True)
     assert choice.slots * choice.bucket_bytes >= 10_000_000
     asked = choose(10_000_000, 12_000_000, 0, 4096, "none", False, shared=True)

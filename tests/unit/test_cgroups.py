@@ -1,4 +1,4 @@
-"""The memory limits of a container: those of made-up ones, and of one that the kernel keeps."""
+"""The memory limits of containers: simulated ones, and one that the kernel enforces."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ from weightsync.memory import arenas, cgroups
 from weightsync.testing import ReferenceEngine
 
 MIB = 1 << 20
-#: What one group holds: its limit, what is in use, and how much of that are files that the kernel drops first.
+#: Files of a group: its limit, its usage, and the key in memory.stat of the file cache that the kernel reclaims first.
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 class Tree:
-    """The files of a host, as far as its control groups go."""
+    """The files of a host that describe its control groups."""
 
     def __init__(self, root, own, *mounts):
         self.root = root
@@ -45,32 +45,32 @@ class Tree:
 UNIFIED = "/ /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 
 
-def test_a_container_has_what_its_limit_leaves_and_what_the_kernel_gives_back(tmp_path):
+def test_free_memory_is_the_limit_less_usage_plus_reclaimable_files(tmp_path):
     tree = Tree(tmp_path, ["0::/"], UNIFIED)
     tree.group("sys/fs/cgroup", 100 * MIB, 70 * MIB, inactive=10 * MIB)
     assert tree.free() == 40 * MIB
 
 
 @pytest.mark.parametrize(("outer", "inner", "free"), [(50, 80, 20), (80, 50, 20), ("max", 50, 20), (50, "max", 20)])
-def test_the_tightest_of_all_groups_above_counts(tmp_path, outer, inner, free):
+def test_the_tightest_limit_of_the_ancestors_counts(tmp_path, outer, inner, free):
     def nbytes(limit):
         return limit if limit == "max" else limit * MIB
 
     tree = Tree(tmp_path, ["0::/pod/engine"], UNIFIED)
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)  # the topmost has no such files
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)  # the root group has no such files
     tree.group("sys/fs/cgroup/pod", nbytes(outer), 30 * MIB)
     tree.group("sys/fs/cgroup/pod/engine", nbytes(inner), 30 * MIB)
     assert tree.free() == free * MIB
 
 
-def test_a_container_of_version_1_sees_its_own_group_at_the_top_of_the_mount(tmp_path):
+def test_a_cgroup_v1_container_finds_its_group_at_the_mount_root(tmp_path):
     here = "/sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory"
     tree = Tree(tmp_path, ["5:memory:/docker/abc", "4:cpu:/docker/abc"], f"/docker/abc {here}")
     tree.group("sys/fs/cgroup/memory", 60 * MIB, 50 * MIB, inactive=5 * MIB, names=V1)
     assert tree.free() == 15 * MIB
 
 
-def test_both_versions_side_by_side(tmp_path):
+def test_cgroup_v1_and_v2_side_by_side(tmp_path):
     first = "/ /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
     second = "/ /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
     tree = Tree(tmp_path, ["7:cpuset,memory:/job", "0::/job"], first, second)
@@ -79,7 +79,7 @@ def test_both_versions_side_by_side(tmp_path):
     assert tree.free() == 40 * MIB
 
 
-def test_no_limit_is_none(tmp_path):
+def test_no_limit_returns_none(tmp_path):
     first = "/ /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
     tree = Tree(tmp_path, ["7:memory:/job", "0::/"], first, UNIFIED)
     tree.group("sys/fs/cgroup/memory/job", 9223372036854771712, 20 * MIB, names=V1)
@@ -88,20 +88,20 @@ def test_no_limit_is_none(tmp_path):
     assert cgroups.free_bytes(tmp_path / "nothing") is None
 
 
-def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path):
+def test_a_group_over_its_limit_has_nothing_free(tmp_path):
     tree = Tree(tmp_path, ["0::/"], UNIFIED)
     tree.group("sys/fs/cgroup", 10 * MIB, 11 * MIB)
     assert tree.free() == 0
 
 
-def test_a_path_that_leads_out_of_what_can_be_seen_is_the_top(tmp_path):
+def test_a_path_outside_the_mount_means_the_mount_root(tmp_path):
     tree = Tree(tmp_path, ["0::/../../elsewhere"], UNIFIED)
     tree.group("sys/fs/cgroup", 10 * MIB, 4 * MIB)
     assert tree.free() == 6 * MIB
 
 
 def memory_group():
-    """A folder in which groups that account for memory can be made, and what their limit is called."""
+    """A folder in which groups with memory accounting can be created, and the names of their files."""
     for kind, top, mounted in cgroups._mounts(Path("/")):
         names = V1 if kind == "cgroup" else V2
         enabled = Path(mounted, "cgroup.subtree_control")
@@ -112,7 +112,7 @@ def memory_group():
 
 @contextlib.contextmanager
 def container(nbytes):
-    """A group of so much memory; the command that starts a program in it."""
+    """Create a group with a limit of ``nbytes``; yields the command that starts Python in it."""
     folder, names = memory_group()
     group = folder / f"weightsync-test-{os.getpid()}" if folder is not None else None
     try:
@@ -128,14 +128,14 @@ def container(nbytes):
         group.rmdir()
 
 
-def test_a_limit_of_the_kernels_is_seen():
+def test_a_real_kernel_limit_is_read():
     code = "from weightsync.memory import cgroups; print(cgroups.free_bytes())"
     with container(300 * MIB) as start:
         said = subprocess.run([*start, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert 0 < int(said.stdout) <= 300 * MIB
 
 
-def test_what_is_free_is_never_more_than_the_container_has(monkeypatch):
+def test_free_memory_never_exceeds_the_containers(monkeypatch):
     before = arenas.free_bytes(CPU)
     monkeypatch.setattr(cgroups, "free_bytes", lambda: 5 * MIB)
     assert arenas.free_bytes(CPU) == 5 * MIB
@@ -144,8 +144,8 @@ def test_what_is_free_is_never_more_than_the_container_has(monkeypatch):
     assert abs(arenas.free_bytes(CPU) - psutil.virtual_memory().available) < 1 << 30 < before
 
 
-def test_an_engine_whose_container_cannot_hold_the_model_is_refused_before_anything_travels(model_folder, trained):
-    """The rank's stage does not fit: an error by name with staging "full", streamed with "auto"."""
+def test_an_engine_whose_container_cannot_hold_the_model_is_refused_before_the_transfer(model_folder, trained):
+    """The rank's stage does not fit: refused by name with staging "full", streamed with "auto"."""
     size = sum(tensor.nbytes for tensor in trained.state_dict().values())
     half = f"cgroups.free_bytes = lambda: {size // 2}"
     code = f"from weightsync import testing\nfrom weightsync.memory import cgroups\n{half}\ntesting.main()\n"

@@ -1,4 +1,4 @@
-"""Loaders that do something else by and by: what is served is what they would have made of the push."""
+"""Loaders that change over time: the engine serves what the current loader would make of the push."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.loaders import Model, SinkOf, bits, by_name, push_into, scattered
+from tests.unit.loaders import AdapterOf, Model, bits, by_name, push_into, scattered
 from weightsync import Sender
 from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.loader import Loading
@@ -26,7 +26,7 @@ VARIABLE = "TEST_WEIGHTSYNC_SLOTS"
 
 
 class Experts(torch.nn.Module):
-    """Experts in slots; ``kind`` says where it is written which expert is in which."""
+    """Experts in slots; ``kind`` says where the map from experts to slots is stored."""
 
     def __init__(self, kind):
         super().__init__()
@@ -69,7 +69,7 @@ class Experts(torch.nn.Module):
         }[self.kind]()
 
     def rebalance(self, slot):
-        """As EPLB does: the weights change places, and then the map says so."""
+        """Move the weights to other slots and update the map, as EPLB does."""
         before = [self.w[self.of(expert)].clone() for expert in range(EXPERTS)]
         self.set(slot)
         for expert, weights in enumerate(before):
@@ -121,10 +121,10 @@ def rank(request, monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(GLOBAL, "slot", list(range(EXPERTS)))
     model = Experts(request.param)
-    return model, Loading(SinkOf(model, load_experts, SPECS))
+    return model, Loading(AdapterOf(model, load_experts, SPECS))
 
 
-def test_experts_that_change_places_get_their_own_weights_at_the_very_next_push(rank):
+def test_experts_that_moved_get_their_weights_at_the_next_push(rank):
     model, loading = rank
     for number in (1, 2):
         push_into(loading, checkpoint(number))
@@ -142,7 +142,7 @@ def test_experts_that_change_places_get_their_own_weights_at_the_very_next_push(
     assert compared(loading, "what the loader does").fault == ""
 
 
-def test_experts_that_change_places_while_a_push_travels_get_their_own_weights(rank):
+def test_experts_that_move_during_a_push_get_their_weights(rank):
     model, loading = rank
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
@@ -156,7 +156,7 @@ def test_experts_that_change_places_while_a_push_travels_get_their_own_weights(r
     assert served(model) == wanted(3)
 
 
-def test_what_changes_all_the_time_and_means_nothing_costs_nothing_in_the_end(rank):
+def test_irrelevant_changes_cost_nothing_in_the_end(rank):
     model, loading = rank
     for number in range(1, 9):
         push_into(loading, checkpoint(number))
@@ -171,12 +171,12 @@ def test_what_changes_all_the_time_and_means_nothing_costs_nothing_in_the_end(ra
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(KINDS), st.lists(st.one_of(st.none(), st.permutations(range(EXPERTS))), min_size=1, max_size=6))
-def test_whatever_changes_between_pushes_what_is_served_is_what_was_pushed(kind, moves):
+def test_the_pushed_weights_are_served_whatever_changes_between_pushes(kind, moves):
     with contextlib.ExitStack() as stack:
         stack.callback(os.environ.pop, VARIABLE, None)
         stack.callback(setattr, GLOBAL, "slot", list(range(EXPERTS)))
         model = Experts(kind)
-        loading = Loading(SinkOf(model, load_experts, SPECS))
+        loading = Loading(AdapterOf(model, load_experts, SPECS))
         for number, slot in enumerate([None, None, *moves]):
             if slot is not None:
                 model.rebalance(slot)
@@ -184,13 +184,13 @@ def test_whatever_changes_between_pushes_what_is_served_is_what_was_pushed(kind,
             assert served(model) == wanted(number)
 
 
-def test_parts_that_were_read_for_another_place_are_refused_and_the_next_push_is_whole():
+def test_an_outdated_subset_is_refused_and_the_next_push_is_whole():
     model = Experts("a list")
 
     def load(model, weights):
         load_experts(model, (pair for pair in weights if pair[0] in ("norm", f"experts.{model.slot[0]}")))
 
-    loading = Loading(SinkOf(model, load, SPECS))
+    loading = Loading(AdapterOf(model, load, SPECS))
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
     parts = loading.parts(staged.layout)
@@ -203,14 +203,14 @@ def test_parts_that_were_read_for_another_place_are_refused_and_the_next_push_is
     assert float(model.w[0][0]) == 301.0
 
 
-def test_a_loader_that_passes_over_something_since_the_push_was_accepted_is_refused_before_anything_stops():
+def test_a_loader_that_starts_to_skip_tensors_after_prepare_is_refused_before_the_pause():
     model = Experts("a list")
     model.blind = False
 
     def load(model, weights):
         load_experts(model, () if model.blind else weights)
 
-    loading = Loading(SinkOf(model, load, SPECS))
+    loading = Loading(AdapterOf(model, load, SPECS))
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
     loading.accept(SPECS)
@@ -225,8 +225,8 @@ def test_a_loader_that_passes_over_something_since_the_push_was_accepted_is_refu
 # --- what is done around a load ---------------------------------------------------------------------------------------
 
 
-class Around(SinkOf):
-    """An engine that does something around a load, from a certain moment on."""
+class Around(AdapterOf):
+    """An adapter that does something before or after a load, once a test says so."""
 
     before = after = staticmethod(lambda model: None)
 
@@ -271,7 +271,7 @@ def around_rank():
 
 @pytest.mark.parametrize("move", [exchanged, moved])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same(move, when):
+def test_memory_that_moves_during_a_load_gets_the_pushed_weights(move, when):
     adapter, model, loading = around_rank()
     setattr(adapter, when, move)
     push_into(loading, two_of(3))
@@ -282,7 +282,7 @@ def test_memory_that_moves_inside_of_a_load_gets_the_pushed_weights_all_the_same
     assert compared(loading, "what is in the model").fault
 
 
-def test_weights_that_are_worked_on_from_some_push_on_are_noticed_and_loaded_by_the_engine():
+def test_weights_that_come_to_be_processed_after_loading_are_loaded_by_the_engine():
     adapter, model, loading = around_rank()
     adapter.after = lambda model: model.odd.data.mul_(2)
     push_into(loading, two_of(3), "third")
@@ -293,8 +293,8 @@ def test_weights_that_are_worked_on_from_some_push_on_are_noticed_and_loaded_by_
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_every_byte_of_a_large_model_is_looked_at_in_some_push(apart):
-    shape = (3000, 1000)  # more than is looked at after one push
+def test_every_byte_of_a_large_model_is_eventually_compared(apart):
+    shape = (3000, 1000)  # more than is compared after one push
     model = Model({"plain": torch.zeros(shape), "turned": torch.zeros(shape).t()})
 
     def load(model, weights):
@@ -322,7 +322,7 @@ def test_every_byte_of_a_large_model_is_looked_at_in_some_push(apart):
         assert f"{name} is not what was copied to it" in loading.path
 
 
-def test_parts_in_memory_that_moves_inside_of_a_load_are_an_error_of_this_rank():
+def test_a_subset_in_memory_that_moves_during_a_load_is_an_error():
     model = Model({"plain": torch.zeros(4, 6)})
 
     def load(model, weights):
@@ -344,7 +344,7 @@ def test_parts_in_memory_that_moves_inside_of_a_load_are_an_error_of_this_rank()
 
 # --- seen from a sender -----------------------------------------------------------------------------------------------
 
-#: An engine that lays its two layers out the other way round with every generation, and remembers which is where.
+#: An engine that swaps its two layers with every generation, and remembers where each is.
 BALANCED = """
 import torch
 from weightsync import testing
@@ -370,7 +370,7 @@ testing.main()
 """
 
 
-def test_an_engine_that_has_rebalanced_its_layers_serves_what_is_pushed(model_folder, trained):
+def test_an_engine_that_rebalanced_its_layers_serves_the_pushed_weights(model_folder, trained):
     want = digest_of(trained.state_dict().items())
     with (
         ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", BALANCED)) as engine,

@@ -1,4 +1,4 @@
-"""What a rank and a trainer say of a push that breaks, over real sockets."""
+"""What a rank and a trainer report of a push that breaks, over real sockets."""
 
 import os
 import subprocess
@@ -25,26 +25,26 @@ from weightsync.transports.control.trainer import PushSession, TrainerControl
 ENGINE = "http://127.0.0.1:8001"
 LAYOUT = Layout([spec_of("weight", torch.zeros(4))])
 PLAN = plan_of("the-push", LAYOUT, 1024, 20.0)
-ways = pytest.mark.parametrize("remote", [False, True], ids=["private socket", "TCP"])
+over_both_sockets = pytest.mark.parametrize("remote", [False, True], ids=["private socket", "TCP"])
 
 
 @contextmanager
-def met(remote):
-    """A trainer's end, its talk and a rank's call, of one push."""
+def session_pair(remote):
+    """The trainer's control end, its push session, and the session of a rank, of one push."""
     trainer, engine = TrainerControl(remote=remote), EngineControl(remote=remote)
-    talk = PushSession(trainer, PLAN.push, LAYOUT, {Peer(ENGINE, 0)}, Deadline(20.0))
+    push_session = PushSession(trainer, PLAN.push, LAYOUT, {Peer(ENGINE, 0)}, Deadline(20.0))
     with ThreadPoolExecutor(1) as threads:
         asked = trainer.request(PLAN, ENGINE)
-        call = threads.submit(engine.open, asked, Subset(LAYOUT, {}), 0, (), Event())
-        talk.await_ranks(lambda _: Offer(push=PLAN.push, arena="a", alive=("a",)))
-    yield trainer, talk, call.result()[0]
+        rank_session = threads.submit(engine.open, asked, Subset(LAYOUT, {}), 0, (), Event())
+        push_session.await_ranks(lambda _: Offer(push=PLAN.push, arena="a", alive=("a",)))
+    yield trainer, push_session, rank_session.result()[0]
     engine.close()
     trainer.close()
 
 
 @pytest.fixture
 def busy():
-    """A machine with more to do than it has cores: who sends does not run the moment it is given something to send."""
+    """Load every core of the machine, so that a sending thread does not run at once."""
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() + 1)]
     yield
     for hog in hogs:
@@ -52,65 +52,65 @@ def busy():
         hog.wait()
 
 
-@ways
-def test_a_rank_whose_transfer_breaks_says_why_the_sender_gave_up_also_where_it_hears_that_later(remote):
-    with met(remote) as (_, talk, call):
-        later = Timer(0.2, talk.cancel, [OSError("disk gone")])
+@over_both_sockets
+def test_a_rank_reports_why_the_sender_gave_up_even_if_it_learns_it_later(remote):
+    with session_pair(remote) as (_, push_session, rank_session):
+        later = Timer(0.2, push_session.cancel, [OSError("disk gone")])
         later.start()
-        with pytest.raises(TransferFailed, match="the sender: called off: disk gone"), call.explained():
+        with pytest.raises(TransferFailed, match="the sender: called off: disk gone"), rank_session.explained():
             raise TransferFailed("NIXL_ERR_REMOTE_DISCONNECT")
         later.join()
 
 
-@ways
-def test_a_rank_whose_transfer_breaks_while_the_sender_says_nothing_of_it_says_what_broke(remote):
-    with met(remote) as (_, talk, call):
-        talk.announce(0, {})
-        with pytest.raises(TransferFailed, match="REMOTE_DISCONNECT"), call.explained():
+@over_both_sockets
+def test_a_rank_reports_its_own_error_if_the_sender_reports_none(remote):
+    with session_pair(remote) as (_, push_session, rank_session):
+        push_session.announce(0, {})
+        with pytest.raises(TransferFailed, match="REMOTE_DISCONNECT"), rank_session.explained():
             raise TransferFailed("NIXL_ERR_REMOTE_DISCONNECT")
 
 
-@ways
-def test_the_last_word_of_a_sender_that_closes_at_once_reaches_a_rank_that_lags(remote, busy):
-    buckets = 800  # less than a socket keeps, more than it sends at once
+@over_both_sockets
+def test_the_final_message_of_a_closing_sender_reaches_a_slow_rank(remote, busy):
+    buckets = 800  # fewer than a socket queues, more than it sends at once
     for _ in range(30):
-        with met(remote) as (trainer, talk, call):
+        with session_pair(remote) as (trainer, push_session, rank_session):
             for bucket in range(buckets):
-                talk.announce(bucket, {})
-            talk.cancel(OSError("disk gone"))
+                push_session.announce(bucket, {})
+            push_session.cancel(OSError("disk gone"))
             trainer.close()
             for bucket in range(buckets):
-                call.filled(bucket)
+                rank_session.filled(bucket)
             with pytest.raises(TransferFailed, match="disk gone"):
-                call.next("the last word")
+                rank_session.next("the final message")
 
 
-@ways
-def test_a_rank_that_listens_only_once_its_sender_is_gone_hears_the_last_word(remote):
-    with met(remote) as (trainer, talk, call):
-        talk.announce(0, {})
-        talk.cancel(OSError("disk gone"))
+@over_both_sockets
+def test_a_rank_that_listens_after_its_sender_closed_gets_the_final_message(remote):
+    with session_pair(remote) as (trainer, push_session, rank_session):
+        push_session.announce(0, {})
+        push_session.cancel(OSError("disk gone"))
         trainer.close()
         time.sleep(2 * SILENCE_S)
         with pytest.raises(TransferFailed, match="disk gone"):
-            call.check("bucket 0 to arrive")
+            rank_session.check("bucket 0 to arrive")
 
 
-@ways
-def test_a_rank_finds_out_that_its_sender_went_without_a_word(remote):
-    with met(remote) as (trainer, _, call):
+@over_both_sockets
+def test_a_rank_notices_that_its_sender_ended_without_a_message(remote):
+    with session_pair(remote) as (trainer, _, rank_session):
         trainer.close()
         with pytest.raises(TransferFailed, match="the sender is gone; it was to announce bucket 0"):
-            call.next("bucket 0")
+            rank_session.next("bucket 0")
 
 
-@ways
-def test_a_rank_that_is_busy_for_thousands_of_buckets_is_not_gone_and_nor_is_the_trainer(remote):
+@over_both_sockets
+def test_neither_side_is_taken_for_dead_during_thousands_of_buckets(remote):
     buckets = 20_000
-    with met(remote) as (_, talk, call):
+    with session_pair(remote) as (_, push_session, rank_session):
         for index in range(buckets):
-            talk.announce(index, {"": (2**63 + index,) * 3})
+            push_session.announce(index, {"": (2**63 + index,) * 3})
         for index in range(buckets):
-            assert call.filled(index).digests == (2**63 + index,) * 3
-            call.taken(index)
-        talk.all_taken(buckets - 1)
+            assert rank_session.filled(index).digests == (2**63 + index,) * 3
+            rank_session.taken(index)
+        push_session.all_taken(buckets - 1)

@@ -1,4 +1,4 @@
-"""What a loader passes over without a word: told by name where all ranks do so and some parameter stays as it was."""
+"""Tensors that a loader skips silently: refused by name if every rank skips them and a parameter stays unwritten."""
 
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 import requests
 import torch
 
-from tests.unit.loaders import Model, SinkOf
+from tests.unit.loaders import AdapterOf, Model
 from weightsync import Sender
 from weightsync.cli import main
 from weightsync.engine.coverage import check_read
@@ -17,7 +17,7 @@ from weightsync.testing import ReferenceEngine
 
 LAYER = "model.layers.1.mlp"
 
-#: An engine that wraps a layer, as LoRA does, and whose loader skips the names that it does not find then.
+#: An engine that wraps a layer, as LoRA does, and whose loader skips names that it does not find.
 WRAPPED = f"""
 import torch
 from weightsync import testing
@@ -45,10 +45,10 @@ def wrapped(model_folder):
         yield engine
 
 
-def test_an_engine_whose_loader_passes_over_a_layer_refuses_by_name_and_goes_on(wrapped, trained):
+def test_an_engine_whose_loader_skips_a_layer_refuses_by_name_and_keeps_serving(wrapped, trained):
     with Sender([wrapped.url]) as sender:
         before = sender.status(digest=True)[wrapped.url].ranks[0].digest
-        for _ in range(2):  # also when the manifest is known
+        for _ in range(2):  # the second time the manifest is known
             with pytest.raises(ManifestMismatch) as raised:
                 sender.push(trained)
             assert f"nothing is loaded into {LAYER}.up_proj.base_layer.weight" in str(raised.value)
@@ -58,7 +58,7 @@ def test_an_engine_whose_loader_passes_over_a_layer_refuses_by_name_and_goes_on(
         assert sender.status(digest=True)[wrapped.url].ranks[0].digest == before
 
 
-def test_status_tells_what_is_filled_and_what_was_compared(engine, trained, capsys):
+def test_status_reports_what_is_loaded_and_what_was_compared(engine, trained, capsys):
     with Sender([engine.url]) as sender:
         for _ in range(3):
             sender.push(trained)
@@ -85,7 +85,7 @@ def test_status_tells_what_is_filled_and_what_was_compared(engine, trained, caps
         (lambda w: {n: t for n, t in w.items() if ".1." not in n}, r"missing: model\.layers\.1\..*multi-token.*folder"),
     ],
 )
-def test_what_trainers_get_wrong_most_is_refused_with_what_to_do(engine, trained, change, said):
+def test_common_mistakes_are_refused_with_advice(engine, trained, change, said):
     with Sender([engine.url]) as sender:
         before = sender.status(digest=True)[engine.url].ranks[0].digest
         with pytest.raises(ManifestMismatch, match=said):
@@ -93,31 +93,31 @@ def test_what_trainers_get_wrong_most_is_refused_with_what_to_do(engine, trained
         assert sender.status(digest=True)[engine.url].ranks[0].digest == before
 
 
-# --- ranks, and what they have a use for ------------------------------------------------------------------------------
+# --- what ranks read --------------------------------------------------------------------------------------------------
 
 
 def skips(model, weights):
-    """A loader that loads what it finds, in part if there is more of it."""
+    """A loader that copies what it finds, only in part if the parameter is larger."""
     for name, tensor in weights:
         if name in model.state_dict():
             model.state_dict()[name][: len(tensor)].copy_(tensor)
 
 
 def accepted(checkpoint, *parameters, load=skips):
-    """What ranks with these parameters answer to a push of a checkpoint, which is what the engine was started with."""
+    """The answers of ranks with these parameters to a push of the checkpoint that the engine was started with."""
     specs = tuple(spec_of(name, torch.zeros(shape)) for name, shape in checkpoint.items())
     found = []
     for shapes in parameters:
         model = Model({name.replace(".", "_"): torch.zeros(shape) for name, shape in shapes.items()})
         named = dict(zip((name.replace(".", "_") for name in shapes), shapes, strict=True))
-        loading = Loading(SinkOf(_Renamed(model, named), load, specs))
+        loading = Loading(AdapterOf(_Renamed(model, named), load, specs))
         loading.accept(specs)
         found.append(loading.accepted())
     return found, specs
 
 
 class _Renamed(torch.nn.Module):
-    """Has parameters with dots in their names, as modules in modules do."""
+    """A module with parameters under dotted names, in nested modules."""
 
     def __init__(self, flat, names):
         super().__init__()
@@ -163,7 +163,7 @@ NORMS = {"layers.0.norm": (8,), "norm": (8,)}
         ),
     ],
 )
-def test_tensors_that_nobody_needs_and_parameters_with_defaults_are_no_fault(checkpoint, ranks):
+def test_unneeded_tensors_and_parameters_with_defaults_are_accepted(checkpoint, ranks):
     found, specs = accepted(checkpoint, *ranks)
     check_read(found, specs)
 
@@ -188,7 +188,9 @@ def test_tensors_that_nobody_needs_and_parameters_with_defaults_are_no_fault(che
         pytest.param({"norm": (8,)}, [{"base_layer.norm": (8,)}], r"base_layer\.norm", "norm:", id="in no layer"),
     ],
 )
-def test_a_tensor_that_all_skip_while_its_place_stays_as_it_was_is_refused(checkpoint, ranks, unwritten, unread):
+def test_a_tensor_that_every_rank_skips_is_refused_if_its_parameter_stays_unwritten(
+    checkpoint, ranks, unwritten, unread
+):
     found, specs = accepted(checkpoint, *ranks)
     with pytest.raises(ManifestMismatch, match=f"loaded into {unwritten}.*no rank loads {unread}"):
         check_read(found, specs)
@@ -196,7 +198,7 @@ def test_a_tensor_that_all_skip_while_its_place_stays_as_it_was_is_refused(check
         check_read(found)
 
 
-def test_a_part_of_a_fused_parameter_that_is_skipped_is_found():
+def test_a_skipped_part_of_a_fused_parameter_is_detected():
     checkpoint = {"layers.0.q": (4, 8), "layers.0.k": (2, 8), "layers.0.inv_freq": (8,)}
 
     def load(model, weights):
@@ -210,9 +212,9 @@ def test_a_part_of_a_fused_parameter_that_is_skipped_is_found():
         check_read(found, specs)
 
 
-def test_a_rank_that_cannot_be_recorded_may_read_everything():
+def test_a_rank_that_cannot_be_recorded_counts_as_reading_everything():
     checkpoint = {"layers.0.norm": (8,)}
     found, specs = accepted(checkpoint, {"layers.0.base_layer.norm": (8,)})
-    blind = Loading(SinkOf(Model({"norm": torch.zeros(8)}), lambda model, weights: 1 / 0, specs))
+    blind = Loading(AdapterOf(Model({"norm": torch.zeros(8)}), lambda model, weights: 1 / 0, specs))
     blind.accept(specs)
     check_read([*found, blind.accepted()], specs)

@@ -1,4 +1,4 @@
-"""No call outlasts its deadline: whatever a server, a name server, a rank or another thread does."""
+"""No call outlasts its deadline, whatever a server, a name server, a rank or another thread does."""
 
 import asyncio
 import socket
@@ -16,15 +16,15 @@ from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.protocol import http
 from weightsync.trainer.client import EngineClient
 
-#: Far more than any call here may take, and less than the servers below go on for.
+#: Seconds; far more than any call here may take, and less than the servers below keep going.
 SOON_S = 20.0
 LONG_S = 40.0
-#: Of a manifest that fills every buffer between two processes.
+#: A manifest that fills every buffer between two processes.
 MANY = tuple(http.TensorSpec(f"{'w' * 900}{number}", "float32", (1,)) for number in range(20_000))
 
 
 class Slow:
-    """A server that keeps a connection busy without end: says ``begin``, then ``more`` again and again."""
+    """A server that never ends its reply: it sends ``begin``, then ``more`` again and again."""
 
     def __init__(self, begin, more, reads=True):
         self._begin, self._more, self._reads = begin, more, reads
@@ -71,7 +71,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("how", SLOW)
-def test_a_server_that_is_slow_in_any_way_is_left_at_the_deadline(how):
+def test_a_slow_server_is_abandoned_at_the_deadline(how):
     with closing(Slow(*SLOW[how])) as slow, ThreadPoolExecutor(1) as thread:
         built = thread.submit(Sender, [slow.url], timeout_s=0.7, token="k")
         with pytest.raises(PushTimeout, match=f"{slow.url} did not answer open within 0.7 s") as raised:
@@ -79,7 +79,7 @@ def test_a_server_that_is_slow_in_any_way_is_left_at_the_deadline(how):
         assert raised.value.engines == {slow.url: "unknown"}
 
 
-def test_a_server_that_does_not_read_is_left_at_the_deadline():
+def test_a_server_that_does_not_read_is_abandoned_at_the_deadline():
     request = http.UpdateRequest(push="p", address="", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=MANY)
     with closing(Slow(b"", b"", reads=False)) as slow, ThreadPoolExecutor(1) as thread:
         client = EngineClient(slow.url, "k")
@@ -87,18 +87,18 @@ def test_a_server_that_does_not_read_is_left_at_the_deadline():
             thread.submit(client.prepare, request, "ipc_zmq", Deadline(0.7)).result(SOON_S)
 
 
-def test_a_reply_without_end_is_cut_off():
+def test_an_endless_reply_is_cut_off():
     endless = Slow(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (32 << 20))
     with closing(endless), pytest.raises(EngineUnreachable, match="its reply is larger than"):
         EngineClient(endless.url, "k").status(Deadline(LONG_S))
 
 
-def test_who_takes_no_connection_is_not_waited_for_longer(deaf):
+def test_a_server_that_accepts_no_connection_is_abandoned_at_the_deadline(deaf):
     with ThreadPoolExecutor(1) as thread, pytest.raises(EngineUnreachable, match="did not accept a connection in time"):
         thread.submit(Sender, [f"http://127.0.0.1:{deaf}"], timeout_s=0.7).result(SOON_S)
 
 
-def test_a_name_server_that_does_not_answer_is_not_waited_for_and_asked_once(monkeypatch):
+def test_a_silent_name_server_is_abandoned_at_the_deadline_and_asked_once(monkeypatch):
     over, asked, ask = threading.Event(), [], socket.getaddrinfo
 
     def getaddrinfo(host, *more, **options):
@@ -124,7 +124,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for_and_asked_once(mon
 
 
 class TarPit:
-    """Passes on what is said to an engine; once ``stuck``, whoever asks is answered byte by byte, without end."""
+    """Forwards requests to an engine; once ``stuck``, it answers byte by byte without end."""
 
     def __init__(self, engine):
         self._target = engine.url.removeprefix("http://").split(":")
@@ -172,7 +172,7 @@ class TarPit:
 
 @contextmanager
 def through_a_tar_pit(timeout_s):
-    """A sender with two versions pushed, to an engine and to one behind a tar pit; that pit, and another engine's."""
+    """A sender that pushed two versions, to an engine and to one behind a tar pit; that pit, and a third engine's."""
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(Engine())) for _ in range(3)]
         pits = [stack.enter_context(closing(TarPit(engine))) for engine in engines[1:]]
@@ -184,7 +184,7 @@ def through_a_tar_pit(timeout_s):
 
 
 def within(sender, timeout_s):
-    """Have the calls of a sender end by another time than it was built with."""
+    """Change the time limit of a sender's calls."""
     sender._options = sender._options._replace(timeout_s=timeout_s)
 
 
@@ -197,12 +197,12 @@ CALLS = {
     "remove_engine": lambda sender, other: sender.remove_engine(sender._urls[1]),
     "close": lambda sender, other: sender.close(),
 }
-#: What they ask for is given up without their failing.
+#: Calls that return without an error even if the engine does not answer.
 BEST_EFFORT = ("remove_engine", "close")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_call_ends_by_its_deadline_where_an_engine_trickles(call):
+def test_every_call_ends_by_its_deadline_if_an_engine_trickles(call):
     with through_a_tar_pit(1.0) as (sender, pit, other), ThreadPoolExecutor(1) as thread:
         pit.stuck = other.stuck = True
         called = thread.submit(CALLS[call], sender, other.url)
@@ -215,10 +215,10 @@ def test_every_call_ends_by_its_deadline_where_an_engine_trickles(call):
         pit.stuck = other.stuck = False
         if call != "close":
             within(sender, 30.0)
-            sender.push(WEIGHTS[3])  # nothing of it stands in the way of the next
+            sender.push(WEIGHTS[3])  # the next push works
 
 
-def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_names_it():
+def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_names_that_call():
     with closing(Engine()) as engine, Sender([engine.url], timeout_s=30.0) as sender, ThreadPoolExecutor(2) as threads:
         gate = engine.gates["update_weights_via_ipc_zmq"] = threading.Event()
         push = threads.submit(sender.push, WEIGHTS[1])
@@ -233,8 +233,8 @@ def test_a_call_that_waits_for_another_threads_call_ends_by_its_deadline_and_nam
         push.result(SOON_S)
 
 
-def test_a_step_that_takes_long_is_waited_for_as_long_as_the_caller_would(monkeypatch):
-    # Longer than an engine waits for its ranks by itself: whoever asks says how long it may take.
+def test_a_slow_step_is_awaited_until_the_callers_deadline(monkeypatch):
+    # Longer than an engine waits for its ranks by default; the caller's deadline applies instead.
     step_s = http.LOOK_S + 0.5
     gates = {"weightsync_open": 0, "weightsync_status": 1, "weightsync_abort": 2}
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
@@ -248,14 +248,14 @@ def test_a_step_that_takes_long_is_waited_for_as_long_as_the_caller_would(monkey
         built = threads.submit(Sender, [engines[0].url], timeout_s=60.0)
         status = threads.submit(senders[1].status)
         aborted = threads.submit(cli.main, ["abort", engines[2].url, "--timeout", "60"])
-        time.sleep(step_s)  # what is waited for is that nothing happens
+        time.sleep(step_s)  # nothing must happen meanwhile
         step.set()
         built.result(SOON_S).close()
         assert len(status.result(SOON_S)[engines[1].url].ranks) == 2
         assert aborted.result(SOON_S) == 0
 
 
-def test_an_engine_whose_ranks_do_not_answer_says_so_while_the_caller_still_listens():
+def test_an_engine_reports_silent_ranks_before_the_callers_deadline():
     with closing(Engine()) as engine:
         gate = engine.gates["weightsync_open"] = threading.Event()
         with pytest.raises(PushTimeout, match="the ranks did not answer weightsync_open") as raised:
@@ -265,14 +265,14 @@ def test_an_engine_whose_ranks_do_not_answer_says_so_while_the_caller_still_list
 
 
 @driven
-async def test_a_commit_whose_time_is_up_before_its_ranks_are_ready_changes_nothing():
+async def test_a_commit_that_times_out_before_its_ranks_are_ready_changes_nothing():
     with closing(Front()) as front, closing(Trainer(front.front_end, "one")) as trainer:
         await trainer.stage("v1", 1)
         gate, end = threading.Event(), Deadline(6.0)
         front.gates["weightsync_ready"] = gate
         await front.front_end._turn.acquire()
         commit = await queued(front, trainer.commit("v1", timeout_s=5.0))
-        await asyncio.sleep(2.5)  # its turn comes, and not much of its time is left
+        await asyncio.sleep(2.5)  # when its turn comes, little of its time is left
         front.front_end._turn.release()
         await asyncio.sleep(end.left())
         gate.set()
@@ -282,11 +282,11 @@ async def test_a_commit_whose_time_is_up_before_its_ranks_are_ready_changes_noth
         await asyncio.to_thread(until, lambda: front.seen() == SERVING[0], "the ranks do not forget it")
 
 
-def test_a_streamed_push_reaches_more_engines_than_there_were_threads_once():
+def test_a_streamed_push_reaches_more_engines_than_a_default_thread_pool_holds():
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(Engine())) for _ in range(36)]
         for engine in engines:
-            del engine.ranks[1:]  # they would load one after the other, in one thread
+            del engine.ranks[1:]  # two ranks would load one after the other, in one thread
         urls = [engine.url for engine in engines]
         sender = stack.enter_context(Sender(urls[:1], staging="none", bucket_bytes=512, timeout_s=60.0))
         for url in urls[1:]:

@@ -1,4 +1,4 @@
-"""Digests of tensors: the same however the bytes are cut, different for one bit, on every device."""
+"""Digests of tensors: independent of how the bytes are split, different for one bit, the same on every device."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ RAW = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generato
 @pytest.mark.parametrize("algorithm", digest.ALGORITHMS)
 @given(nbytes=st.integers(0, 5000), cut=st.integers(0, 9))
 @settings(deadline=None, max_examples=50)
-def test_cutting_the_bytes_at_a_bucket_changes_nothing(algorithm, nbytes, cut):
+def test_splitting_the_bytes_into_buckets_does_not_change_the_digest(algorithm, nbytes, cut):
     raw = RAW[:nbytes]
     hasher = digest.ALGORITHMS[algorithm]()
     hasher.update(raw[: cut * 512])
@@ -26,7 +26,7 @@ def test_cutting_the_bytes_at_a_bucket_changes_nothing(algorithm, nbytes, cut):
 @pytest.mark.parametrize("algorithm", digest.ALGORITHMS)
 @given(nbytes=st.integers(1, 5000), data=st.data())
 @settings(deadline=None, max_examples=100)
-def test_one_bit_more_or_less_another_order_or_length_shows(algorithm, nbytes, data):
+def test_a_changed_bit_order_or_length_changes_the_digest(algorithm, nbytes, data):
     raw = RAW[:nbytes]
     found = digest.digest_bytes(algorithm, raw)
     flipped = raw.clone()
@@ -38,18 +38,18 @@ def test_one_bit_more_or_less_another_order_or_length_shows(algorithm, nbytes, d
         assert digest.digest_bytes(algorithm, torch.cat([raw[512:1024], raw[:512], raw[1024:]])) != found
 
 
-def test_where_the_bytes_lie_in_memory_is_of_no_consequence():
+def test_the_digest_does_not_depend_on_the_address():
     for start in range(9):
         assert digest.digest_bytes("mix64", RAW[start : start + 800]) == digest.digest_bytes(
             "mix64", RAW[start : start + 800].clone()
         )
 
 
-def test_what_xxh3_is():
+def test_xxh3_64_matches_xxhash():
     assert digest.digest_bytes("xxh3_64", RAW) == xxhash.xxh3_64_intdigest(bytes(RAW.tolist()))
 
 
-def test_a_digest_that_every_device_can_find_is_taken_where_one_is_no_cpu():
+def test_mix64_is_chosen_if_a_device_is_not_a_cpu():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert digest.algorithm_for(cpu, cpu) == "xxh3_64"
     assert digest.algorithm_for(cpu, gpu) == digest.algorithm_for(gpu) == "mix64"

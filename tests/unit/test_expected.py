@@ -12,7 +12,7 @@ from weightsync.tensors.layout import check_manifest
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
-def test_with_and_without_a_checkpoint_it_is_what_the_trainer_sends(model_folder, tmp_path, kind):
+def test_the_expected_manifest_is_what_the_trainer_sends(model_folder, tmp_path, kind):
     folder = model_folder(kind, 0)
     shutil.copy(folder / "config.json", tmp_path)
     pushed = open_source(models.load_reference(folder)).specs
@@ -21,7 +21,7 @@ def test_with_and_without_a_checkpoint_it_is_what_the_trainer_sends(model_folder
         check_manifest(pushed, expected.specs, expected.optional)
 
 
-def test_a_folder_that_tells_nothing_says_what_would(tmp_path):
+def test_a_folder_without_a_known_model_is_refused_with_advice(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ManifestMismatch, match=r"cannot tell what a complete push.*start the engine from a folder"):
         expected_of(str(tmp_path), revision=None, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Ranks whose processes the front end cannot see: an engine over several hosts, or in several containers."""
+"""Ranks whose processes the front end cannot see: an engine on several hosts or in several containers."""
 
 import asyncio
 import os
@@ -15,14 +15,14 @@ from weightsync.engine import rank_calls
 from weightsync.memory import arenas, processes
 from weightsync.protocol import http
 
-#: No process has this number, here.
+#: A process id that is not in use here.
 NOBODY = 1 << 22
-#: What inode the first space of processes has on every host.
+#: The inode of the initial PID namespace, the same on every host.
 FIRST_SPACE = "pid:[4026531836]"
 
 
 class TwoHosts(Engine):
-    """Its second rank is said to be ``elsewhere``, under a number that is nobody's here."""
+    """An engine whose second rank reports ``elsewhere`` and an unused process id."""
 
     def __init__(self, **elsewhere):
         super().__init__()
@@ -32,7 +32,7 @@ class TwoHosts(Engine):
 
 @pytest.fixture
 def looked(monkeypatch):
-    """Counts how often ranks that take long are looked at; that is often."""
+    """Records each check of slow ranks, and makes the checks frequent."""
     found, look = [], rank_calls.Calls.check_alive
     monkeypatch.setattr(rank_calls, "_LOOK_UP_S", 0.02)
     monkeypatch.setattr(rank_calls.Calls, "check_alive", lambda self: found.append(1) or look(self))
@@ -44,10 +44,10 @@ def looked(monkeypatch):
     [
         {"host": "another", "process_space": "pid:[1]", "started": 1},
         {"host": "another", "process_space": FIRST_SPACE, "started": 1},
-        {"host": "", "process_space": ""},  # as a rank says it that knows neither
+        {"host": "", "process_space": ""},  # a rank that knows neither
     ],
 )
-def test_a_commit_that_takes_long_on_another_host_is_no_commit_that_failed(looked, monkeypatch, elsewhere):
+def test_a_slow_commit_on_another_host_is_not_a_failure(looked, monkeypatch, elsewhere):
     monkeypatch.setattr(arenas, "process_space", lambda: FIRST_SPACE)
     with closing(TwoHosts(**elsewhere)) as engine, Sender([engine.url]) as sender:
         gate = engine.gates["weightsync_commit"] = threading.Event()
@@ -59,7 +59,7 @@ def test_a_commit_that_takes_long_on_another_host_is_no_commit_that_failed(looke
         assert engine.front_end.stopped == ""
 
 
-def test_a_rank_on_this_host_that_has_ended_is_still_seen(looked):
+def test_a_dead_rank_on_this_host_is_noticed(looked):
     with closing(TwoHosts()) as engine, Sender([engine.url]) as sender:
         gate = engine.gates["weightsync_commit"] = threading.Event()
         with pytest.raises(errors.WeightSyncError, match=rf"rank 1 \(process {NOBODY}\) has ended"):
@@ -67,7 +67,7 @@ def test_a_rank_on_this_host_that_has_ended_is_still_seen(looked):
         gate.set()
 
 
-def test_a_number_that_is_another_process_by_now_is_not_the_rank():
+def test_a_reused_process_id_is_not_taken_for_the_rank():
     seen = rank_calls.Calls(None)
     with subprocess.Popen(["sleep", "60"]) as process:
         since = processes.started(process.pid)
@@ -83,7 +83,7 @@ def test_a_number_that_is_another_process_by_now_is_not_the_rank():
     assert processes.started(NOBODY) == 0
 
 
-def test_every_rank_says_where_its_process_is():
+def test_every_rank_reports_where_its_process_is():
     with closing(Engine()) as engine:
         opened = asyncio.run(engine.front_end.open(http.OpenRequest(http.PROTOCOL)))
     assert [(rank.pid, rank.host, rank.process_space, rank.started) for rank in opened.ranks] == [

@@ -1,16 +1,16 @@
-"""The places at which `make faults` puts faults are still there: clean pushes pass them all, a fault at each shows."""
+"""The fault points of `make faults` still exist: clean pushes pass them all, and a fault at each has an effect."""
 
 import json
 import os
 
 import pytest
 
-from tests.faults.rig import SITE, Trainer
+from tests.faults.harness import SITE, Trainer
 from tools import servers
 from weightsync.testing import ReferenceEngine
 from weightsync.transports import registry
 
-#: Where a fault lies and what it does there.
+#: Fault points with their conditions and actions.
 POINTS = [
     ("trainer packs", {"number": 0}, "flip"),
     ("trainer packs", {"number": 0}, "raise"),
@@ -32,8 +32,8 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def rig(model_folder, tmp_path_factory):
-    """How to have a trainer push into a reference engine, both with the points in them; the file that orders one."""
+def harness(model_folder, tmp_path_factory):
+    """A function that pushes from a trainer to an engine, both with fault points, and the file that orders a fault."""
     order = tmp_path_factory.mktemp("faults") / "order"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SITE), str(servers.ROOT)]), "FAULT_FILE": str(order)}
     trainer = Trainer(order)
@@ -45,7 +45,7 @@ def rig(model_folder, tmp_path_factory):
 
 
 def pushed(trainer, url, folder, version, transport):
-    """What the trainer says of a push."""
+    """Push; returns the trainer's report."""
     options = {"transport": transport, "timeout_s": 10.0}
     trainer.order(urls=[url], options=options, model=str(folder), version=version)
     said = trainer.outcome(60.0)
@@ -54,8 +54,8 @@ def pushed(trainer, url, folder, version, transport):
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_every_point_is_passed(rig, transport):
-    push, order = rig
+def test_every_fault_point_is_reached(harness, transport):
+    push, order = harness
     for number in range(3):
         assert push(f"{transport} {number}", transport)["error"] == ""
     for point, where, action in POINTS:

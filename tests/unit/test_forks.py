@@ -1,4 +1,4 @@
-"""Who lives: a trainer that was killed is dead at once, whatever its children still hold."""
+"""A trainer that was killed counts as dead at once, whatever its children still hold."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from weightsync.protocol import addresses, directories
 from weightsync.tensors.layout import digest_of
 from weightsync.transports.control.trainer import TrainerControl
 
-#: Pushes, then has a child that does nothing, as a data loader's worker has; says who that is and is killed.
+#: Pushes, forks an idle child, as a data loader's worker is, prints its process id, and waits to be killed.
 TRAINER = """
 import os, signal, sys
 from weightsync import Sender
@@ -34,7 +34,7 @@ signal.pause()
 
 @pytest.fixture
 def children():
-    """Process numbers that are to be killed in the end."""
+    """A list of process ids to be killed at the end."""
     found = []
     yield found
     for pid in found:
@@ -42,7 +42,7 @@ def children():
 
 
 def forked():
-    """A child of this process that does nothing."""
+    """Fork an idle child of this process."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of forks beside threads
         child = os.fork()
     if not child:
@@ -52,15 +52,15 @@ def forked():
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nixl", "nccl"])
-def test_a_killed_trainer_is_succeeded_at_once_although_its_child_lives(
+def test_a_killed_trainer_is_replaced_at_once_although_its_child_lives(
     engine, model_folder, trained, children, transport
 ):
     command = [sys.executable, "-c", TRAINER, engine.url, str(model_folder("llama", 0)), transport]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         children.append(int(trainer.stdout.readline()))
         trainer.kill()
-    os.kill(children[0], 0)  # it is there
-    # Neither was heard of for long enough: the lease of who does not push lapses after ten minutes.
+    os.kill(children[0], 0)  # the child is alive
+    # The lease has not lapsed by time: that takes ten minutes without a push.
     with Sender([engine.url], timeout_s=60) as sender:
         assert sender.status()[engine.url].holder == ""
         sender.push(trained)
@@ -72,7 +72,7 @@ def test_a_killed_trainer_is_succeeded_at_once_although_its_child_lives(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
+def test_a_listening_socket_is_not_inherited_by_children(children, remote):
     control = TrainerControl(remote=remote)
     try:
         address = control.address("http://127.0.0.1:1")
@@ -80,8 +80,8 @@ def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
         assert addresses.owner_lives(address)
         (descriptor,) = control._listening
         assert "socket" in os.readlink(f"/proc/self/fd/{descriptor}")
-        assert not os.get_inheritable(descriptor)  # nor do programs that are started have it
-        # The child's copy is gone before `fork` returns there; this process may be the faster.
+        assert not os.get_inheritable(descriptor)  # programs that are started do not inherit it either
+        # The child closes its copy before `fork` returns there, but this process may be faster.
         deadline = Deadline(30)
         while os.path.lexists(f"/proc/{children[0]}/fd/{descriptor}"):
             deadline.check("the child to close its copy")
@@ -90,7 +90,7 @@ def test_a_socket_stays_the_parents_and_is_not_the_childs(children, remote):
     assert not addresses.owner_lives(address)
 
 
-def test_a_descriptor_that_was_given_up_is_no_concern_of_later_children():
+def test_a_disowned_descriptor_is_inherited_by_later_children():
     with socket.socket() as one:
         number = forks.own(one.fileno)
         forks.disown(number)

@@ -1,163 +1,48 @@
-"""What was once wrong in the driver of a whole engine, in its ranks and in their callers; all of them the real ones."""
+"""Regression tests of the front end, its ranks and their callers, all of them real."""
 
 import asyncio
 import functools
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
 
 import pytest
 import torch
-import uvicorn
-from starlette.applications import Starlette
 
-from tests.helpers import plan_of
-from tests.unit import manual
-from tests.unit.test_states import DictAdapter
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, driven, one_engine, queued, until
 from tools import models
 from weightsync import Sender, errors, testing
 from weightsync.deadline import Deadline
-from weightsync.engine import front_end, rank_calls, rank_methods, receiver, routes
+from weightsync.engine import front_end, rank_calls
 from weightsync.memory import arenas
-from weightsync.protocol import auth, http
+from weightsync.protocol import http
 from weightsync.tensors import layout
 from weightsync.trainer import client, http_client
 from weightsync.trainer import engines as engines_of_a_trainer
-from weightsync.transports.base import Peer
 
 FORGET = http.AbortRequest(push="v1", owner="one")
-SERVING = {x: [("serving", x)] * 2 for x in range(4)}
-WEIGHTS = {x: {name: torch.full_like(t, x) for name, t in DictAdapter().weights.items()} for x in range(4)}
-
-
-class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gates` comes to them when its gate opens
-    def __init__(self):
-        super().__init__(DictAdapter(), "none", False)
-        self.ranks, self.gates = [self._receiver, receiver.Receiver(DictAdapter())], {}
-        self.ranks[1]._adapter.rank = 1
-        self.front_end = front_end.FrontEnd(self)
-
-    async def call(self, method, payload):
-        if gate := self.gates.get(method):
-            await asyncio.to_thread(gate.wait, 5)
-        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, rank_methods.handle)
-        return [await run(lambda r=rank: r, method, payload) for rank in self.ranks]
-
-    def seen(self):  # the state of each rank, and the numbers its weights are made of: one, unless it is torn
-        made_of = [{float(x) for t in rank._adapter.weights.values() for x in t.view(-1)} for rank in self.ranks]
-        return [(rank.status().state, *numbers) for rank, numbers in zip(self.ranks, made_of, strict=True)]
-
-    def close(self):
-        for rank in self.ranks:
-            rank.abort()
-            for end in rank._ends.values():
-                end.close()
-        self._loop.shutdown()
-
-
-class Trainer(manual.Trainer):  # by hand: it calls the methods of a replica
-    def __init__(self, front_end, owner):
-        super().__init__()
-        self.front_end, self.owner, self.layout = front_end, owner, layout.Layout(DictAdapter().expected().specs)
-
-    async def stage(self, push, value=None, **more):
-        plan = plan_of(push, self.layout, 1024, owner=self.owner, holder=self.owner, keep=True, **more)
-        await self.front_end.prepare(self.ask(plan, "http://a"), "update_weights_via_ipc_zmq")
-        if value is not None:
-            await self.transfer(value)
-
-    async def transfer(self, value):
-        peers = {Peer("http://a", 0), Peer("http://a", 1)}
-        await asyncio.to_thread(self.await_all, peers, 5)
-        await asyncio.to_thread(self.send, WEIGHTS[value].values())
-
-    async def commit(self, push, **more):
-        more = {"version": push, "pause": "keep", "timeout_s": 5.0, "owner": self.owner, **more}
-        await self.front_end.commit(http.CommitRequest(push=push, **more))
-        self.settle()
-
-
-class Engine(Front):  # behind the real routes, on a real socket
-    def __init__(self):
-        super().__init__()
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = Starlette(routes=[routes.admin_routes(lambda: self.front_end, auth.engine_token())])
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run, args=([listening],))
-        self._thread.start()
-
-    def close(self):
-        super().close()
-        self._server.should_exit = True
-        self._thread.join()
 
 
 @pytest.fixture
-def made():
-    with ExitStack() as stack:
-        yield lambda thing: stack.enter_context(closing(thing))
-
-
-@pytest.fixture
-def rig(made):
-    front = made(Front())
-    return front, made(Trainer(front.front_end, "one")), made(Trainer(front.front_end, "two"))
+def harness(made):
+    return one_engine(made)
 
 
 @pytest.fixture(scope="module")
 def reference(model_folder):
     code = "from weightsync import testing; sink, load = testing.ModelAdapter, testing.ModelAdapter.load\n"
-    # It cannot load a tensor that begins with a two.
+    # It cannot load a tensor whose first element is 2.
     code += "sink.load = lambda self, ws: load(self, (p for p in ws if p[1].view(-1)[0] != 2 or 1 / 0)); testing.main()"
     with testing.ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
         yield engine
 
 
-def driven(test):
-    return functools.wraps(test)(lambda **fixtures: asyncio.run(test(**fixtures)))
-
-
-def until(true, what):
-    end = time.monotonic() + 4
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-
-
-async def queued(front, coroutine):
-    turn = front.front_end._turn
-    before, task = len(turn._waiters or ()), asyncio.ensure_future(coroutine)
-    await asyncio.to_thread(until, lambda: len(turn._waiters or ()) > before, "it does not wait")
-    return task
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-@driven
-async def test_a_rollback_that_fails_on_one_of_two_ranks_brings_both_back_to_the_same_version(rig, failing):
-    front, one, _ = rig
-    for version, value in (("v1", 1), ("v2", 2)):
-        await one.stage(version, value)
-        await one.commit(version)
-    before = await front.front_end.status(http.StatusRequest(digest=True))
-    front.ranks[failing]._adapter.during = lambda: 1 / 0  # once, between two tensors
-    with pytest.raises(errors.ApplyFailed, match=r"division by zero.*loaded again on every rank") as raised:
-        await one.commit("back", version="v1", rollback=True)
-    assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
-    assert await front.front_end.status(http.StatusRequest(digest=True)) == before  # version, state, digests, kept ones
-    await one.commit("back", version="v1", rollback=True)
-    assert front.seen() == SERVING[1]
-
-
 @pytest.mark.parametrize("waits", [False, True])
 @driven
-async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, waits):
-    front, one, _ = rig
+async def test_a_commit_after_the_abort_of_its_push_is_refused(harness, waits):
+    front, one, _ = harness
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
     abort = asyncio.ensure_future(front.front_end.abort(FORGET))
@@ -169,92 +54,14 @@ async def test_a_commit_that_comes_behind_the_abort_of_its_push_is_refused(rig, 
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[0])
 
 
-@pytest.mark.parametrize("by", ["another sender", "nobody"])
-def test_a_push_that_expects_another_version_changes_nothing(made, by):
-    engines = [made(Engine()), made(Engine())]
-    sender = made(Sender([engine.url for engine in engines]))
-    sender.push(WEIGHTS[1], version="v1")
-    if by == "another sender":
-        sender.close()
-        with Sender([engines[1].url]) as another:
-            another.push(WEIGHTS[2], version="v2")
-        sender = made(Sender([engine.url for engine in engines]))
-    expected = "v1" if by == "another sender" else "v0"
-    with pytest.raises(
-        errors.WrongState, match=rf"{engines[1].url} serves version 'v.', and this push expects"
-    ) as raised:
-        sender.push(WEIGHTS[3], version="v3", expected=expected)
-    assert raised.value.engines == {engine.url: "unchanged" for engine in engines}
-    assert [engine.seen() for engine in engines] == [SERVING[1], SERVING[2 if by == "another sender" else 1]]
-    with pytest.raises(errors.UnsupportedOption, match="is no label"):
-        sender.push(WEIGHTS[3], expected=5)
-    sender.push(WEIGHTS[3], version="v3")
-    sender.push(WEIGHTS[1], version="v4", expected="v3")
-    assert [engine.seen() for engine in engines] == [SERVING[1]] * 2
-
-
-@driven
-async def test_a_rollback_that_comes_behind_its_abort_is_refused(rig):
-    front, one, _ = rig
-    for version, value in (("v1", 1), ("v2", 2)):
-        await one.stage(version, value)
-        await one.commit(version)
-    assert (await front.front_end.abort(http.AbortRequest(push="back", owner="one"))).refused
-    with pytest.raises(errors.TransferFailed, match="its sender aborted rollback back before it arrived") as raised:
-        await one.commit("back", version="v1", rollback=True)
-    assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
-    await one.commit("again", version="v1", rollback=True)
-    assert front.seen() == SERVING[1]
-
-
-@pytest.mark.parametrize("lost", ["request", "reply", "the engine"])
-def test_what_became_of_a_rollback_is_told_or_unknown_until_it_can_no_longer_arrive(made, monkeypatch, lost):
-    engine = made(Engine())
-    sender = made(Sender([engine.url], keep_previous=True))
-    sender.push(WEIGHTS[1], version="v1")
-    sender.push(WEIGHTS[2], version="v2")
-    server, late = sender._driver.engines._clients[0]._server, []
-    ask = server.ask
-
-    def breaking(method, path, *more, **options):
-        if path.endswith("/commit") and not late:
-            late.append(functools.partial(ask, method, path, *more[:1], Deadline(30.0), **options))
-            assert lost != "reply" or late[0]().status == 200
-            raise http_client.NoAnswer("the connection broke")
-        if late and lost == "the engine":
-            raise http_client.NoAnswer("the engine is not to be reached")
-        return ask(method, path, *more, **options)
-
-    monkeypatch.setattr(server, "ask", breaking)
-    if lost == "reply":
-        assert sender.rollback().version == "v1"
-        assert engine.seen() == SERVING[1]
-        return
-    with pytest.raises(errors.WeightSyncError) as raised:
-        sender.rollback()
-    assert raised.value.engines == {engine.url: "unchanged" if lost == "request" else "unknown"}
-    if lost == "the engine":
-        for change in (sender.rollback, lambda: sender.push(WEIGHTS[3]), lambda: sender.push({"a": "no tensor"})):
-            with pytest.raises(errors.WeightSyncError) as raised:
-                change()
-            assert raised.value.engines == {engine.url: "unknown"}, "it may still arrive"
-        lost = "nothing any more"
-        with pytest.raises(errors.ManifestMismatch) as raised:
-            sender.push({"one": torch.zeros(3)})
-        assert raised.value.engines == {engine.url: "unchanged"}
-    assert late[0]().status == 409
-    assert engine.seen() == SERVING[2]
-    assert sender.rollback().version == "v1"
-
-
 @pytest.mark.parametrize("told", ["unchanged", "committed", "unknown"])
-def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference, model_folder, monkeypatch, told):
+def test_a_commit_whose_connection_breaks_is_reported_by_its_outcome(reference, model_folder, monkeypatch, told):
     model, broken = models.load_reference(model_folder("llama", 1 if told == "unchanged" else 2)), []
     with Sender([reference.url]) as sender, monkeypatch.context() as patch:
         before, server = sender.status(digest=True)[reference.url], sender._driver.engines._clients[0]._server
 
         def breaking(ask, method, path, *more, **options):
-            """Lose the request, the reply, or the reply and all that is said from then on."""
+            """Lose the request, the reply, or the reply and everything after it."""
             if not path.endswith("/commit") and not (broken and told == "unknown"):
                 return ask(method, path, *more, **options)
             until = Deadline(30.0)
@@ -278,7 +85,7 @@ def test_a_commit_whose_connection_breaks_is_told_as_what_became_of_it(reference
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_an_engine_that_was_dirty_is_told_so_by_a_push_that_fails_in_prepare(reference, model_folder, made, another):
+def test_a_push_that_fails_in_prepare_reports_that_the_engine_was_dirty(reference, model_folder, made, another):
     model, sender = models.load_reference(model_folder("llama", 1)), made(Sender([reference.url]))
     model.model.norm.weight.data.fill_(2)
     with pytest.raises(errors.ApplyFailed, match="division by zero"):
@@ -292,7 +99,7 @@ def test_an_engine_that_was_dirty_is_told_so_by_a_push_that_fails_in_prepare(ref
     assert (raised.value.engines, raised.value.weights) == ({reference.url: "dirty"}, "dirty")
 
 
-def test_a_sender_that_was_refused_and_closes_takes_nothing_of_the_holders(made):
+def test_a_refused_sender_that_closes_does_not_affect_the_lease_holder(made):
     engine = made(Engine())
     first, second = (made(Sender([engine.url], keep_previous=True)) for _ in range(2))
     first.push(WEIGHTS[1], version="v1")
@@ -307,12 +114,12 @@ def test_a_sender_that_was_refused_and_closes_takes_nothing_of_the_holders(made)
 
 
 @driven
-async def test_a_late_abort_by_the_trainer_before_does_not_forget_the_push_of_its_successor(rig):
-    front, one, two = rig
+async def test_a_late_abort_by_the_previous_trainer_does_not_cancel_its_successors_push(harness):
+    front, one, two = harness
     await one.stage("v1", 1)
     gate = front.gates["weightsync_abort"] = threading.Event()
     first = asyncio.ensure_future(front.front_end.abort(FORGET))
-    one.close()  # so that another may push
+    one.close()  # so that another trainer may push
     prepare = await queued(front, two.stage("v2"))
     late = await queued(front, front.front_end.abort(FORGET))
     gate.set()
@@ -323,8 +130,8 @@ async def test_a_late_abort_by_the_trainer_before_does_not_forget_the_push_of_it
 
 
 @driven
-async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_rank_receiving(rig):
-    front, one, _ = rig
+async def test_a_prepare_that_one_rank_refuses_leaves_no_rank_receiving(harness):
+    front, one, _ = harness
     front.ranks[1]._adapter.weights["more"] = torch.zeros(1)
     with pytest.raises(errors.ManifestMismatch, match="more"):
         await one.stage("v1")
@@ -332,7 +139,7 @@ async def test_a_prepare_that_one_rank_accepts_and_another_refuses_leaves_no_ran
     assert (status.state, front.seen()) == ("serving", SERVING[0])
 
 
-def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_lives(made, monkeypatch):
+def test_leases_are_renewed_only_at_engines_that_answered_the_prepare(made, monkeypatch):
     quick, slow, renewed, renew = made(Engine()), made(Engine()), [], client.EngineClient.renew
     monkeypatch.setattr(engines_of_a_trainer, "_RENEW_EVERY_S", 0.05)
     monkeypatch.setattr(client.EngineClient, "renew", lambda it, *more: renewed.append(it.url) or renew(it, *more))
@@ -346,7 +153,7 @@ def test_only_engines_that_have_answered_the_prepare_are_told_that_the_sender_li
         assert set(push.result(5).engines) == {quick.url, slow.url}
 
 
-def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_go(made, monkeypatch):
+def test_of_two_senders_that_each_hold_one_engine_the_refused_one_releases_it(made, monkeypatch):
     engines = [made(Engine()), made(Engine())]
     first, second = (made(Sender([engine.url for engine in engines])) for _ in range(2))
     prepare = first._driver.engines._clients[1].prepare
@@ -368,8 +175,8 @@ def test_of_two_senders_that_each_hold_one_of_two_engines_the_refused_one_lets_g
 
 
 @driven
-async def test_a_restart_between_prepare_and_commit_is_told_and_nothing_claimed_of_the_weights(rig):
-    front, one, _ = rig
+async def test_a_restart_between_prepare_and_commit_is_reported_with_unknown_weights(harness):
+    front, one, _ = harness
     await one.stage("v1", 1)
     one.front_end = front_end.FrontEnd(front)
     with pytest.raises(errors.EngineRestarted, match="restarted since the push was prepared") as raised:
@@ -378,7 +185,7 @@ async def test_a_restart_between_prepare_and_commit_is_told_and_nothing_claimed_
 
 
 @driven
-async def test_a_call_that_takes_too_long_names_the_stopped_rank_and_the_next_gets_its_own_reply():
+async def test_a_call_that_times_out_names_the_stopped_rank_and_the_next_gets_its_own_reply():
     rank = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     async def raw(method, payload):
@@ -405,8 +212,8 @@ async def test_a_call_that_takes_too_long_names_the_stopped_rank_and_the_next_ge
 
 
 @driven
-async def test_a_prepared_push_does_not_expire_between_ready_and_apply(rig):
-    front, one, _ = rig
+async def test_a_prepared_push_does_not_expire_between_ready_and_apply(harness):
+    front, one, _ = harness
     await one.stage("v1", 1, timeout_s=1.0)
     deadlines = [receiver._job.deadline for receiver in front.ranks]
     gate = front.gates["weightsync_commit"] = threading.Event()

@@ -1,4 +1,4 @@
-"""More than 20,000 messages that nobody should send, to a live receiver: nothing crashes, nothing changes."""
+"""More than 20,000 malformed messages to a live receiver: nothing crashes, nothing changes."""
 
 import time
 from contextlib import suppress
@@ -22,21 +22,21 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 #: How many messages each test sends, for each route and for each method of a rank.
 EACH_ROUTE, EACH_METHOD = 1000, 1200
-INTRODUCE_OR_UPDATE = (http.UpdateRequest, InitNcclGroup, RegisterNixl)
+HANDSHAKE_OR_UPDATE = (http.UpdateRequest, InitNcclGroup, RegisterNixl)
 
 
-def test_the_shares_add_up():
+def test_the_number_of_messages_adds_up():
     shares = len(fuzz.ROUTES) * EACH_ROUTE, len(fuzz.METHODS) * EACH_METHOD, TO_RANK, TO_TRAINER
     assert sum(shares) >= 20_000
     passed_on = {f"update_weights_via_{transport}" for transport in registry.names()} | {
         "init_nccl_group",
         "register_nixl",
     }
-    assert set(fuzz.METHODS) > passed_on == {name for name, kind in fuzz.ROUTES.items() if kind in INTRODUCE_OR_UPDATE}
+    assert set(fuzz.METHODS) > passed_on == {name for name, kind in fuzz.ROUTES.items() if kind in HANDSHAKE_OR_UPDATE}
 
 
 def assert_serves(engine, trained, before, route=""):
-    """Nothing has changed, and a clean push works, by the transport that the route belongs to."""
+    """Assert that nothing has changed and that a push works, over the transport that the route belongs to."""
     assert engine.process.poll() is None
     transport = next((name for name in registry.names() if name in route), "auto")
     with Sender([engine.url], transport=transport) as sender:
@@ -48,7 +48,7 @@ def assert_serves(engine, trained, before, route=""):
 
 
 class Before:
-    """What an engine serves."""
+    """The version and digest that an engine serves."""
 
     def __init__(self, engine):
         with Sender([engine.url]) as sender:
@@ -57,7 +57,7 @@ class Before:
 
 
 @pytest.mark.parametrize("route", fuzz.ROUTES)
-def test_a_route_answers_rubbish_with_4xx_and_goes_on(engine, trained, traps, route):
+def test_a_route_answers_malformed_messages_with_4xx_and_keeps_working(engine, trained, traps, route):
     before, line = Before(engine), fuzz.Line(engine.url, engine_token())
 
     @settings(fuzz.FUZZ, max_examples=EACH_ROUTE)
@@ -71,7 +71,7 @@ def test_a_route_answers_rubbish_with_4xx_and_goes_on(engine, trained, traps, ro
     assert_serves(engine, trained, before, route)
 
 
-def test_manifests_of_absurd_size_are_refused_soon_and_in_few_words(engine, trained, traps):
+def test_huge_manifests_are_refused_quickly_and_briefly(engine, trained, traps):
     before, line = Before(engine), fuzz.Line(engine.url, engine_token())
     dead = next(text for text in traps.texts if "weightsync-dead/control" in text)
     fields = {"push": "p", "address": dead, "secret": "", "bucket_bytes": 512, "timeout_s": 60.0}
@@ -98,7 +98,7 @@ def rank(model_folder):
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(fuzz.METHODS.values()), ids=lambda kind: kind.__name__)
-def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, kind):
+def test_a_rank_refuses_senseless_messages_by_name(rank, trained, traps, kind):
     methods, sent = [method for method, its in fuzz.METHODS.items() if its is kind], []
 
     def check(method, body):
@@ -109,7 +109,7 @@ def test_a_rank_refuses_what_makes_no_sense_by_name(rank, trained, traps, kind):
             assert len(reply.error.message) < fuzz.LONGEST_ANSWER
             with suppress(msgspec.MsgspecError):
                 http.from_json(body, kind)
-                assert reply.error.error != "WeightSyncError", reply.error  # what was expected has a name of its own
+                assert reply.error.error != "WeightSyncError", reply.error  # an expected error has a specific class
 
     @settings(fuzz.FUZZ, max_examples=EACH_METHOD)
     @given(fuzz.Schema(traps.texts).bodies(kind))

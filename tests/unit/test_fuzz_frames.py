@@ -1,4 +1,4 @@
-"""Thousands of ZMQ messages that nobody should send, to a rank and to a trainer in the middle of a push."""
+"""Thousands of malformed ZMQ messages to a rank and to a trainer in the middle of a push."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ from weightsync.transports.nixl.messages import RegisterNixl
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-#: How many messages are sent: to a rank on the same host, to one on another by each transport, to a trainer.
+#: Messages to a rank on the same host, to a rank on another host over each transport, and to a trainer.
 TO_RANK, TO_FAR_RANK, TO_TRAINER = 1500, 300, 5000
 PUSH = "the-push"
 
@@ -40,7 +40,7 @@ def rank(model_folder):
 
 
 class FakeSender:
-    """A socket and an arena where a rank was told to come, and that say what they like."""
+    """A socket and an arena that a rank was told to connect to, and that send what a test wants."""
 
     def __init__(self, context, source):
         self.folder = directories.private_directory()
@@ -71,7 +71,7 @@ class FakeSender:
             assert self.hear() == control.BucketDone(push=PUSH, index=bucket - 2)
 
     def steps(self):
-        """What an honest sender says, one after the other."""
+        """The messages of an honest sender, in order."""
         yield control.Offer(
             push=PUSH, arena=self.arena.name, handle=control.raw_handle(self.arena.handle()), alive=(self.arena.name,)
         )
@@ -79,7 +79,7 @@ class FakeSender:
             yield control.BucketReady(push=PUSH, index=packed.number, digests=packed.digests.get("", ()))
 
     def outcome(self):
-        """What the rank says in the end."""
+        """The rank's final message."""
         while isinstance(said := self.hear(), control.BucketDone):
             continue
         return said
@@ -92,7 +92,7 @@ class FakeSender:
 
 
 def is_ignored(frame):
-    """Whether a frame is a message of some other push, or one that needs no answer."""
+    """Whether a rank ignores the frame: a message of another push, or a heartbeat."""
     try:
         message = control.unpack_from_sender(frame)
         return message.push != PUSH or isinstance(message, control.Heartbeat)
@@ -100,7 +100,7 @@ def is_ignored(frame):
         return False
 
 
-def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps):
+def test_malformed_frames_from_its_sender_end_only_that_push(rank, trained, traps):
     source, context, counts = open_source(trained), zmq.Context(), {"Failed": 0, "Prepared": 0}
     digest = digest_of(trained.state_dict().items())
 
@@ -144,7 +144,7 @@ def test_a_rank_in_a_push_lets_rubbish_of_its_sender_end_that_push_alone(rank, t
 
 
 class Loose:
-    """A trainer's socket. Ahead of its message number ``at``, counted from when that was set, it says ``frame``."""
+    """A trainer's socket that sends ``frame`` ahead of message number ``at``, counted from when that was set."""
 
     def __init__(self, socket):
         self._socket, self.at, self.frame = socket, -1, b""
@@ -160,13 +160,13 @@ class Loose:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])
-def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(rank, trained, traps, transport):
+def test_malformed_frames_from_a_remote_sender_end_only_that_push(rank, trained, traps, transport):
     source, ended = open_source(trained), {True: 0, False: 0}
     layout, digest = Layout(source.specs), digest_of(trained.state_dict().items())
     trainer = Trainer(transport, rank.join)
 
     def push(at, frame):
-        """What was wrong, if anything."""
+        """Push; returns the error, if any."""
         request = trainer.ask(plan_of(PUSH, layout, BUCKET, SOON_S))
         start = time.monotonic()
         if not isinstance(trainer.control.socket, Loose):
@@ -217,7 +217,7 @@ def test_a_rank_on_another_host_lets_rubbish_of_its_sender_end_that_push_alone(r
         ({"memory": "VRAM"}, "could not be prepared: .*NOT_FOUND"),
     ],
 )
-def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, trained, monkeypatch, lie, said):
+def test_a_wrong_arena_handle_is_refused_by_name(rank, trained, monkeypatch, lie, said):
     source, honest = open_source(trained), Agent.handle
     trainer = Trainer("nixl", rank.join)
     with monkeypatch.context() as patch:
@@ -231,7 +231,7 @@ def test_an_arena_that_is_not_where_its_sender_says_is_refused_by_name(rank, tra
     rank.assert_unharmed(trained)
 
 
-def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_ones_taken(rank, trained):
+def test_damaged_or_foreign_metadata_is_refused_and_intact_metadata_accepted(rank, trained):
     agent, memory = Agent(CPU, 0), torch.zeros(BUCKET, dtype=torch.uint8)
     agent.register(memory)
     whole = RegisterNixl(agent=agent.name, metadata=agent.metadata(), timeout_s=0.2)
@@ -245,7 +245,7 @@ def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_on
     @given(st.integers(0, len(whole.metadata) - 1), st.integers(0, 9), st.binary(max_size=9))
     def run(at, cut, put):
         damaged = whole.metadata[:at] + put + whole.metadata[at + cut :]
-        if damaged != whole.metadata:  # of which NIXL would take the process down
+        if damaged != whole.metadata:  # NIXL itself would abort the process
             assert "are not what NIXL made" in refused(metadata=damaged)
 
     run()
@@ -255,13 +255,13 @@ def test_metadata_that_were_damaged_or_are_anothers_are_refused_and_the_whole_on
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_a_stranger_who_sends_rubbish_to_a_trainer_does_not_disturb_its_push(trained, traps, transport):
+def test_malformed_frames_from_a_stranger_do_not_disturb_a_trainers_push(trained, traps, transport):
     frames = []
 
     @settings(fuzz.FUZZ, max_examples=TO_TRAINER // 2)
     @given(fuzz.Schema([*traps.texts, PUSH, PUSH]).frames(fuzz.FROM_RANK))
     def run(frame):
-        frames.extend(([frame], [b"", frame]))  # as a DEALER says it, and as a REQ does
+        frames.extend(([frame], [b"", frame]))  # as a DEALER and as a REQ send it
 
     run()
     source, context, end = open_source(trained), zmq.Context(), registry.spec(transport).engine_end(CPU)

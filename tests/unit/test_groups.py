@@ -1,4 +1,4 @@
-"""What is looked at before a process group is made, so that nobody hangs in one."""
+"""The checks before a process group is created, so that nobody hangs in one."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import RegisterNixl
 
-#: The trainer, an engine of two ranks, and one of one.
+#: A group of the trainer, an engine with two ranks, and an engine with one.
 ASKED = InitNcclGroup(
     group_name="g",
     master_address="127.0.0.1",
@@ -38,12 +38,12 @@ def asked(**changes):
 
 
 @pytest.mark.parametrize(("offset", "ranks"), [(1, 2), (3, 1)])
-def test_an_engine_that_has_its_place_in_the_group_passes(offset, ranks):
+def test_consistent_group_sizes_are_accepted(offset, ranks):
     groups.check_world(asked(rank_offset=offset), ranks)
     groups.check_world(asked(rank_offset=offset, members=()), ranks)
 
 
-def test_a_trainer_of_several_ranks_comes_first():
+def test_a_trainer_may_take_the_first_ranks_of_the_group():
     groups.check_world(asked(rank_offset=2, world_size=5), 2)
     groups.check_world(asked(rank_offset=4, world_size=5), 1)
 
@@ -60,7 +60,7 @@ def test_a_trainer_of_several_ranks_comes_first():
         ({"rank_offset": 3}, 2, "world_size 4 is too small"),
     ],
 )
-def test_what_does_not_add_up_is_refused_by_name(changes, ranks, said):
+def test_inconsistent_group_sizes_are_refused_by_name(changes, ranks, said):
     with pytest.raises(UnsupportedOption, match=said):
         groups.check_world(asked(**changes), ranks)
 
@@ -69,7 +69,7 @@ def test_what_does_not_add_up_is_refused_by_name(changes, ranks, said):
 
 
 @given(st.integers(1, 5), st.integers(0, 4000), st.integers(1, 300))
-def test_every_byte_travels_in_one_lane(senders, nbytes, bucket_bytes):
+def test_every_bucket_is_broadcast_by_one_sender(senders, nbytes, bucket_bytes):
     places = [
         place for lane in range(senders) for place in parallel_broadcast.places(lane, senders, nbytes, bucket_bytes)
     ]
@@ -83,7 +83,7 @@ def test_every_byte_travels_in_one_lane(senders, nbytes, bucket_bytes):
         assert all(number % senders == lane for number in numbers)
 
 
-# --- what NCCL would hang or crash on ---------------------------------------------------------------------------------
+# --- settings with which NCCL would hang or crash ---------------------------------------------------------------------
 
 
 def rank(uuid="GPU-1", **settings):
@@ -94,7 +94,7 @@ def preflight(*ranks, ours=(), uuid="GPU-0"):
     groups.preflight(dict(ours), uuid, [(f"rank {n} of http://a", rank) for n, rank in enumerate(ranks)])
 
 
-def test_ranks_that_differ_in_nothing_but_their_gpus_pass():
+def test_ranks_that_differ_only_in_their_gpus_are_accepted():
     same = {"NCCL": "2.27.5", "NCCL_ALGO": "Ring"}
     preflight(rank("GPU-1", **same), rank("GPU-2", **same), ours=same)
 
@@ -111,7 +111,7 @@ def test_a_rank_on_the_trainers_gpu_is_named():
         preflight(rank("GPU-0"))
 
 
-def test_a_gpu_may_be_shared_where_both_sides_say_so():
+def test_a_gpu_may_be_shared_if_both_sides_allow_it():
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     preflight(rank("GPU-0", **shared), rank("GPU-0", **shared), ours=shared)
     with pytest.raises(UnsupportedOption, match="NCCL_MULTI_RANK_GPU_ENABLE is not set at rank 0 of http://a and 1 at"):
@@ -130,7 +130,7 @@ def test_expandable_segments_without_cumem_are_refused_on_either_side():
         preflight(rank(NCCL_CUMEM_ENABLE="0"), ours=EXPANDABLE)
 
 
-def test_either_of_the_two_alone_passes():
+def test_either_of_the_two_settings_alone_is_accepted():
     preflight(rank(NCCL_CUMEM_ENABLE="0"), ours={"NCCL_CUMEM_ENABLE": "0"})
     preflight(rank(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"))
 
@@ -150,12 +150,12 @@ def test_settings_that_differ_are_named_with_both_values(theirs, ours, said):
 
 
 @pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_IB_HCA", "NCCL_HOSTID"])
-def test_what_is_a_hosts_own_may_differ(name):
+def test_host_specific_settings_may_differ(name):
     preflight(rank(**{name: "theirs"}), ours={name: "ours"})
     preflight(rank(**{name: "theirs"}))
 
 
-def test_what_a_process_tells_of_itself_is_its_nccl_settings_and_no_others(monkeypatch):
+def test_a_process_reports_its_nccl_settings_and_no_others(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("NCCL_LONG", "x" * 5000)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -167,7 +167,7 @@ def test_what_a_process_tells_of_itself_is_its_nccl_settings_and_no_others(monke
     assert http.from_json(http.to_json(info), http.RankInfo) == info  # nothing in it is too long for the wire
 
 
-# --- the way to the store ---------------------------------------------------------------------------------------------
+# --- the route to the store -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,33 +178,33 @@ def end():
 
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0", "::", "*"])
-def test_an_address_that_is_nobodys_is_refused(end, address):
+def test_a_wildcard_address_is_refused(end, address):
     with pytest.raises(UnsupportedOption, match="is nobody's: give the trainer's own address"):
         end.join(asked(master_address=address), 0)
 
 
 @pytest.mark.parametrize("address", ["..", "a\0b", "x" * 1000, "no such host", "255.255.255.255"])
-def test_an_address_that_is_none_is_refused_by_name(end, address):
+def test_an_invalid_address_is_refused_by_name(end, address):
     with pytest.raises((UnsupportedOption, TransferFailed)) as raised:
         end.join(asked(master_address=address), 0)
     assert address in str(raised.value)
 
 
-def test_a_store_that_is_not_there_is_told_with_the_way_that_was_tried(end):
+def test_an_unreachable_store_is_reported_with_the_route_that_was_tried(end):
     with pytest.raises(
         TransferFailed, match=r"rank 0 cannot reach.*127\.0\.0\.1 port 1 from lo \(127\.0\.0\.1\): .*refu"
     ):
         end.join(ASKED, 0)
 
 
-def test_a_store_that_does_not_answer_is_given_up_after_two_seconds(end, deaf):
+def test_a_silent_store_is_abandoned_after_two_seconds(end, deaf):
     start = time.monotonic()
     with pytest.raises(TransferFailed, match=f"cannot reach the trainer's store at 127.0.0.1 port {deaf}"):
         end.join(asked(master_port=deaf, timeout_s=60.0), 0)
     assert 1.9 < time.monotonic() - start < 4
 
 
-def test_a_store_that_takes_calls_and_says_nothing_keeps_no_thread_once_it_hangs_up(end):
+def test_a_silent_store_that_hangs_up_leaves_no_thread(end):
     def joining():
         return [thread for thread in threading.enumerate() if thread.name == "weightsync-join"]
 
@@ -218,12 +218,12 @@ def test_a_store_that_takes_calls_and_says_nothing_keeps_no_thread_once_it_hangs
     assert joining() == []
 
 
-def test_a_rank_without_a_gpu_joins_no_group_of_nccl(end):
+def test_a_rank_without_a_gpu_cannot_join_an_nccl_group(end):
     with pytest.raises(UnsupportedOption, match="rank 0 is on cpu, where there is no NCCL: use gloo"):
         end.join(asked(backend="nccl"), 0)
 
 
-def test_an_end_has_no_use_for_what_is_said_to_another(end):
+def test_an_engine_end_refuses_another_transports_handshake(end):
     register = RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
     for name, other in (("nccl", register), ("nixl", ASKED), ("ipc_zmq", ASKED), ("ipc_zmq", register)):
         made = end if name == "nccl" else registry.spec(name).engine_end(CPU)

@@ -1,4 +1,4 @@
-"""Commit or nothing, on reference engines: what is verified, kept, streamed, leased, noticed and told."""
+"""Commit or nothing, on reference engines: verification, kept versions, streams, leases and reports."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def wait_until(true, what):
 
 
 def flip_in(monkeypatch, bucket):
-    """Have the trainer's memory hold something else than what was hashed."""
+    """Flip a bit of a bucket in the trainer's memory after it was hashed."""
     original = Packer.fill
 
     def fill(self, tensors, acquire):
@@ -76,7 +76,7 @@ def flip_in(monkeypatch, bucket):
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100_000}])
-def test_one_flipped_bit_is_named_and_changes_nothing(engine, a, b, monkeypatch, options):
+def test_a_flipped_bit_is_reported_and_changes_nothing(engine, a, b, monkeypatch, options):
     with Sender([engine.url], **options) as sender:
         sender.push(a)
         with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def test_one_flipped_bit_is_named_and_changes_nothing(engine, a, b, monkeypatch,
     assert served(engine) == expected(b)
 
 
-def test_verify_off_is_said_and_deep_reads_back_what_the_engine_holds(engine, a, b):
+def test_verify_off_is_reported_and_deep_reads_the_engines_weights_back(engine, a, b):
     with Sender([engine.url], verify="off") as sender:
         result = sender.push(a)
         assert (result.verify, result.seconds["digest"], result.seconds["verify"]) == ("off", 0.0, 0.0)
@@ -111,7 +111,7 @@ testing.main()
 """
 
 
-def test_deep_finds_a_loader_that_forgets_a_tensor(model_folder, a):
+def test_deep_detects_a_loader_that_skips_a_tensor(model_folder, a):
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", FORGETFUL)) as engine:
         a.model.norm.weight.data.fill_(2)
         with Sender([engine.url], verify="deep") as sender, pytest.raises(ApplyFailed, match="fresh engine would load"):
@@ -123,7 +123,7 @@ def test_deep_finds_a_loader_that_forgets_a_tensor(model_folder, a):
         assert served(engine) == expected(a)
 
 
-def test_the_version_before_can_be_gone_back_to(engine, a, b):
+def test_rollback_returns_to_the_previous_version(engine, a, b):
     with Sender([engine.url], keep_previous=True) as sender:
         with pytest.raises(TransferFailed, match="no version to go back to"):
             sender.rollback()
@@ -140,7 +140,7 @@ def test_the_version_before_can_be_gone_back_to(engine, a, b):
         assert served(engine) == expected(b)
 
 
-#: The third load fails half-way: the engine's own loader, or what it needs to be done after a load plan was replayed.
+#: The third load fails midway: in the engine's own loader, or in its hook after a load plan was replayed.
 FAIL_THIRD = {
     "loader": """
 load, calls = testing.ModelAdapter.load, []
@@ -164,7 +164,7 @@ testing.ModelAdapter.loader_hooks = lambda self: opened(self)._replace(around=fa
 
 @pytest.mark.parametrize("by", FAIL_THIRD)
 @pytest.mark.parametrize("bucket_bytes", [None, 100_000])
-def test_a_commit_that_fails_half_way_goes_back_where_the_version_is_kept(model_folder, a, b, bucket_bytes, by):
+def test_a_commit_that_fails_midway_restores_the_kept_version(model_folder, a, b, bucket_bytes, by):
     code = f"import contextlib\nfrom weightsync import testing\n{FAIL_THIRD[by]}\ntesting.main()\n"
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
         with Sender([engine.url], keep_previous=True, bucket_bytes=bucket_bytes) as sender:
@@ -188,7 +188,7 @@ def test_streaming_needs_no_stage(engine, a, b, bucket_bytes):
         assert served(engine) == expected(b)
 
 
-def test_a_stream_that_breaks_leaves_a_dirty_engine_that_a_full_push_mends(engine, a, b, monkeypatch):
+def test_a_broken_stream_leaves_a_dirty_engine_that_a_full_push_repairs(engine, a, b, monkeypatch):
     with Sender([engine.url], staging="none", bucket_bytes=100_000) as sender:
         sender.push(a)
         with monkeypatch.context() as patch:
@@ -222,7 +222,7 @@ def test_a_second_trainer_is_told_who_holds_the_lease(engine, a, b):
     assert status(engine).holder == ""
 
 
-def test_a_trainer_that_vanished_is_succeeded_at_once(engine, model_folder, a):
+def test_a_trainer_that_vanished_is_replaced_at_once(engine, model_folder, a):
     code = (
         "import os, sys; from weightsync import Sender; from tools import models\n"
         f"sender = Sender([{engine.url!r}]); sender.push(models.load_reference({str(model_folder('llama', 2))!r}))\n"
@@ -281,7 +281,7 @@ def test_a_push_onto_another_version_than_expected_is_noticed(engine, a, b):
     assert noticed == ("served 'theirs', not 'mine' as this sender left it",)
 
 
-def test_an_engine_can_be_started_so_that_it_waits_for_its_first_push(model_folder, a):
+def test_an_engine_can_be_started_to_wait_for_its_first_push(model_folder, a):
     with ReferenceEngine(model_folder("llama", 0), args=["--wait-for-initial-weights"]) as engine:
         for route in ("/health", "/health_generate", "/ping"):
             assert requests.get(f"{engine.url}{route}", timeout=10).status_code == 503
@@ -304,12 +304,12 @@ def test_an_engine_can_be_started_so_that_it_waits_for_its_first_push(model_fold
         ({"timeout_s": 0.0}, "above 0"),
     ],
 )
-def test_options_that_go_with_nothing(engine, options, said):
+def test_invalid_options_are_refused(engine, options, said):
     with pytest.raises(UnsupportedOption, match=said):
         Sender([engine.url], **options)
 
 
-def test_a_closed_sender_says_so(engine, a):
+def test_a_closed_sender_refuses_calls(engine, a):
     sender = Sender([engine.url])
     sender.close()
     with pytest.raises(WrongState, match="this sender is closed: push is not possible"):
@@ -331,7 +331,7 @@ end.itself = end
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_ends_that_are_forgotten_in_a_cycle_do_not_hang_the_interpreter(transport):
+def test_unclosed_ends_in_a_reference_cycle_do_not_hang_the_interpreter(transport):
     subprocess.run([sys.executable, "-c", SPAWN, transport], timeout=300, check=True)
 
 

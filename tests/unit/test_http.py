@@ -1,4 +1,4 @@
-"""Messages: what they look like on the wire is frozen."""
+"""The encoding of messages on the wire is frozen."""
 
 import json
 from typing import get_args
@@ -141,7 +141,7 @@ GOLDEN_JSON = [
     ),
 ]
 
-#: As they were before fields were added: what the others sent then, and all that the others understand now.
+#: Messages from before fields were added: what older peers sent, and all that they understand.
 EARLIER_JSON = [
     (http.OpenRequest(protocol=(1, 0), package_version="0.1.0"), b'{"protocol":[1,0],"package_version":"0.1.0"}'),
     (
@@ -230,9 +230,9 @@ def test_json_is_frozen(message, raw):
 
 
 @pytest.mark.parametrize(**named(EARLIER_JSON))
-def test_messages_from_before_a_field_was_added_are_understood_and_the_other_way_round(message, raw):
+def test_messages_from_before_a_field_was_added_are_understood(message, raw):
     assert http.from_json(raw, type(message)) == message
-    # Whoever knows no more than these fields ignores the others.
+    # An older peer ignores the fields that it does not know.
     assert json.loads(raw).items() <= json.loads(http.to_json(message)).items()
 
 
@@ -244,7 +244,7 @@ def test_msgpack_is_frozen(message, raw):
     assert unpack(frame) == message
 
 
-def test_every_frame_is_frozen():
+def test_every_type_of_frame_has_a_golden_message():
     assert {type(message) for message, _ in GOLDEN_MSGPACK} == {
         *get_args(control.FromRank),
         *get_args(control.FromSender),
@@ -257,12 +257,12 @@ def test_fields_of_a_newer_minor_version_are_ignored():
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"protocol":"1.0"}', b'{"protocol":[1]}', b"\xff", b"null"])
-def test_what_is_no_message_is_refused(body):
+def test_invalid_messages_are_refused(body):
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
         http.from_json(body, http.OpenRequest)
 
 
-def test_a_message_of_a_sender_before_there_were_other_transports_is_understood():
+def test_messages_from_before_there_were_other_transports_are_understood():
     body = b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,"manifest":[]}'
     assert (http.from_json(body, http.UpdateRequest).slots, http.from_json(body, http.UpdateRequest).server_key) == (
         2,
@@ -271,7 +271,7 @@ def test_a_message_of_a_sender_before_there_were_other_transports_is_understood(
     assert http.from_json(b'{"rank":0,"pid":1,"device":"cpu"}', http.RankInfo).transports == ("ipc_zmq",)
 
 
-def test_an_engine_of_before_it_said_whose_it_is_is_understood():
+def test_a_reply_from_before_user_and_network_were_added_is_understood():
     old = http.from_json(
         b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
         b'"version":"7","ranks":[],"pause_refused":{},"instance":"i"}',
@@ -280,6 +280,6 @@ def test_an_engine_of_before_it_said_whose_it_is_is_understood():
     assert (old.user, old.network, old.stopped) == ("", "", False)
 
 
-def test_a_pickle_is_no_message():
+def test_a_pickle_is_refused():
     with pytest.raises(msgspec.MsgspecError):
         control.unpack_from_rank(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")

@@ -1,4 +1,4 @@
-"""The stream: where every tensor lies, and what a push must consist of."""
+"""The stream: the offset of every tensor, and the manifest of a complete push."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SPECS = st.lists(
 
 
 @given(SPECS)
-def test_tensors_are_aligned_apart_and_inside(manifest):
+def test_tensors_are_aligned_disjoint_and_inside_the_stream(manifest):
     layout = Layout(manifest)
     end = 0
     for entry in layout.entries:
@@ -47,12 +47,12 @@ def test_a_view_of_the_stream_is_the_tensor(manifest):
 
 
 @pytest.mark.parametrize("bad", [("complex64", (2,)), ("bfloat16", (2, -1)), ("no such", ())])
-def test_what_is_no_tensor_is_refused_by_name(bad):
+def test_an_invalid_spec_is_refused_by_name(bad):
     with pytest.raises(ManifestMismatch, match=r"model\.bad"):
         Layout([TensorSpec("model.bad", *bad)])
 
 
-def test_a_dtype_that_no_checkpoint_holds_is_refused_by_name():
+def test_an_unsupported_dtype_is_refused_by_name():
     with pytest.raises(ManifestMismatch, match=r"w: dtype torch\.complex64"):
         spec_of("w", torch.zeros(2, dtype=torch.complex64))
 
@@ -60,7 +60,7 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_by_name():
 A, B, C = (TensorSpec(name, "bfloat16", (2, 3)) for name in "abc")
 
 
-def test_the_complete_checkpoint_fits():
+def test_a_complete_manifest_is_accepted():
     check_manifest([B, A], [A, B])
     check_manifest([A], [A, B], optional=["b"])
 
@@ -76,7 +76,7 @@ def test_the_complete_checkpoint_fits():
         ([], "missing: a, b"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(pushed, said):
+def test_a_manifest_that_does_not_fit_is_refused_by_name(pushed, said):
     with pytest.raises(ManifestMismatch, match=said):
         check_manifest(pushed, [A, B])
 
@@ -86,7 +86,7 @@ def test_long_lists_are_cut():
         check_manifest([], [TensorSpec(f"t{n:03}", "int8", ()) for n in range(100)])
 
 
-def test_digest_sees_names_values_and_dtypes_but_not_order():
+def test_the_digest_depends_on_names_values_and_dtypes_but_not_on_order():
     a, b = torch.arange(4.0), torch.ones(2, dtype=torch.bfloat16)
     same = digest_of([("a", a), ("b", b)])
     assert digest_of([("b", b), ("a", a)]) == same
@@ -95,7 +95,7 @@ def test_digest_sees_names_values_and_dtypes_but_not_order():
 
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 40))
-def test_the_arena_holds_the_model_where_memory_allows_and_leaves_room_for_a_stage_elsewhere(stream_bytes, free):
+def test_the_arena_holds_the_model_if_memory_allows_and_leaves_memory_for_a_stage_otherwise(stream_bytes, free):
     chosen = choose(stream_bytes, free, free, None, "full", False)
     bucket, arena = chosen.bucket_bytes, chosen.slots * chosen.bucket_bytes
     assert bucket % ALIGN_BYTES == 0
@@ -106,12 +106,12 @@ def test_the_arena_holds_the_model_where_memory_allows_and_leaves_room_for_a_sta
     elif free > 1 << 30:
         assert stream_bytes > 0.79 * free
         assert arena <= free / 15
-    if chosen.slots > 2:  # then it is filled in parts, none of which is large
+    if chosen.slots > 2:  # the arena is filled in buckets, none of which is large
         assert arena >= stream_bytes
         assert bucket <= 64 << 20
 
 
-def test_an_asked_bucket_size_is_rounded_up_to_alignment():
+def test_a_requested_bucket_size_is_rounded_up_to_the_alignment():
     assert choose(1 << 30, 1 << 30, 1 << 30, 1000, "full", False).bucket_bytes == 1024
 
 
@@ -124,14 +124,14 @@ def test_an_asked_bucket_size_is_rounded_up_to_alignment():
         (1 << 30, 1 << 30, False, "none", "a stage takes 1073741824 bytes and a rank has 1073741824 free"),
     ],
 )
-def test_where_bytes_wait_follows_from_memory_and_says_why(free, rank, keep, staging, said):
+def test_staging_follows_from_free_memory_and_gives_its_reason(free, rank, keep, staging, said):
     chosen = choose(1 << 30, free, rank, None, "auto", keep)
     assert chosen.staging == staging
     assert said in chosen.reason
 
 
 @given(SPECS, st.integers(1, 20))
-def test_the_pieces_of_all_buckets_are_every_tensor_once_in_order(manifest, units):
+def test_the_buckets_hold_every_tensor_once_and_in_order(manifest, units):
     layout, bucket_bytes = Layout(manifest), units * ALIGN_BYTES
     done, ended = {}, []
     for index in range(layout.buckets(bucket_bytes)):

@@ -1,4 +1,4 @@
-"""A trainer's process holds no more after many pushes than after a few, and leaves nothing when it ends."""
+"""A trainer's process holds no more after many pushes than after a few, and leaves nothing behind when it ends."""
 
 import gc
 import os
@@ -33,13 +33,13 @@ class Held(NamedTuple):
 
 
 def files_of(pid):
-    """What the open files of a process are; a number that is in use for another file tells nothing."""
+    """The kinds of the open files of a process; descriptor numbers are reused and therefore left out."""
     found = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
             found.append(os.readlink(entry.path).split(":")[0])
         except FileNotFoundError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
     return sorted(found)
 
 
@@ -51,7 +51,7 @@ def held(pid=None):
 
 
 def settled(before):
-    """What is held now; threads that are about to end are given a moment, and those that were then are not missed."""
+    """What is held now. Waits a moment for ending threads; fewer threads than ``before`` count as equal."""
     end = time.monotonic() + 5
     while (now := held()).threads > before.threads and time.monotonic() < end:
         time.sleep(0.05)
@@ -59,7 +59,7 @@ def settled(before):
 
 
 def everything(engine, trained):
-    """The life of one sender, and whatever can go wrong with others."""
+    """The life of one sender, and failures of others."""
     lacking = dict(trained.state_dict())
     del lacking["model.norm.weight"]
     with Sender([engine.url]) as sender:
@@ -75,7 +75,7 @@ def everything(engine, trained):
 
 
 def forget(engine, trained):
-    """A sender that nobody closes."""
+    """Push with a sender that is never closed."""
     sender = Sender([engine.url])
     sender.push(trained)
 
@@ -95,7 +95,7 @@ def test_many_pushes_hold_no_more_than_a_few(engine, trained):
     assert engines_now.threads <= engines_before.threads + 1
 
 
-def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained):
+def test_a_sender_that_was_never_closed_is_released_with_all_it_holds(engine, trained):
     everything(engine, trained)
     gc.collect()
     before = held()
@@ -108,7 +108,7 @@ def test_a_forgotten_sender_is_given_up_with_all_it_holds(engine, trained):
     assert (before.shared, before.directories) == ([], [])
 
 
-def test_a_sender_that_closes_unmaps_its_memory_at_once(engine, trained):
+def test_a_closed_sender_unmaps_its_memory_at_once(engine, trained):
     everything(engine, trained)
     gc.collect()
     gc.disable()
@@ -124,7 +124,7 @@ def test_a_sender_that_closes_unmaps_its_memory_at_once(engine, trained):
 
 
 def trainer_that_ends(engine, folder, how):
-    """A trainer that pushes and ends without close(); its process id."""
+    """Run a trainer that pushes and ends without close(); returns its process."""
     code = (
         "import os, signal; from weightsync import Sender\n"
         f"sender = Sender([{engine.url!r}]); sender.push({str(folder)!r})\n"
@@ -138,19 +138,19 @@ def trainer_that_ends(engine, folder, how):
     return process
 
 
-def test_a_trainer_that_exits_without_close_leaves_nothing(engine, model_folder):
+def test_a_trainer_that_exits_without_close_leaves_nothing_behind(engine, model_folder):
     process = trainer_that_ends(engine, model_folder("llama", 1), "")
     assert process.returncode == 0
     assert not list(arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*"))
     assert not list(directories.directory().glob(f"weightsync-{process.pid}-*"))
 
 
-def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained, model_folder, monkeypatch):
+def test_the_next_sender_removes_what_a_killed_trainer_left(engine, trained, model_folder, monkeypatch):
     process = trainer_that_ends(engine, model_folder("llama", 1), "os.kill(os.getpid(), signal.SIGKILL)")
     assert process.returncode == -signal.SIGKILL
     (left,) = arenas.SHM_DIRECTORY.glob(f"weightsync-{process.pid}-*")
     (private,) = directories.directory().glob(f"weightsync-{process.pid}-*")
-    # As if the age were reached at which the next one no longer takes them for somebody's who has only begun.
+    # Without the minimum age, below which files may belong to a sender that is just starting.
     for module in (arenas, directories):
         sweep = module.sweep
         monkeypatch.setattr(module, "sweep", lambda *root, sweep=sweep: sweep(*root, older_than_s=0.0))
@@ -163,7 +163,7 @@ def test_what_a_killed_trainer_leaves_goes_with_the_next_sender(engine, trained,
     assert (held().shared, held().directories) == ([], [])
 
 
-def test_memory_that_no_arena_can_be_made_of_leaves_no_file():
+def test_a_failed_arena_allocation_leaves_no_file():
     before = held()
     for _ in range(3):
         with pytest.raises(TransferFailed, match="shared memory could not be allocated"):

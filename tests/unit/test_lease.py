@@ -1,4 +1,4 @@
-"""Who holds an engine, and who asks what it serves."""
+"""The lease of an engine, and its status route."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ def test_an_engine_that_could_not_be_added_is_free_for_others_at_once(engine):
 
 
 class Probe:
-    """Whether an owner lives, as somebody says who takes time over it."""
+    """A slow check of whether an owner lives, which ends when ``gate`` is set."""
 
     def __init__(self, says):
         self.says, self.begun, self.gate, self.threads = says, threading.Event(), threading.Event(), []
@@ -53,13 +53,13 @@ class Probe:
 
 @pytest.mark.parametrize(("says", "lapsed"), [(True, False), (False, True), (TransferFailed("not its own"), True)])
 @driven
-async def test_an_owner_is_looked_after_beside_the_servers_loop_and_once_for_all_who_ask(says, lapsed):
+async def test_an_owner_is_probed_outside_the_event_loop_and_once_for_all_callers(says, lapsed):
     probe = Probe(says)
     lease = Lease(lives=probe)
     await lease.take("one", "one", "tcp://10.0.0.1:7")
     asked = [asyncio.ensure_future(lease.lapsed()) for _ in range(5)]
     while not probe.begun.is_set():
-        await asyncio.sleep(0.01)  # the loop goes on meanwhile
+        await asyncio.sleep(0.01)  # the event loop runs meanwhile
     assert not any(task.done() for task in asked)
     probe.gate.set()
     assert await asyncio.gather(*asked) == [lapsed] * 5
@@ -70,7 +70,7 @@ async def test_an_owner_is_looked_after_beside_the_servers_loop_and_once_for_all
 
 
 @driven
-async def test_what_is_found_out_of_an_owner_says_nothing_of_the_next():
+async def test_a_probe_of_one_owner_does_not_affect_the_next_owner():
     probe = Probe(False)
     lease = Lease(lives=lambda address: probe(address) if address.endswith("7") else True)
     await lease.take("one", "one", "tcp://10.0.0.1:7")
@@ -82,7 +82,7 @@ async def test_what_is_found_out_of_an_owner_says_nothing_of_the_next():
     assert await asked is False
 
 
-def test_others_are_served_while_a_far_trainer_is_looked_for(engine):
+def test_others_are_served_while_a_remote_trainer_is_probed(engine):
     probe = Probe(True)
     with Sender([engine.url]) as sender:
         sender.push(WEIGHTS[1])
@@ -108,7 +108,7 @@ def test_status_answers_a_get(engine, query, digests):
 
 
 @pytest.mark.parametrize("query", ["?digest=perhaps", "?timeout_s=0", "?timeout_s=long"])
-def test_a_get_that_asks_for_nonsense_is_refused(engine, query):
+def test_a_get_with_invalid_arguments_is_refused(engine, query):
     head = {"Authorization": f"Bearer {auth.engine_token()}"}
     assert requests.get(f"{engine.url}/weightsync/status{query}", headers=head, timeout=SOON_S).status_code == 400
 

@@ -1,4 +1,4 @@
-"""Load plans: what a loader of views, casts and copies does is recorded without a trace, and replayed bit by bit."""
+"""Load plans: a loader of views, casts and copies is recorded without side effects and replayed bit by bit."""
 
 import contextlib
 import tracemalloc
@@ -48,7 +48,7 @@ KINDS = (
 
 @st.composite
 def arguments_of(draw, kind, shape):
-    """Arguments with which a step can be made of a tensor of this shape; None if there are none."""
+    """Valid arguments of an operation on a tensor of this shape; None if there are none."""
     if kind == "unsqueeze":
         return (draw(st.integers(0, len(shape))),)
     if kind not in ("narrow", "select", "chunk", "slice", "transpose", "movedim"):
@@ -70,7 +70,7 @@ def arguments_of(draw, kind, shape):
 
 @st.composite
 def steps(draw, shape):
-    """Views and copies that can be made one after the other of a tensor of this shape, and the shape they end with."""
+    """A sequence of views and copies of a tensor of this shape, and the final shape."""
     found = []
     for kind in draw(st.lists(st.sampled_from(KINDS), max_size=5)):
         arguments = draw(arguments_of(kind, shape))
@@ -91,13 +91,13 @@ SPELLED = {
 
 
 def step(tensor, kind, arguments):
-    """One step, as loaders spell it."""
+    """Apply one operation as loaders write it."""
     return SPELLED[kind](tensor, *arguments) if kind in SPELLED else getattr(tensor, kind)(*arguments)
 
 
 @st.composite
 def programs(draw):
-    """A model, a checkpoint, and how each of its tensors gets into the model."""
+    """A model, a checkpoint, and the operations that load each of its tensors."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     checkpoint, parameters, moves = {}, {}, []
     for number in range(draw(st.integers(1, 4))):
@@ -108,7 +108,7 @@ def programs(draw):
             taken, ends = draw(steps(shape))
             cast = draw(st.sampled_from([None, *DTYPES]))
             target_dtype = draw(st.sampled_from(DTYPES))
-            # The place in the parameter: somewhere in the middle of a larger one, perhaps transposed.
+            # The target: a region in the middle of a larger parameter, perhaps transposed.
             pads = tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in ends)
             turned = len(ends) == 2 and draw(st.booleans())
             whole = tuple(low + size + high for size, (low, high) in zip(ends, pads, strict=True))
@@ -141,13 +141,13 @@ def program_loader(moves):
 
 @settings(max_examples=300)
 @given(programs(), st.booleans())
-def test_replay_equals_really_loading(program, apart):
+def test_replay_equals_loading(program, apart):
     parameters, checkpoint, moves = program
     model, load = Model(parameters), program_loader(moves)
     want = really_loaded(model, load, checkpoint)
     plan, stage = plan_for(model, load, checkpoint)
     stage = scattered(plan.layout, stage) if apart else stage
-    # Rounded twice is more than a copy; everything else is not.
+    # Only rounding twice is more than a copy.
     assert all("rounded twice" in why or "computed" in why for why in plan.fallen.values())
     plan.replay(stage)
     if plan.loader:
@@ -157,7 +157,7 @@ def test_replay_equals_really_loading(program, apart):
     loader_hooks = LoaderHooks(model, lambda weights: load(model, weights), contextlib.nullcontext)
     assert [plan.redone(loader_hooks, share=share) for share in (True, True, False)] == [""] * 3
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
-    # Whatever the loader passes over from now on, is not in what it did.
+    # A tensor that the loader skips from now on is detected.
     for left_out in {copy.name for copy in plan.copies} - plan.loader:
         less = LoaderHooks(
             model, lambda weights, name=left_out: load(model, [p for p in weights if p[0] != name]), loader_hooks[2]
@@ -179,7 +179,7 @@ def many(tensors):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_replaying_takes_no_step_of_python_for_each_tensor(turned):
+def test_replay_has_no_per_tensor_python_cost(turned):
     def load(model, weights):
         for name, tensor in weights:
             target = model.get_parameter(name).data
@@ -197,7 +197,7 @@ def test_replaying_takes_no_step_of_python_for_each_tensor(turned):
 
 
 @pytest.mark.parametrize("tensors", [10, 2000])
-def test_replaying_takes_no_memory(tensors):
+def test_replay_allocates_no_memory(tensors):
     model, checkpoint = many(tensors)
     plan, stage = plan_for(model, by_name, checkpoint)
     plan.replay(stage)
@@ -215,7 +215,7 @@ def one_of(load):
     return model, load, checkpoint
 
 
-def test_neighbours_are_copied_as_one():
+def test_adjacent_copies_are_merged():
     whole = torch.zeros(8, 128)
     model = Model({"fused": whole})
     checkpoint = {f"part{number}": torch.randn(1, 128) for number in range(8)}
@@ -231,7 +231,7 @@ def test_neighbours_are_copied_as_one():
     assert torch.equal(model.fused, torch.cat(list(checkpoint.values())))
 
 
-def test_a_stage_that_is_forgotten_is_let_go_of():
+def test_a_forgotten_stage_is_released():
     model, checkpoint = two()
     plan, stage = plan_for(model, odd_loader(lambda p, t: p.data.copy_(t.reshape(6, 4).t())), checkpoint)
     other = stage.clone()

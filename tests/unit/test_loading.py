@@ -1,4 +1,4 @@
-"""How a rank loads, with the reference engine's sink and sinks that differ from it in one thing."""
+"""How a rank loads, with the reference engine's adapter and adapters that differ from it in one point."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 class Counting(ModelAdapter):
-    """Counts what its loader is given, recordings aside."""
+    """Counts the tensors that its loader is given, except while it is recorded."""
 
     given = 0
 
@@ -38,7 +38,7 @@ class Counting(ModelAdapter):
 
 
 class Unknown(Counting):
-    """No checkpoint tells what is complete."""
+    """An adapter without a checkpoint that says what is complete."""
 
     def expected(self):
         raise ManifestMismatch("nobody knows this model")
@@ -56,7 +56,7 @@ def folder(model_folder):
 
 
 def push(loading, checkpoint, again=None):
-    """What a receiver does with a push; the stage."""
+    """Load a push as a receiver does; returns the stage."""
     layout = loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
     data = torch.zeros(layout.nbytes, dtype=torch.uint8) if again is None else again.data
     for entry in layout.entries:
@@ -67,7 +67,7 @@ def push(loading, checkpoint, again=None):
     return staged
 
 
-def test_the_first_push_is_loaded_by_the_engine_and_those_after_by_the_plan(folder, checkpoints):
+def test_the_engine_loads_the_first_push_and_the_plan_loads_later_ones(folder, checkpoints):
     adapter = Counting(folder, CPU)
     loading = Loading(adapter)
     assert loading.path == ""
@@ -80,7 +80,7 @@ def test_the_first_push_is_loaded_by_the_engine_and_those_after_by_the_plan(fold
     assert loading.accept([entry.spec for entry in staged.layout.entries]) is staged.layout
 
 
-def test_what_streams_in_or_lies_otherwise_goes_through_the_engine(folder, checkpoints):
+def test_streams_and_other_layouts_are_loaded_by_the_engine(folder, checkpoints):
     adapter = Counting(folder, CPU)
     loading = Loading(adapter)
     first = push(loading, checkpoints[0])
@@ -94,7 +94,7 @@ def test_what_streams_in_or_lies_otherwise_goes_through_the_engine(folder, check
     assert adapter.digest() == digest_of(checkpoints[0].items())
 
 
-def test_memory_that_has_moved_is_recorded_again(folder, checkpoints):
+def test_a_model_whose_memory_moved_is_recorded_again(folder, checkpoints):
     adapter = Counting(folder, CPU)
     loading = Loading(adapter)
     push(loading, checkpoints[0])
@@ -134,13 +134,13 @@ def test_memory_that_moves_after_the_push_was_accepted_is_noticed(folder, checkp
 
 
 class Arithmetic(Counting):
-    """Does more than copying to one parameter."""
+    """Computes one parameter instead of copying it."""
 
     def load(self, weights):
         super().load((name, tensor * 2 if name == NAME else tensor) for name, tensor in weights)
 
 
-def test_a_loader_that_computes_one_parameter_loads_that_one_itself(folder, checkpoints):
+def test_a_parameter_that_the_loader_computes_is_loaded_by_the_loader(folder, checkpoints):
     adapter = Arithmetic(folder, CPU)
     loading = Loading(adapter)
     for number, checkpoint in enumerate(checkpoints):
@@ -155,7 +155,7 @@ def test_a_loader_that_computes_one_parameter_loads_that_one_itself(folder, chec
 
 
 class WorkedOn(Counting):
-    """Its parameters are worked on after loading."""
+    """Processes a parameter after loading."""
 
     def loader_hooks(self):
         return LoaderHooks(self.model, super().load, contextlib.nullcontext)
@@ -167,7 +167,7 @@ class WorkedOn(Counting):
 
 
 class LaidOutAnew(WorkedOn):
-    """Its parameters are made anew with every load."""
+    """Replaces a parameter with every load."""
 
     @torch.no_grad()
     def load(self, weights):
@@ -183,7 +183,7 @@ class Threads(Counting):
 
 
 class Says(Counting):
-    """An engine that knows better."""
+    """Declares that its loader cannot be planned."""
 
     def loader_hooks(self):
         return "it packs layers"
@@ -198,7 +198,7 @@ class Says(Counting):
         (Says, "it packs layers"),
     ],
 )
-def test_what_cannot_be_planned_is_loaded_by_the_engine_which_status_says(folder, checkpoints, kind, why):
+def test_a_push_that_cannot_be_planned_is_loaded_by_the_engine_and_status_says_so(folder, checkpoints, kind, why):
     adapter = kind(folder, CPU)
     loading = Loading(adapter)
     for number, checkpoint in enumerate(checkpoints):
@@ -218,7 +218,7 @@ def specs(checkpoint, *, without=(), **more):
 
 
 class Skips(Unknown):
-    """Passes over what it does not know."""
+    """Skips tensors that it does not know."""
 
     def load(self, weights):
         super().load(pair for pair in weights if pair[0] in self.model.state_dict())
@@ -240,7 +240,7 @@ def test_without_a_checkpoint_a_push_is_complete_if_it_fills_the_model(folder, c
     assert adapter.digest() == digest_of(checkpoints[1].items())
 
 
-def test_without_a_checkpoint_a_misshapen_or_unknown_tensor_is_refused_with_what_the_loader_says(folder, checkpoints):
+def test_without_a_checkpoint_a_tensor_that_does_not_fit_is_refused_with_the_loaders_error(folder, checkpoints):
     adapter = Unknown(folder, CPU)
     loading, before = Loading(adapter), adapter.digest()
     for manifest in (
@@ -252,7 +252,7 @@ def test_without_a_checkpoint_a_misshapen_or_unknown_tensor_is_refused_with_what
     assert adapter.digest() == before
 
 
-def test_what_one_rank_reads_no_other_has_to():
+def test_a_tensor_has_to_be_read_by_one_rank_only():
     check_read([Accepted(("a", "b")), Accepted(("c",))])
     check_read([Accepted()])
     with pytest.raises(ManifestMismatch, match=r"no rank loads b$"):
@@ -271,7 +271,7 @@ class Scaled(Counting):
         return digest_of((n, t) for n, t in self.model.state_dict().items() if n not in ("k_scale", "table"))
 
 
-def test_with_a_checkpoint_what_its_tensors_do_not_fill_is_no_fault(folder, checkpoints):
+def test_with_a_checkpoint_parameters_that_it_lacks_are_accepted(folder, checkpoints):
     adapter = Scaled(folder, CPU)
     loading = Loading(adapter)
     for checkpoint in checkpoints:
@@ -287,7 +287,7 @@ class Optional(Counting):
         return Expected(super().expected().specs, frozenset({"lm_head.weight"}))
 
 
-def test_a_tied_tensor_can_be_left_out_only_where_its_place_is_filled_all_the_same(folder, checkpoints):
+def test_a_tied_tensor_may_be_omitted_only_if_its_parameter_is_filled(folder, checkpoints):
     loading = Loading(Optional(folder, CPU))
     without = specs(checkpoints[1], without={"lm_head.weight"})
     with pytest.raises(ManifestMismatch, match=r"without lm_head.weight nothing is loaded into lm_head.weight"):
@@ -313,7 +313,7 @@ testing.main()
 """
 
 
-def test_an_engine_of_an_unknown_model_is_pushed_to_and_refuses_by_name_what_is_not_complete(folder, checkpoints):
+def test_an_engine_with_an_unknown_model_takes_complete_pushes_and_refuses_others_by_name(folder, checkpoints):
     with ReferenceEngine(folder, launcher=(sys.executable, "-c", UNKNOWN)) as engine, Sender([engine.url]) as sender:
         before = sender.status(digest=True)[engine.url].ranks[0]
         assert before.loading == ""

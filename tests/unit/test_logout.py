@@ -1,4 +1,4 @@
-"""Engine and trainer of one user find each other whatever started them, and go on when their user logs out."""
+"""Engine and trainer of one user find each other however they were started, and continue when the user logs out."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from weightsync.testing import ReferenceEngine
 
 
 def environment(**changes):
-    """This process's, without a key and a session; what is given is added."""
+    """The environment of this process without a key and a session, plus ``changes``."""
     left_out = ("WEIGHTSYNC_TOKEN", "XDG_RUNTIME_DIR")
     return {**{name: value for name, value in os.environ.items() if name not in left_out}, **changes}
 
@@ -27,8 +27,10 @@ def served_digest(sender, engine):
 
 
 @pytest.mark.parametrize("session", ["engine", "trainer"])
-def test_a_login_session_of_one_of_them_makes_no_difference(model_folder, trained, tmp_path, monkeypatch, session):
-    """The other was started by cron, slurm, sudo or docker exec, and has no ``XDG_RUNTIME_DIR``."""
+def test_engine_and_trainer_agree_on_the_key_if_only_one_has_a_login_session(
+    model_folder, trained, tmp_path, monkeypatch, session
+):
+    """The other one was started by cron, slurm, sudo or docker exec, and has no ``XDG_RUNTIME_DIR``."""
     monkeypatch.delenv("WEIGHTSYNC_TOKEN")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     if session == "trainer":
@@ -39,7 +41,7 @@ def test_a_login_session_of_one_of_them_makes_no_difference(model_folder, traine
         assert served_digest(sender, engine) == digest_of(trained.state_dict().items())
 
 
-def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folder, own_homes, tmp_path):
+def test_a_key_mismatch_is_reported_with_the_origin_of_each_key(model_folder, own_homes, tmp_path):
     log = tmp_path / "log"
     launcher = ("sh", "-c", f'exec "$0" -m weightsync.testing "$@" 2>{log}', sys.executable)
     env = environment(WEIGHTSYNC_TOKEN="the engine's own")
@@ -58,14 +60,14 @@ def test_a_key_that_differs_is_told_with_where_each_side_has_it_from(model_folde
 
 
 def log_out(pid):
-    """What a login manager removes once the last session of a user has ended: its shared memory."""
+    """Remove what a login manager removes when a user's last session ends: shared memory."""
     for place in (arenas.SHM_DIRECTORY, directories.directory()):
         for path in place.glob(f"weightsync-{pid}-*"):
             (shutil.rmtree if path.is_dir() else os.unlink)(path)
 
 
 @pytest.mark.parametrize("keep_previous", [False, True])
-def test_a_trainer_goes_on_when_its_user_has_logged_out(engine, model_folder, trained, keep_previous):
+def test_a_trainer_continues_after_its_user_has_logged_out(engine, model_folder, trained, keep_previous):
     with Sender([engine.url], keep_previous=keep_previous) as sender:
         sender.push(trained)
         log_out(os.getpid())
@@ -73,13 +75,13 @@ def test_a_trainer_goes_on_when_its_user_has_logged_out(engine, model_folder, tr
             sender.push(model_folder("llama", seed))
         log_out(os.getpid())
         with ReferenceEngine(model_folder("llama", 1)) as late:
-            assert sender.add_engine(late.url) is None  # what holds the version is out of its reach
+            assert sender.add_engine(late.url) is None  # the arena with the version cannot be opened any more
             sender.push(trained)
             assert served_digest(sender, late) == digest_of(trained.state_dict().items())
 
 
 def test_a_trainer_under_nohup_outlives_the_session_that_started_it(engine, model_folder, tmp_path):
-    """The session's run-time directory goes, and cannot be made again."""
+    """The session's runtime directory is removed and cannot be created again."""
     session = tmp_path / "session"
     session.mkdir(mode=0o700)
     code = (
@@ -93,7 +95,7 @@ def test_a_trainer_under_nohup_outlives_the_session_that_started_it(engine, mode
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
         first = int(trainer.stdout.readline())
         shutil.rmtree(session)
-        session.touch()  # nobody may make it again
+        session.touch()  # prevents a new directory of that name
         log_out(trainer.pid)
         said, _ = trainer.communicate("\n\n\n", timeout=120)
     assert [first, *map(int, said.split())] == [first, first + 1, first + 2]

@@ -1,4 +1,4 @@
-"""Memory that is shared already is never moved, and known by the file behind it."""
+"""Memory that is already shared is never moved, and is identified by the file behind it."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def strategy():
-    """Sets how torch shares memory, until the end of the test."""
+    """Set torch's sharing strategy until the end of the test."""
     before = torch.multiprocessing.get_sharing_strategy()
     yield torch.multiprocessing.set_sharing_strategy
     torch.multiprocessing.set_sharing_strategy(before)
@@ -23,26 +23,26 @@ def strategy():
 
 @pytest.mark.parametrize("now", ["file_descriptor", "file_system"])
 @pytest.mark.parametrize("then", ["file_descriptor", "file_system"])
-def test_what_was_shared_in_one_way_stays_where_it_is_when_torch_shares_in_another(strategy, then, now):
+def test_shared_memory_stays_in_place_when_the_sharing_strategy_changes(strategy, then, now):
     strategy(then)
     tensor = torch.arange(1 << 18).share_memory_()
     address = tensor.data_ptr()
     strategy(now)
     found = shared_parameters.find([tensor], CPU)
     assert tensor.data_ptr() == address
-    # Only what this process has open by a descriptor can be offered to others.
+    # Only memory with an open descriptor can be shared with other processes.
     assert (found is not None) == (then == "file_descriptor")
 
 
 def see(weights, looked, written, seen):
-    """In a process of its own: look whether they can be lent, then read them again."""
+    """In another process: look whether the weights can be shared, then read them again."""
     shared_parameters.find([weights], CPU)
     looked.set()
     assert written.wait(60)
     seen.put(weights[0].item())
 
 
-def test_a_learner_and_the_process_that_pushes_for_it_go_on_sharing(strategy):
+def test_a_learner_and_the_process_that_pushes_for_it_keep_sharing_memory(strategy):
     strategy("file_system")
     weights = torch.zeros(1 << 18).share_memory_()
     context = torch.multiprocessing.get_context("spawn")
@@ -56,7 +56,7 @@ def test_a_learner_and_the_process_that_pushes_for_it_go_on_sharing(strategy):
     process.join()
 
 
-def test_the_file_behind_an_address_is_one_that_is_open_and_begins_there():
+def test_the_file_behind_an_address_must_be_open_and_begin_there():
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, 4 * mmap.PAGESIZE)
     with mmap.mmap(descriptor, 0) as whole, mmap.mmap(descriptor, 0, offset=mmap.PAGESIZE) as rest:
@@ -73,7 +73,7 @@ def test_the_file_behind_an_address_is_one_that_is_open_and_begins_there():
         assert Mappings().file(view.data_ptr() + 1, 1) is None
         os.close(descriptor)
         duplicates = Mappings().file(view.data_ptr(), 1)
-        # Python's mmap keeps a duplicate, by which others could open the file just as well.
+        # Python's mmap keeps a duplicate descriptor, through which others could open the file as well.
         assert duplicates is not None
         assert os.fstat(duplicates.descriptor).st_ino == duplicates.inode
         del view
@@ -81,7 +81,7 @@ def test_the_file_behind_an_address_is_one_that_is_open_and_begins_there():
     assert Mappings().file(0, 1) is None
 
 
-def test_a_file_on_a_disk_is_not_lent_though_it_is_mapped_and_open(tmp_path):
+def test_a_mapped_file_on_disk_is_not_shared(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(bytes(mmap.PAGESIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:

@@ -1,4 +1,4 @@
-"""What users call engines and versions: one spelling for each, and a clear error for what cannot be used."""
+"""URLs of engines and labels of versions: one spelling for each, and a clear error for invalid ones."""
 
 import asyncio
 import re
@@ -46,25 +46,25 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("url", PLAIN)
-def test_equal_addresses_are_written_alike(url):
+def test_equal_urls_are_normalised_to_one_spelling(url):
     assert plain_url(url) == PLAIN[url]
     assert plain_url(PLAIN[url]) == PLAIN[url]
 
 
 @pytest.mark.parametrize("url", UNUSABLE)
-def test_what_is_no_address_is_refused_by_name(url):
+def test_an_invalid_url_is_refused_by_name(url):
     with pytest.raises(UnsupportedOption, match=UNUSABLE[url]) as raised:
         Sender([url])
     assert repr(url.strip())[:60] in str(raised.value)
 
 
 @pytest.mark.parametrize("url", [None, 7, b"http://engine"])
-def test_what_is_no_text_is_no_address(url):
+def test_a_url_must_be_a_string(url):
     with pytest.raises(UnsupportedOption, match="is not a URL"):
         Sender([url])
 
 
-def test_a_password_is_refused_and_not_told():
+def test_a_password_is_refused_and_not_printed():
     with pytest.raises(UnsupportedOption, match="pass the key as the option token") as raised:
         Sender(["http://me:hush@engine:8000"])
     assert "hush" not in str(raised.value)
@@ -83,7 +83,7 @@ def alias(engine):
 
 
 @pytest.mark.parametrize("spelled", ["{}/", "{}///", "HTTP{}", " {}"])
-def test_an_engine_is_reached_however_its_address_is_spelled(engine, spelled):
+def test_an_engine_is_reached_by_every_spelling_of_its_url(engine, spelled):
     url = spelled.format(engine.url.removeprefix("http") if spelled.startswith("HTTP") else engine.url)
     with Sender([url]) as sender:
         assert list(sender.push(WEIGHTS[1]).engines) == [engine.url]
@@ -93,7 +93,7 @@ def test_an_engine_is_reached_however_its_address_is_spelled(engine, spelled):
         Sender([engine.url, url])
 
 
-def test_one_engine_under_two_addresses_is_refused_and_both_are_told(engine, alias):
+def test_one_engine_under_two_urls_is_refused_and_both_are_named(engine, alias):
     said = f"{engine.url} and {alias} are one and the same engine"
     with pytest.raises(UnsupportedOption, match=said):
         Sender([engine.url, alias])
@@ -107,7 +107,7 @@ def test_one_engine_under_two_addresses_is_refused_and_both_are_told(engine, ali
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_an_engine_is_reached_by_ipv6(monkeypatch):
+def test_an_engine_is_reached_over_ipv6(monkeypatch):
     try:
         listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError as error:
@@ -122,7 +122,7 @@ def test_an_engine_is_reached_by_ipv6(monkeypatch):
         assert cli.main(["status", url]) == 0
 
 
-def test_an_engine_below_a_path_is_reached_there(engine):
+def test_an_engine_under_a_url_path_is_reached(engine):
     until(lambda: engine._server.started, "it does not start")
     engine._server.config.loaded_app = Starlette(routes=[Mount("/fleet/7", engine._server.config.loaded_app)])
     with Sender([f"{engine.url}/fleet/7/"]) as sender:
@@ -132,7 +132,7 @@ def test_an_engine_below_a_path_is_reached_there(engine):
 
 
 @pytest.mark.parametrize("label", [5, 0, True, b"5", 5.0, "", "x" * 2000, "two\nlines", "\x1b[31m", "\ud800", "nul\0"])
-def test_a_label_that_is_none_is_refused_and_engines_are_asked_what_they_serve_alone(engine, monkeypatch, label):
+def test_an_invalid_label_is_refused_and_engines_are_only_asked_for_their_status(engine, monkeypatch, label):
     with Sender([engine.url]) as sender:
         sender.push(WEIGHTS[1], version="before")
         asked, ask = [], http_client.Server.ask
@@ -149,7 +149,7 @@ def test_a_label_that_is_none_is_refused_and_engines_are_asked_what_they_serve_a
 
 
 @pytest.mark.parametrize("label", ["5", "x" * 1024, "step 7, größer", " "])
-def test_a_label_is_what_the_engine_then_serves(engine, label):
+def test_the_engine_serves_under_the_pushed_label(engine, label):
     with Sender([engine.url]) as sender:
         assert sender.push(WEIGHTS[1], version=label).version == label
         assert sender.status()[engine.url].version == label

@@ -1,4 +1,4 @@
-"""Loops that several threads share: all is done once, whoever does it, and what fails is told when all have ended."""
+"""Loops that threads share: each item is done once, and an error is raised when all threads have ended."""
 
 import os
 import signal
@@ -25,8 +25,8 @@ def threads(request, monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_every_byte_is_copied_and_none_beside(threads, monkeypatch):
-    monkeypatch.setattr(native_copy, "SHARE_BYTES", 3 * LARGE)  # so that one run is shared, too
+def test_every_byte_is_copied_and_no_other_is_written(threads, monkeypatch):
+    monkeypatch.setattr(native_copy, "SHARE_BYTES", 3 * LARGE)  # so that a single run is shared, too
     sizes = [5, 8 * LARGE + 3, 0, LARGE, LARGE - 1, 1, 2 * LARGE + 7] * 3
     source = torch.randint(0, 256, (sum(sizes) + 2 * len(sizes),), dtype=torch.uint8)
     for _ in range(5):
@@ -39,7 +39,7 @@ def test_every_byte_is_copied_and_none_beside(threads, monkeypatch):
         assert torch.equal(target, expected)
 
 
-def test_hashes_come_in_order(threads):
+def test_hashes_are_returned_in_order(threads):
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (9, 2 * LARGE, 0, LARGE + 1, 7, LARGE)]
     hashes = Hashes([Block(part.data_ptr(), part.numel()) for part in parts])
     for _ in range(3):
@@ -47,14 +47,14 @@ def test_hashes_come_in_order(threads):
         assert hashes.make() == [xxhash.xxh3_64_intdigest(part.numpy().tobytes()) for part in parts]
 
 
-def test_as_many_take_part_as_torch_has_threads_and_items_there_are(threads):
+def test_as_many_threads_work_as_torch_allows_and_items_exist(threads):
     for count in (0, 1, 3, 40):
         meeting = Barrier(max(1, min(threads, count)))
         first = iter(range(meeting.parties))
 
         def act(item, meeting=meeting, first=first):
             if next(first, None) is not None:
-                meeting.wait(20)  # nobody ends an item before all have begun one
+                meeting.wait(20)  # no thread ends an item before all have begun one
             return 2 * item, threading.get_ident()
 
         found = native_copy.each(act, range(count))
@@ -62,12 +62,12 @@ def test_as_many_take_part_as_torch_has_threads_and_items_there_are(threads):
         assert len({thread for _, thread in found}) == min(threads, count)
 
 
-def test_a_thread_that_has_one_core_works_alone(threads, monkeypatch):
+def test_a_thread_with_one_core_works_alone(threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert set(native_copy.each(lambda _: threading.get_ident(), range(20))) == {threading.get_ident()}
 
 
-def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
+def test_an_error_is_raised_after_all_threads_have_stopped(threads):
     working = set()
 
     def act(item):
@@ -83,8 +83,8 @@ def test_what_fails_is_raised_once_no_thread_works_any_more(threads):
     assert working == set()
 
 
-def test_who_is_interrupted_waits_for_those_that_work(threads):
-    """As by Ctrl-C: while it works, and then again while it waits."""
+def test_an_interrupted_caller_waits_for_the_working_threads(threads):
+    """Ctrl-C arrives while the caller works, and again while it waits."""
     main, begun, working, ended = threading.get_ident(), [], threading.Event(), []
 
     def act(item):
@@ -104,7 +104,7 @@ def test_who_is_interrupted_waits_for_those_that_work(threads):
     assert native_copy.each(lambda item: item, range(3)) == [0, 1, 2]
 
 
-def test_shared_work_does_not_share_its_own(threads):
+def test_nested_work_is_not_shared_again(threads):
     lock, at_work, most = threading.Lock(), 0, 0
 
     def inner(item):
@@ -124,7 +124,7 @@ def test_shared_work_does_not_share_its_own(threads):
 
 
 @pytest.mark.parametrize("few", [0, 1, 2])
-def test_all_is_done_where_no_more_threads_are_to_be_had(threads, few, monkeypatch):
+def test_all_items_are_done_if_no_more_threads_can_start(threads, few, monkeypatch):
     started, start = [], threading.Thread.start
 
     def refused(self):
@@ -147,12 +147,12 @@ def test_all_is_done_where_no_more_threads_are_to_be_had(threads, few, monkeypat
     assert native_copy.each(lambda item: 2 * item, range(50)) == list(range(0, 100, 2))
 
 
-def test_a_forked_process_has_threads_of_its_own(threads):
+def test_a_forked_process_starts_its_own_threads(threads):
     def meet():
         both = Barrier(min(threads, 2))
         native_copy.each(lambda _: both.wait(20), range(both.parties))
 
-    meet()  # so that there are some to lose
+    meet()  # so that threads exist that the child does not inherit
     child = os.fork()
     if not child:
         try:

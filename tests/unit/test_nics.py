@@ -1,4 +1,4 @@
-"""Which RDMA device a rank is given, on hosts made up of files; and that NIXL takes what it is given."""
+"""The RDMA device of a rank, on hosts simulated by files, and that NIXL uses the device it is given."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from weightsync.transports.nixl import agents, nics
 
 CPU = torch.device("cpu")
-#: Makes an agent as a rank does, on a device that is said to be there.
+#: Creates an agent as a rank does, on a given device.
 MAKE = """
 import sys, torch
 from weightsync.transports.nixl import agents
@@ -30,7 +30,7 @@ def no_settings(monkeypatch):
 
 @pytest.fixture
 def host(tmp_path):
-    """Devices by name: the state of their port, and whether this process has their file."""
+    """Create devices by name, each with the state of its port and whether its file exists."""
 
     def make(**devices):
         for number, (name, (state, there)) in enumerate(devices.items()):
@@ -55,23 +55,23 @@ def chosen(root, ranks=4):
     return [nics.nic_for(CPU, rank, root) for rank in range(ranks)]
 
 
-def test_a_host_without_such_devices_leaves_the_choice_to_ucx(tmp_path):
+def test_a_host_without_rdma_devices_leaves_the_choice_to_ucx(tmp_path):
     assert nics.nic_for(CPU, 0, tmp_path) == ""
 
 
-def test_ranks_are_given_one_after_another(host):
+def test_devices_are_assigned_to_ranks_in_turn(host):
     assert chosen(host(mlx5_0=UP, mlx5_1=UP)) == ["mlx5_0", "mlx5_1", "mlx5_0", "mlx5_1"]
 
 
-def test_a_device_whose_port_is_not_up_is_passed_over(host):
+def test_a_device_with_its_port_down_is_skipped(host):
     assert chosen(host(mlx5_0=DOWN, mlx5_1=UP, mlx5_2=INIT, mlx5_3=UP)) == ["mlx5_1", "mlx5_3"] * 2
 
 
-def test_where_all_are_down_the_choice_is_left_to_ucx(host):
+def test_if_all_ports_are_down_the_choice_is_left_to_ucx(host):
     assert chosen(host(mlx5_0=DOWN), 1) == [""]
 
 
-def test_a_device_of_the_host_that_the_container_was_not_given_is_passed_over(host):
+def test_a_device_that_the_container_cannot_open_is_skipped(host):
     assert chosen(host(mlx5_0=("4: ACTIVE", False), mlx5_1=UP), 2) == ["mlx5_1", "mlx5_1"]
 
 
@@ -89,14 +89,14 @@ def test_a_device_of_the_host_that_the_container_was_not_given_is_passed_over(ho
         ("UCX_TLS", "^tcp", "mlx5_0"),
     ],
 )
-def test_what_the_user_leaves_out_is_not_chosen(host, monkeypatch, variable, value, found):
+def test_devices_that_the_user_excluded_are_not_chosen(host, monkeypatch, variable, value, found):
     monkeypatch.setenv(variable, value)
     assert nics.nic_for(CPU, 0, host(mlx5_0=UP, mlx5_1=UP)) == found
 
 
 @pytest.mark.skipif(not agents.available(), reason="needs nixl: pip install 'weightsync[nixl]'")
 @pytest.mark.parametrize("inherited", [{}, {"UCX_NET_DEVICES": "lo"}, {"UCX_NET_DEVICES": "all"}], ids=str)
-def test_nixl_uses_the_device_that_it_is_given_and_no_other(inherited):
+def test_nixl_uses_only_the_device_that_it_is_given(inherited):
     def made_on(nic):
         command = [sys.executable, "-c", MAKE, nic]
         said = subprocess.run(

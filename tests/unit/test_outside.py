@@ -1,4 +1,4 @@
-"""A transport of another package, from the sender to the reference engine and back, and one that is broken."""
+"""A transport of another package, from the sender to the reference engine, and a broken one."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ OUTSIDE = Path(__file__).resolve().parents[1] / "outside"
 
 @pytest.fixture
 def install(monkeypatch):
-    """Put a folder with a package and its entry points where this process, and those that it starts, find it."""
+    """Make a folder with a package and its entry points importable here and in child processes."""
 
     def install(folder):
         monkeypatch.syspath_prepend(str(folder))
@@ -27,12 +27,12 @@ def install(monkeypatch):
     return install
 
 
-def test_a_push_goes_through_files(install, model_folder):
+def test_a_push_travels_through_files(install, model_folder):
     install(OUTSIDE)
     trained = models.load_reference(model_folder("llama", 1))
     with ReferenceEngine(model_folder("llama", 0)) as engine:
         with Sender([engine.url]) as sender:
-            assert sender.push(trained).engines[engine.url].transport == "ipc_zmq"  # it takes nobody's place
+            assert sender.push(trained).engines[engine.url].transport == "ipc_zmq"  # "auto" does not choose it
         with Sender([engine.url], transport="files") as sender:
             for _ in range(3):
                 result = sender.push(trained)
@@ -68,7 +68,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_one_that_is_broken_is_told_by_name_and_the_others_go_on(install, tmp_path, model_folder, kind):
+def test_a_broken_transport_is_named_and_the_others_work(install, tmp_path, model_folder, kind):
     line, told = BROKEN[kind]
     points = tmp_path / "site" / "broken-1.0.dist-info"
     points.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Packing again what was packed before: the same bytes and digests, and no step of Python for any tensor."""
+"""Packing the same tensors again: the same bytes and digests, with no per-tensor Python cost."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.contract.rig import bits
+from tests.contract.harness import bits
 from tests.helpers import calls_of
 from tools import models
 from weightsync import LocalShard, Sender
@@ -28,7 +28,7 @@ from weightsync.trainer.packing import Packer
 
 @st.composite
 def tensors_and_parts(draw):
-    """Tensors small and large, and rows of some of them."""
+    """Small and large tensors, and wanted rows of some of them."""
     shapes = draw(st.lists(st.tuples(st.sampled_from([0, 1, 3, 40, 700]), st.sampled_from([1, 5, 1024])), max_size=8))
     tensors = [torch.randint(0, 99, shape, dtype=torch.int32) for shape in [*shapes, (700, 1024)]]
     layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(tensors)])
@@ -50,7 +50,7 @@ def tensors_and_parts(draw):
     st.sampled_from([2, 1 << 11]),
     st.sampled_from(["", "xxh3_64"]),
 )
-def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm):
+def test_a_pack_plan_packs_the_same_bytes_as_the_packer(found, bucket_bytes, slots, algorithm):
     tensors, layout, demand = found
     size = min(slots * bucket_bytes, -(-max(layout.nbytes, 1) // bucket_bytes) * bucket_bytes)
     slots = size // bucket_bytes
@@ -71,7 +71,7 @@ def test_a_plan_packs_what_the_packer_does(found, bucket_bytes, slots, algorithm
             tensor.add_(1)
 
 
-def test_what_is_hashed_in_several_pieces_cannot_be_planned():
+def test_a_digest_over_several_pieces_cannot_be_planned():
     layout = Layout([spec_of("a", torch.zeros(8, 8))])
     arena, columns = torch.zeros(1024, dtype=torch.uint8), Wanted([Subset(layout, {0: Box((0, 0), (8, 4))})])
     assert pack_plan(layout, arena, 1024, 1, "xxh3_64", columns, [arena.data_ptr()]) is None
@@ -84,7 +84,7 @@ class Many(nn.Module):
         self.parts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(count))
 
 
-def test_packing_again_takes_no_step_of_python_for_each_tensor():
+def test_packing_again_has_no_per_tensor_python_cost():
     found = []
     for count in (50, 1000):
         source = ModuleSource(Many(count))
@@ -104,7 +104,7 @@ def test_packing_again_takes_no_step_of_python_for_each_tensor():
     assert found[0] == found[1]
 
 
-# --- whether a module is as it was
+# --- whether a module has changed
 
 
 def exchange(model):
@@ -158,19 +158,19 @@ def hide(model):
 @pytest.mark.parametrize(
     "change", [exchange, move, turn, cast, add, take_away, buffer, child, replace, hook, pre_hook, hide]
 )
-def test_a_change_of_the_module_is_seen(change):
+def test_a_changed_module_is_noticed(change):
     model = Many(3)
-    glance = Fingerprint(model)
-    assert glance.holds()
+    fingerprint = Fingerprint(model)
+    assert fingerprint.holds()
     model.parts[0].weight.data.add_(1)  # a step of the optimiser
     model.parts[0].weight.grad = torch.ones(8, 8)
     model.train()
-    assert glance.holds()
+    assert fingerprint.holds()
     change(model)
-    assert not glance.holds()
+    assert not fingerprint.holds()
 
 
-def test_what_a_module_lets_go_of_is_gone():
+def test_a_replaced_parameter_is_freed():
     model = Many(3)
     source = ModuleSource(model)
     assert source.identity() is not None
@@ -181,15 +181,15 @@ def test_what_a_module_lets_go_of_is_gone():
     assert source.identity() is None
 
 
-def test_modules_with_their_own_idea_of_their_state_are_looked_at_every_time():
+def test_modules_with_state_dict_hooks_are_read_at_every_push():
     model = Many(3)
     model.parts[1].register_state_dict_post_hook(lambda *_: None)
     assert fingerprint_of(model) is None
     assert ModuleSource(model).identity() is None
 
 
-def test_every_push_brings_what_the_module_holds_then(model_folder):
-    """Pushes of one module, of which every second finds its tensors elsewhere."""
+def test_every_push_sends_the_modules_current_values(model_folder):
+    """Every second push finds the module's tensors at other addresses."""
     model = models.load_reference(model_folder("llama", 1))
     with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
         for number in range(8):
@@ -202,7 +202,7 @@ def test_every_push_brings_what_the_module_holds_then(model_folder):
             assert rank.digest == digest_of(model.state_dict().items())
 
 
-# --- whether a mapping is like the one before
+# --- whether a mapping has changed
 
 
 def reordered(weights):
@@ -244,7 +244,7 @@ def sharded(weights):
 @pytest.mark.parametrize(
     "change", [reordered, renamed, moved, turned, recast, fewer, made_on_demand, negative, sharded]
 )
-def test_a_mapping_that_differs_is_looked_at_anew(change):
+def test_a_changed_mapping_is_read_again(change):
     weights = {f"w{number}": torch.randn(4, 4) for number in range(3)}
     seen = open_source(weights).identity()
     assert seen is not None
@@ -256,8 +256,8 @@ def test_a_mapping_that_differs_is_looked_at_anew(change):
     assert all(map(torch.equal, source.tensors(), expected.tensors()))
 
 
-def test_every_push_brings_what_the_mapping_holds_then(model_folder):
-    """New mappings of the same tensors, of which every third finds them elsewhere; none is kept."""
+def test_every_push_sends_the_mappings_current_values(model_folder):
+    """Each push is of a new mapping; every third has its tensors at other addresses. No mapping is kept alive."""
     weights = models.load_reference(model_folder("llama", 1)).state_dict()
     with ReferenceEngine(model_folder("llama", 0)) as engine, Sender([engine.url]) as sender:
         for number in range(9):
@@ -274,7 +274,7 @@ def test_every_push_brings_what_the_mapping_holds_then(model_folder):
         assert held() is None
 
 
-def test_opening_a_mapping_again_takes_no_step_of_python_for_each_tensor():
+def test_reopening_a_mapping_has_no_per_tensor_python_cost():
     found = []
     for count in (50, 1000):
         weights = {f"w{number}": torch.zeros(4) for number in range(count)}

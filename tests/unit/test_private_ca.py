@@ -1,4 +1,4 @@
-"""Engines behind TLS, with certificates of an authority of one's own."""
+"""Engines behind TLS, with certificates of a private authority."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def openssl(folder, *words):
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
-    """A folder with ``ca.pem``, and an engine's ``key.pem`` and ``chain.pem``, which is for 127.0.0.1 alone."""
+    """A folder with ``ca.pem``, and an engine's ``key.pem`` and ``chain.pem``, valid only for 127.0.0.1."""
     folder = tmp_path_factory.mktemp("authority")
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     openssl(
@@ -93,7 +93,7 @@ def engine(authority, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "REQUESTS_CA_BUNDLE, a folder"])
-def test_an_authority_of_ones_own_is_trusted_where_it_is_named(engine, authority, tmp_path, monkeypatch, variable):
+def test_a_private_authority_is_trusted_if_it_is_configured(engine, authority, tmp_path, monkeypatch, variable):
     named = authority / "ca.pem"
     if variable.endswith("folder"):
         shutil.copy(named, tmp_path)
@@ -105,7 +105,7 @@ def test_an_authority_of_ones_own_is_trusted_where_it_is_named(engine, authority
         assert engine.seen() == SERVING[1]
 
 
-def test_a_certificate_that_is_not_trusted_is_said_and_what_to_set(engine):
+def test_an_untrusted_certificate_is_reported_with_advice(engine):
     with pytest.raises(
         EngineUnreachable, match=r"certificate that this host does not trust \(.*set SSL_CERT_FILE to a file"
     ):
@@ -118,7 +118,7 @@ def test_a_certificate_for_another_name_is_refused(engine, authority, monkeypatc
         Sender([engine.url.replace("127.0.0.1", "localhost")])
 
 
-def test_a_variable_that_names_no_certificates_is_named(engine, tmp_path, monkeypatch):
+def test_a_variable_without_certificates_is_named(engine, tmp_path, monkeypatch):
     for content in (None, "no certificate"):
         if content:
             (tmp_path / "ca.pem").write_text(content)
@@ -127,7 +127,7 @@ def test_a_variable_that_names_no_certificates_is_named(engine, tmp_path, monkey
             Sender([engine.url])
 
 
-def test_the_wrong_scheme_is_said(engine):
+def test_a_wrong_scheme_is_reported(engine):
     until(lambda: engine._plain[0].started, "the one without TLS does not start")
     with pytest.raises(EngineUnreachable, match="does not speak TLS, which https:// requires"):
         Sender([f"https://127.0.0.1:{engine._plain[0].servers[0].sockets[0].getsockname()[1]}"])

@@ -1,4 +1,4 @@
-"""Names of an engine, looked up in modules that are there."""
+"""The check for an engine's private names, on modules that are installed here."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
 
 
-def test_what_is_gone_is_named_with_its_module():
+def test_a_missing_name_is_reported_with_its_module():
     needed = {
         "weightsync.tensors.layout": ("Layout.name", "Layout.colour"),
         "weightsync.nowhere": ("x",),
@@ -19,7 +19,7 @@ def test_what_is_gone_is_named_with_its_module():
     assert missing(needed) == ["weightsync.tensors.layout.Layout.colour", "weightsync.nowhere.x"]
 
 
-def test_what_an_instance_lacks_is_named_by_its_path():
+def test_a_missing_attribute_is_reported_by_its_path():
     found = SimpleNamespace(inner=SimpleNamespace(there=1))
     assert missing_below(found, ["inner.there", "inner.gone", "gone.too"]) == [
         "SimpleNamespace.inner.gone",
@@ -27,7 +27,7 @@ def test_what_an_instance_lacks_is_named_by_its_path():
     ]
 
 
-def test_what_is_gone_is_said_with_the_version_that_has_it_and_nothing_where_nothing_is():
+def test_missing_names_are_reported_with_the_supported_version():
     names = PrivateNames("Requests", "requests", "1")
     assert names.version() == requests.__version__
     begin = f"weightsync needs Requests 1; Requests {requests.__version__} lacks "
@@ -37,14 +37,14 @@ def test_what_is_gone_is_said_with_the_version_that_has_it_and_nothing_where_not
     assert names.check_object(found, ["b"], {"requests": ("a",)}) == f"{begin}requests.a, SimpleNamespace.b"
 
 
-def test_a_deep_push_alone_is_refused_where_something_is_lacking():
+def test_only_a_deep_push_is_refused_if_a_name_is_missing():
     check_deep('{"push":"p","verify":"deep"}', lambda: "")
     check_deep('{"push":"p","verify":"digest"}', lambda: "x")
     with pytest.raises(UnsupportedOption, match="engine: x; push with"):
         check_deep('{"push":"p","verify":"deep"}', lambda: "x")
 
 
-def test_how_a_push_is_verified_is_read_without_its_manifest():
+def test_the_verify_option_is_read_without_the_manifest():
     asked = http.UpdateRequest(
         push="p",
         address="a",

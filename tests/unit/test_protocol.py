@@ -1,4 +1,4 @@
-"""The two tables explored together: what the contract promises holds in every state there is."""
+"""The two tables explored together: the contract holds in every reachable state."""
 
 import functools
 
@@ -24,7 +24,7 @@ def generates(model, engine):
 
 
 def violation(model, world):
-    """What the contract forbids and this world does; empty if nothing."""
+    """The breach of the contract in this world; empty if there is none."""
     for e, engine in enumerate(world.engines):
         if generates(model, engine):
             if engine.weights == MIXED:
@@ -45,7 +45,7 @@ def violation(model, world):
 
 
 def is_true(trainer, engine, e):
-    """Whether what the user was told of an engine is so, unless it was restarted or another trainer took it since."""
+    """Whether the report to the user is true, unless the engine was restarted or taken over since."""
     told, before, held = trainer.told[e], trainer.before[e], trainer.before[e] != NOTHING
     dirty = engine.state.startswith("dirty")
     if told == "unchanged":
@@ -57,14 +57,14 @@ def is_true(trainer, engine, e):
 
 
 def rests(world):
-    """Nobody is in the middle of anything."""
+    """Whether no trainer and no engine is in the middle of a step."""
     return all(trainer.state in RESTING for trainer in world.trainers) and all(
         engine.state in ("serving", "dirty", "unsynced") for engine in world.engines
     )
 
 
 def go_round(fair):
-    """Whether fair steps alone can go on for ever."""
+    """Whether fair steps alone can continue for ever."""
     into = [0] * len(fair)
     for targets in fair:
         for target in targets:
@@ -80,7 +80,7 @@ def go_round(fair):
 
 @functools.cache
 def can_push(model, engines):
-    """Whether a trainer, perhaps a new one, can make engines that are left alone serve a new version."""
+    """Whether a trainer, perhaps a new one, can make these engines serve a new version if no fault happens."""
     free = tuple(engine._replace(lease=NOBODY, lapsed=False, committed=0) for engine in engines)
     once = Model(pushes=3, keep=model.keep, stream=model.stream)
     todo = [World(free, (Trainer(),), started=2, ready=(0, 0, 0), back=(0, 0, 0))]
@@ -96,13 +96,13 @@ def can_push(model, engines):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_every_state_that_can_be_reached_the_contract_holds_and_a_way_leads_on(name, capsys):
+def test_the_contract_holds_in_every_reachable_state_and_a_push_can_succeed(name, capsys):
     model = MODELS[name]
     found = explore(model, violation)
     with capsys.disabled():
         print(f"\n{name}: {len(found.worlds)} states, {found.transitions} transitions, ", end="")
     assert found.fault == "", found.trace
-    # Nothing goes on for ever by itself, and where nothing goes on everybody rests and a push can succeed.
+    # Fair steps end, and where they end everybody is at rest and a push can succeed.
     assert not go_round(found.fair)
     ends = [world for world, targets in zip(found.worlds, found.fair, strict=True) if not targets]
     with capsys.disabled():
@@ -145,7 +145,7 @@ def test_the_exploration_takes_every_edge_of_both_tables():
         ("an error of the stream that hides commits", {"stream": True, "faults": 2}, "was told unchanged", "done with"),
     ],
 )
-def test_a_rule_that_is_broken_on_purpose_is_found_out(wrong, model, said, ending, capsys):
+def test_a_deliberately_broken_rule_is_detected(wrong, model, said, ending, capsys):
     found = explore(Model(wrong=wrong, **model), violation)
     with capsys.disabled():
         print(f"\n{wrong}: {found.fault}", *found.trace, sep="\n    ")

@@ -1,4 +1,4 @@
-"""Memory that an engine may still load from is never written again: not by a sender, and not unnoticed by a learner."""
+"""Memory that an engine may still load from is not overwritten by a sender, nor unnoticed by a learner."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from weightsync.cli import main as cli
 from weightsync.errors import ApplyFailed, LeaseHeld, ManifestMismatch, UnsupportedOption, WeightSyncError
 from weightsync.testing import ReferenceEngine
 
-#: Enough for a push beside others; what is frozen is given up by then.
+#: Seconds; enough for a push, and a frozen engine is given up by then.
 PUSH_S = 8.0
 
 
@@ -35,7 +35,7 @@ def versions(model_folder):
 
 
 @pytest.mark.parametrize("verify", ["digest", "off"])
-def test_who_still_loads_when_another_engine_fails_keeps_the_memory_it_loads_from(engines, versions, verify):
+def test_an_engine_that_still_loads_when_another_fails_keeps_its_memory(engines, versions, verify):
     fails, frozen = engines
     with Sender([fails.url, frozen.url], verify=verify, timeout_s=PUSH_S) as sender:
         for number in range(2):  # the second through the load plan
@@ -54,7 +54,7 @@ def test_who_still_loads_when_another_engine_fails_keeps_the_memory_it_loads_fro
 
 
 def interrupted_when(fault, sender, model, version):
-    """Ctrl-C in a push at the moment that the engine suffers."""
+    """Interrupt a push at the moment when the engine's fault happens."""
 
     def interrupt():
         give_up = time.monotonic() + SETTLE_S
@@ -71,7 +71,7 @@ def interrupted_when(fault, sender, model, version):
         thread.join()
 
 
-def test_who_still_loads_at_ctrl_c_keeps_the_memory_it_loads_from(engines, versions):
+def test_an_engine_that_still_loads_at_ctrl_c_keeps_its_memory(engines, versions):
     other, frozen = engines
     with Sender([other.url, frozen.url], timeout_s=60.0) as sender:
         for number in range(2):
@@ -86,7 +86,7 @@ def test_who_still_loads_at_ctrl_c_keeps_the_memory_it_loads_from(engines, versi
     frozen.heal(versions[0])
 
 
-def test_at_ctrl_c_parameters_that_are_read_in_place_are_not_served(engines, versions, model_folder):
+def test_parameters_read_in_place_are_not_served_after_ctrl_c(engines, versions, model_folder):
     _, frozen = engines
     shared = models.load_reference(model_folder("llama", 1)).share_memory()
     with Sender([frozen.url], timeout_s=60.0) as sender:
@@ -105,7 +105,7 @@ def test_at_ctrl_c_parameters_that_are_read_in_place_are_not_served(engines, ver
         assert frozen.settled().ranks[0].digest == digest(shared)
 
 
-def test_a_sender_that_was_interrupted_even_while_it_cleaned_up_goes_on(engines, versions, monkeypatch):
+def test_a_sender_interrupted_during_cleanup_can_push_again(engines, versions, monkeypatch):
     engine, _ = engines
     with Sender([engine.url], timeout_s=60.0) as sender:
         sender.push(versions[0])
@@ -123,13 +123,13 @@ def test_a_sender_that_was_interrupted_even_while_it_cleaned_up_goes_on(engines,
 
 
 def push_shared(parameters, url):
-    """In a process of its own: push what a learner shares."""
+    """In another process: push a learner's shared parameters."""
     with Sender([url], timeout_s=60.0) as sender:
         sender.push(parameters, version="killed")
 
 
 @pytest.mark.parametrize("verify", ["digest"])
-def test_parameters_whose_pusher_was_killed_while_an_engine_loaded_are_not_served(engines, model_folder, verify):
+def test_parameters_are_not_served_if_their_pusher_was_killed_during_the_load(engines, model_folder, verify):
     _, frozen = engines
     model = models.load_reference(model_folder("llama", 2)).share_memory()
     shared = dict(model.state_dict())
@@ -153,7 +153,7 @@ def test_parameters_whose_pusher_was_killed_while_an_engine_loaded_are_not_serve
     frozen.heal(model)
 
 
-def test_what_lies_in_the_memory_of_a_sender_that_lost_the_lease_is_not_gone_back_to(engines, versions):
+def test_memory_of_a_sender_that_lost_the_lease_is_not_restored(engines, versions):
     other, engine = engines
     with (
         Sender([other.url, engine.url], keep_previous=True) as first,
@@ -168,7 +168,7 @@ def test_what_lies_in_the_memory_of_a_sender_that_lost_the_lease_is_not_gone_bac
             first.push(versions[2])
         first.remove_engine(engine.url)
         for number in (2, 3):
-            first.push(versions[number])  # into the memory that the engine loaded from
+            first.push(versions[number])  # overwrites the memory that the engine loaded from
         engine.order("raise", 3)
         with pytest.raises(ApplyFailed) as raised:
             second.push(versions[2], version="second")
@@ -178,7 +178,7 @@ def test_what_lies_in_the_memory_of_a_sender_that_lost_the_lease_is_not_gone_bac
         second.push(versions[2], version="second")
 
 
-def test_a_rollback_that_fails_leaves_the_label_with_its_bytes(engines, versions):
+def test_a_failed_rollback_leaves_label_and_weights_consistent(engines, versions):
     first, late = engines
     with Sender([first.url], keep_previous=True) as sender:
         for number in range(2):
@@ -198,13 +198,13 @@ def late(model_folder):
 
 
 def restarted(engine, folder):
-    """Kill an engine; another at the same address."""
+    """Kill an engine; returns a new one at the same address."""
     engine.process.kill()
     engine.process.wait()
     return ReferenceEngine(folder, port=int(engine.url.rpartition(":")[2]))
 
 
-def test_an_engine_that_could_not_be_caught_up_at_once_still_is_the_next_time(engines, late, versions, model_folder):
+def test_an_engine_that_could_not_be_caught_up_is_caught_up_by_the_next_call(engines, late, versions, model_folder):
     first, _ = engines
     with Sender([first.url, late.url]) as sender:
         sender.push(versions[0], version="v0")
@@ -219,7 +219,7 @@ def test_an_engine_that_could_not_be_caught_up_at_once_still_is_the_next_time(en
             assert (reply.version, reply.ranks[0].digest) == ("v0", digest(versions[0]))
 
 
-def test_an_engine_that_is_gone_does_not_keep_others_from_being_caught_up(engines, late, versions, model_folder):
+def test_a_dead_engine_does_not_keep_others_from_being_caught_up(engines, late, versions, model_folder):
     first, _ = engines
     with ReferenceEngine(model_folder("llama", 0)) as gone, Sender([first.url, gone.url, late.url]) as sender:
         sender.push(versions[0], version="v0")
@@ -234,7 +234,7 @@ def test_an_engine_that_is_gone_does_not_keep_others_from_being_caught_up(engine
             assert (reply.version, reply.ranks[0].digest) == ("v0", digest(versions[0]))
 
 
-def test_what_fails_before_a_push_tells_of_a_dirty_engine_that_it_is(engines, versions):
+def test_a_call_that_fails_before_its_push_reports_a_dirty_engine(engines, versions):
     engine, _ = engines
     with Sender([engine.url]) as first:
         engine.order("raise", 3)
@@ -248,7 +248,7 @@ def test_what_fails_before_a_push_tells_of_a_dirty_engine_that_it_is(engines, ve
     engine.heal(versions[0])
 
 
-def test_what_fails_before_a_push_tells_of_an_engine_that_became_dirty_or_whole_since(engines, versions):
+def test_a_call_that_fails_before_its_push_reports_the_engines_current_state(engines, versions):
     engine, _ = engines
     with Sender([engine.url]) as early:
         with Sender([engine.url]) as other:

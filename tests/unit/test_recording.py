@@ -1,4 +1,4 @@
-"""What loaders do beside views, casts and copies, and what a push leaves out: told by name."""
+"""Loaders that do more than views, casts and copies, and incomplete pushes: both are named."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,12 +45,12 @@ ARITHMETIC = {
 
 
 @pytest.mark.parametrize("what", ARITHMETIC)
-def test_more_than_copies_falls_back_for_that_parameter_alone(what):
+def test_only_a_parameter_that_is_computed_falls_back_to_the_loader(what):
     model, checkpoint = two()
     load = odd_loader(ARITHMETIC[what])
     want = really_loaded(model, load, checkpoint)
     if what == "numpy":
-        with pytest.raises(Exception, match=r"\w"):  # nobody sees what is done outside of torch
+        with pytest.raises(Exception, match=r"\w"):  # operations outside of torch cannot be recorded
             plan_for(model, load, checkpoint)
         return
     plan, stage = plan_for(model, load, checkpoint)
@@ -97,7 +97,7 @@ def test_views_casts_and_copies_in_every_spelling_are_planned(what, inference):
     assert got == {name: want[name] for name in got}
 
 
-def test_a_loader_with_threads_is_left_alone():
+def test_a_loader_with_threads_is_not_recorded():
     model, checkpoint = two()
 
     def load(model, weights):
@@ -132,7 +132,7 @@ OUTSIDE = torch.zeros(3)
         (lambda model, tensor: OUTSIDE.fill_(1), "memory that is no parameter"),
     ],
 )
-def test_what_cannot_be_undone_or_replayed_is_refused_as_a_whole(act, said):
+def test_a_loader_that_cannot_be_undone_or_replayed_is_not_recorded(act, said):
     model, checkpoint = two()
 
     def load(model, weights):
@@ -145,7 +145,7 @@ def test_what_cannot_be_undone_or_replayed_is_refused_as_a_whole(act, said):
     assert OUTSIDE.sum() == 0
 
 
-def test_a_loader_that_writes_to_several_parameters_at_once_is_left_alone():
+def test_a_loader_that_writes_to_several_parameters_at_once_is_not_recorded():
     model, checkpoint = two()
     flat = torch.zeros(48)
     model.plain.data, model.odd.data = flat[:24].view(4, 6), flat[24:].view(4, 6)
@@ -158,14 +158,14 @@ def test_a_loader_that_writes_to_several_parameters_at_once_is_left_alone():
         plan_for(model, load, checkpoint)
 
 
-def test_a_loader_that_raises_is_refused_and_has_changed_nothing():
+def test_a_loader_that_raises_is_not_recorded_and_changes_nothing():
     model, checkpoint = two()
     checkpoint["odd"] = torch.zeros(9, 9)
     with pytest.raises(RuntimeError):
         plan_for(model, by_name, checkpoint)
 
 
-def test_what_is_loaded_from_several_tensors_at_once_falls_back_with_all_of_them():
+def test_a_parameter_made_of_several_tensors_falls_back_with_all_of_them():
     model, checkpoint = two(left=(4, 3), right=(4, 3))
 
     def load(model, weights):
@@ -181,7 +181,7 @@ def test_what_is_loaded_from_several_tensors_at_once_falls_back_with_all_of_them
     assert plan.loader == {"left", "right"}
 
 
-def test_a_tensor_that_is_loaded_into_tied_parameters_twice_is_copied_once():
+def test_a_tensor_loaded_twice_into_tied_parameters_is_copied_once():
     model, checkpoint = two()
     model.register_parameter("tied", model.plain)
 
@@ -198,7 +198,7 @@ def test_a_tensor_that_is_loaded_into_tied_parameters_twice_is_copied_once():
 # --- coverage ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_written_and_not_read_is_named():
+def test_unwritten_parameters_and_unread_tensors_are_named():
     model, checkpoint = two(scale=(), third=(2,))
     model.register_buffer("rotary", torch.zeros(4))
 
@@ -214,7 +214,7 @@ def test_what_is_not_written_and_not_read_is_named():
     assert plan.unread() == ["third"]
 
 
-def test_a_buffer_that_is_loaded_in_part_is_named():
+def test_a_partly_loaded_buffer_is_named():
     model, checkpoint = two(table=(3, 8))
     del model._parameters["table"]
     model.register_buffer("table", torch.zeros(3, 8))

@@ -1,4 +1,4 @@
-"""Which transport leads to which engine, and why."""
+"""The transport that is chosen for an engine, and the reason."""
 
 import os
 
@@ -17,7 +17,7 @@ FAR = "another host"
 
 
 def engine(*transports, host=FAR):
-    """An engine with a rank for each of these lists of transports."""
+    """The open reply of an engine with one rank for each of these lists of transports."""
     ranks = [http.RankInfo(rank=n, pid=0, device="cpu", transports=names) for n, names in enumerate(transports)]
     return hello_of(*ranks, host=host)
 
@@ -32,33 +32,33 @@ def without_nixl(monkeypatch):
     monkeypatch.setattr(agents, "available", lambda: False)
 
 
-def test_all_that_are_registered_can_be_used_here():
+def test_all_registered_transports_are_available():
     assert registry.names() == registry.available() == ("ipc_zmq", "nccl", "nixl")
 
 
-def test_without_nixl_the_others_are_left(without_nixl):
+def test_without_nixl_the_other_transports_are_available(without_nixl):
     assert registry.available() == ("ipc_zmq", "nccl")
 
 
-def test_an_engine_on_the_same_host_is_reached_through_memory():
+def test_an_engine_on_the_same_host_is_reached_through_shared_memory():
     transport, reason = registry.pick("auto", HERE, engine(ALL, ALL, host=arenas.host_id()))
     assert transport == "ipc_zmq"
     assert "the same host" in reason
 
 
-def test_an_engine_on_another_host_is_reached_by_nixl_where_both_sides_have_it():
+def test_an_engine_on_another_host_is_reached_by_nixl_if_both_sides_have_it():
     transport, reason = registry.pick("auto", HERE, engine(ALL, ALL))
     assert transport == "nixl"
     assert "both sides have NIXL" in reason
 
 
-def test_an_engine_of_which_one_rank_lacks_nixl_is_reached_by_nccl():
+def test_an_engine_with_one_rank_without_nixl_is_reached_by_nccl():
     transport, reason = registry.pick("auto", HERE, engine(ALL, ("ipc_zmq", "nccl")))
     assert transport == "nccl"
     assert "the engine has no NIXL" in reason
 
 
-def test_a_trainer_without_nixl_takes_nccl(without_nixl):
+def test_a_trainer_without_nixl_uses_nccl(without_nixl):
     transport, reason = registry.pick("auto", HERE, engine(ALL))
     assert transport == "nccl"
     assert "the trainer has no NIXL" in reason
@@ -66,7 +66,7 @@ def test_a_trainer_without_nixl_takes_nccl(without_nixl):
 
 @pytest.mark.parametrize("asked", ALL)
 @pytest.mark.parametrize("host", [FAR, ""])
-def test_what_was_asked_for_is_taken_where_it_can_be(asked, host):
+def test_a_requested_transport_is_used_if_possible(asked, host):
     hello = engine(ALL, host=host or arenas.host_id())
     if asked == "ipc_zmq" and host:
         with pytest.raises(UnsupportedOption):
@@ -75,17 +75,17 @@ def test_what_was_asked_for_is_taken_where_it_can_be(asked, host):
         assert registry.pick(asked, HERE, hello) == (asked, "asked for")
 
 
-def test_memory_that_is_not_shared_is_refused_with_advice():
+def test_ipc_zmq_to_another_host_is_refused_with_advice():
     with pytest.raises(UnsupportedOption, match=f"{HERE} runs on another host.*--ipc=host.*nixl.*nccl.*auto"):
         registry.pick("ipc_zmq", HERE, engine(ALL))
 
 
-def test_a_transport_that_the_engine_lacks_is_refused_with_those_that_it_has():
+def test_a_transport_that_the_engine_lacks_is_refused_with_a_list_of_those_it_has():
     with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nixl, only ipc_zmq, nccl$"):
         registry.pick("nixl", HERE, engine(ALL, ("ipc_zmq", "nccl")))
 
 
-def test_a_transport_that_the_trainer_lacks_is_refused_with_what_installs_it(without_nixl):
+def test_a_transport_that_the_trainer_lacks_is_refused_with_its_install_command(without_nixl):
     with pytest.raises(UnsupportedOption, match=r"the trainer has no transport nixl: pip install 'weightsync\[nixl\]'"):
         registry.pick("nixl", HERE, engine(ALL))
 
@@ -107,10 +107,10 @@ def test_an_engine_that_does_not_share_the_trainers_directory_is_reached_over_th
         registry.pick("ipc_zmq", HERE, hello)
 
 
-def test_a_trainer_without_a_directory_of_its_own_reaches_engines_over_the_network(own_homes):
+def test_a_trainer_without_a_private_directory_reaches_engines_over_the_network(own_homes):
     whole = msgspec.structs.replace(engine(ALL, host=arenas.host_id()), user=directories.meeting())
     assert registry.pick("auto", HERE, whole)[0] == "ipc_zmq"
-    own_homes[0].chmod(0o777)  # as if somebody else had taken its name
+    own_homes[0].chmod(0o777)  # as if another user had created it
     assert directories.meeting() == str(os.geteuid())
     for hello in (whole, msgspec.structs.replace(whole, user=directories.meeting())):
         transport, reason = registry.pick("auto", HERE, hello)
@@ -118,7 +118,7 @@ def test_a_trainer_without_a_directory_of_its_own_reaches_engines_over_the_netwo
         assert f"{own_homes[0]} cannot be trusted: its mode is 0777" in reason
 
 
-def test_an_engine_of_before_there_were_others_is_reached_through_memory_or_not_at_all():
+def test_an_older_engine_is_reached_through_shared_memory_or_not_at_all():
     old = http.RankInfo(rank=0, pid=0, device="cpu")
     assert registry.pick("auto", HERE, hello_of(old, host=arenas.host_id()))[0] == "ipc_zmq"
     with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nccl"):

@@ -1,4 +1,4 @@
-"""The key file, the private directory, and what is never dialled or mapped."""
+"""The key file, the private directory, and addresses and files that are never dialled or mapped."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def test_engine_and_sender_of_one_user_find_the_same_key(homes):
 
 
 @pytest.mark.parametrize("sets", ["engine", "sender"])
-def test_they_do_so_where_one_of_them_alone_has_a_run_time_directory(homes, monkeypatch, sets):
+def test_they_find_the_same_key_if_only_one_has_a_runtime_directory(homes, monkeypatch, sets):
     base = os.environ["XDG_RUNTIME_DIR"]
     for side, read in (("engine", auth.engine_token), ("sender", auth.sender_token)):
         if side == sets:
@@ -49,7 +49,7 @@ def test_they_do_so_where_one_of_them_alone_has_a_run_time_directory(homes, monk
         assert token == token_of(homes[0])
 
 
-def test_the_key_that_an_older_engine_has_written_stays_the_key(homes):
+def test_a_key_written_by_an_older_engine_is_kept(homes):
     homes[1].mkdir(mode=0o700, parents=True)
     (homes[1] / "token").touch(mode=0o600)
     (homes[1] / "token").write_text("from before")
@@ -58,7 +58,7 @@ def test_the_key_that_an_older_engine_has_written_stays_the_key(homes):
     assert [token_of(home) for home in homes] == ["from before"] * 3
 
 
-def test_the_key_outlives_a_logout_that_takes_run_time_directory_and_shared_memory(homes):
+def test_the_key_survives_a_logout_that_removes_runtime_directory_and_shared_memory(homes):
     token = auth.engine_token()
     for home in homes[:2]:
         shutil.rmtree(home)
@@ -81,13 +81,13 @@ def test_engines_that_start_together_agree_on_the_key():
     assert len(set(found)) == 1
 
 
-def test_the_variable_comes_first(monkeypatch):
+def test_the_environment_variable_takes_precedence(monkeypatch):
     auth.engine_token()
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
     assert auth.engine_token() == auth.sender_token() == "mine"
 
 
-def test_an_engine_says_at_start_which_key_it_asks_for(homes, caplog, monkeypatch):
+def test_an_engine_logs_at_start_which_key_it_asks_for(homes, caplog, monkeypatch):
     token = auth.engine_token()
     assert caplog.messages == [f"weightsync requires the key in {homes[0] / 'token'}"]
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", "mine")
@@ -96,7 +96,7 @@ def test_an_engine_says_at_start_which_key_it_asks_for(homes, caplog, monkeypatc
     assert token not in caplog.text
 
 
-def test_a_sender_can_say_where_its_key_is_from(homes, monkeypatch):
+def test_a_sender_reports_the_origin_of_its_key(homes, monkeypatch):
     none = auth.origin("")
     assert all(str(home / "token") in none for home in homes)
     auth.engine_token()
@@ -113,7 +113,7 @@ def test_a_key_file_that_others_can_read_is_refused(homes):
         auth.sender_token()
 
 
-def test_a_directory_that_others_can_enter_holds_no_key(homes):
+def test_a_directory_that_others_can_enter_is_not_used_for_the_key(homes):
     for home in homes:
         home.mkdir(mode=0o755, parents=True)
     with pytest.raises(AuthenticationFailed, match=r"WEIGHTSYNC_TOKEN.*(0755.*){3}"):
@@ -122,7 +122,7 @@ def test_a_directory_that_others_can_enter_holds_no_key(homes):
         directories.private_directory()
 
 
-def test_a_directory_that_somebody_else_took_is_passed_over_and_named(homes, caplog):
+def test_an_untrusted_directory_is_skipped_and_named(homes, caplog):
     homes[0].mkdir(mode=0o777)
     token = auth.engine_token()
     assert token == auth.sender_token() == token_of(homes[1]) == token_of(homes[2])
@@ -149,7 +149,7 @@ def test_a_linked_key_file_is_refused(homes):
         auth.sender_token()
 
 
-def test_a_full_mount_is_told_as_such_and_leaves_no_draft(homes, monkeypatch):
+def test_a_full_mount_is_reported_and_leaves_no_partial_key(homes, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -164,7 +164,7 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
     dead = directories.private_directory()
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(dead / "control"))
-    mine = root / "weightsync-1-0123456789abcdef"  # called as a sender's, and holding what is not one's
+    mine = root / "weightsync-1-0123456789abcdef"  # named like a sender's directory, with a foreign file
     kept = [root / "weightsync-checkpoints", root / "weightsync-12-ab", mine]
     for folder in kept:
         folder.mkdir(mode=0o700)
@@ -182,7 +182,7 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
     assert outside.exists()
 
 
-def test_sweeping_spares_files_that_are_not_called_as_an_arena():
+def test_sweeping_spares_files_that_are_not_named_like_an_arena():
     notes = arenas.SHM_DIRECTORY / f"weightsync-notes-of-{os.getpid()}"
     notes.touch(mode=0o600)
     try:
@@ -192,14 +192,14 @@ def test_sweeping_spares_files_that_are_not_called_as_an_arena():
         notes.unlink()
 
 
-def test_keys_compare_whole_and_empty_never_matches():
+def test_keys_are_compared_in_full_and_an_empty_key_never_matches():
     assert auth.same("abc", "abc")
     assert not auth.same("ab", "abc")
     assert not auth.same("", "")
     assert not auth.same("schlüssel", "abc")
 
 
-def test_a_senders_address_passes():
+def test_a_senders_address_is_accepted():
     directory = directories.private_directory()
     assert addresses.check_ipc_address(f"ipc://{directory}/control")
 
@@ -235,14 +235,14 @@ def test_an_arena_is_private_shared_and_removed():
     arena.close()
 
 
-def test_a_forgotten_arena_is_removed():
+def test_an_arena_that_was_never_closed_is_removed():
     arena = arenas.ShmArena(1 << 16)
     path = arenas.SHM_DIRECTORY / arena.name
     del arena
     assert not path.exists()
 
 
-def test_a_full_mount_is_an_error_that_says_so():
+def test_a_full_mount_is_reported():
     mount = os.statvfs(arenas.SHM_DIRECTORY)
     with pytest.raises(TransferFailed, match="shared memory could not be allocated"):
         arenas.ShmArena(mount.f_blocks * mount.f_frsize + (1 << 30))

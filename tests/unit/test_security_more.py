@@ -1,4 +1,4 @@
-"""What is kept out: other addresses, large messages, floods, and the key from every place where it could be read."""
+"""Other addresses, large messages and floods are kept out, and the key is printed nowhere."""
 
 import hmac
 import logging
@@ -41,7 +41,7 @@ KEY = "The-Key-Of-These-Tests-0123456789abcdef"
 CPU = torch.device("cpu")
 CURVE_KEY = zmq.curve_keypair()[0].decode()
 MANIFEST = (http.TensorSpec("a", "float32", (4,)),)
-#: Says everything it can: every logger at debug, and the HTTP server at its most talkative.
+#: An engine that logs everything: every logger at debug, the HTTP server at trace.
 TALKATIVE = """
 import logging, uvicorn
 from weightsync import testing
@@ -54,7 +54,7 @@ testing.main()
 
 @pytest.fixture(scope="module")
 def engine(model_folder, tmp_path_factory):
-    """An engine that asks for `KEY` and writes everything it can say into ``log``."""
+    """An engine that asks for `KEY` and writes all its output to ``log``."""
     folder = tmp_path_factory.mktemp("talkative")
     log, code = folder / "log", folder / "code.py"
     code.write_text(TALKATIVE)
@@ -105,7 +105,7 @@ def test_the_key_file_is_0600_whatever_the_umask(own_homes):
     assert (info.st_mode & 0o777, info.st_uid) == (0o600, os.geteuid())
 
 
-def test_an_empty_key_file_opens_nothing(own_homes):
+def test_an_empty_key_file_grants_no_access(own_homes):
     auth.engine_token()
     (own_homes[0] / "token").write_text("\n")
     assert auth.engine_token() == ""
@@ -113,7 +113,7 @@ def test_an_empty_key_file_opens_nothing(own_homes):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to somebody else")
-def test_what_belongs_to_somebody_else_is_refused(own_homes):
+def test_files_of_another_user_are_refused(own_homes):
     auth.engine_token()
     token = own_homes[0] / "token"
     os.chown(token, 65534, 65534)
@@ -124,13 +124,13 @@ def test_what_belongs_to_somebody_else_is_refused(own_homes):
         directories.private_directory()
 
 
-def test_a_key_with_a_line_end_is_taken_without_it(monkeypatch):
+def test_a_trailing_newline_is_stripped_from_the_key(monkeypatch):
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}\n")
     assert auth.engine_token() == auth.sender_token() == KEY
 
 
 @pytest.mark.parametrize("odd", ["in\nside", "in\0side".replace("\0", "\x7f"), "schlüssel", "\u20ac"])
-def test_a_key_that_http_cannot_carry_is_refused_without_being_told(monkeypatch, odd):
+def test_a_key_that_http_cannot_carry_is_refused_and_not_printed(monkeypatch, odd):
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", f"{KEY}{odd}")
     for read in (auth.engine_token, auth.sender_token):
         with pytest.raises(AuthenticationFailed, match="printable ASCII") as raised:
@@ -139,14 +139,14 @@ def test_a_key_that_http_cannot_carry_is_refused_without_being_told(monkeypatch,
 
 
 @pytest.mark.parametrize("odd", ["", pytest.param("in\nside"), pytest.param("\u20ac")])
-def test_a_sender_tells_its_key_in_no_error(odd):
+def test_no_error_of_a_sender_contains_its_key(odd):
     with pytest.raises(WeightSyncError) as raised:
         Sender(["http://127.0.0.1:9"], token=f"{KEY}{odd}")
     assert KEY not in everything_said(raised.value)
 
 
 def everything_said(error):
-    """An error and what it came of, as they would be printed."""
+    """An error and its causes, as they would be printed."""
     chain = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -187,7 +187,7 @@ def test_the_key_is_in_no_log_error_or_representation(engine, model_folder, capf
     printed = capfd.readouterr()
     for text in (*said, log, caplog.text, printed.out, printed.err):
         assert KEY not in text
-        assert KEY[:-1] not in text  # nor the wrong one that was shown
+        assert KEY[:-1] not in text  # nor the wrong key that was sent
 
 
 @pytest.mark.parametrize("command", ["status", "abort"])
@@ -221,7 +221,7 @@ def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport):
+def test_with_the_key_only_a_senders_socket_is_dialled(engine, transport):
     with Traps() as traps:
         for address in (*traps.texts, *fuzz.TEXTS):
             asked = prepare(address, server_key=CURVE_KEY)
@@ -233,10 +233,10 @@ def test_with_the_key_nothing_is_dialled_but_a_senders_socket(engine, transport)
 
 
 @pytest.mark.parametrize("transport", registry.names())
-def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_keeps_others_out(engine, transport):
+def test_a_request_refused_for_its_address_is_not_dialled_later_and_blocks_nobody(engine, transport):
     with Traps() as traps:
         (trap,) = [text for text in traps.texts if text.startswith("tcp://")]
-        asked = prepare(trap, owner="o", holder="nobody")  # without its key no transport may dial it
+        asked = prepare(trap, owner="o", holder="nobody")  # without a server key no transport may dial it
         assert post(engine, f"update_weights_via_{transport}", http.to_json(asked)).status_code == 409
         holder = post(engine, "status", b"{}").json()["holder"]
         post(engine, "abort", b"{}")
@@ -244,7 +244,7 @@ def test_a_request_that_is_refused_for_its_address_neither_dials_it_later_nor_ke
 
 
 @pytest.mark.parametrize("place", ["{0}/./weightsync-a", "{0}//weightsync-a", "{0}/weightsync-b/../weightsync-a"])
-def test_a_path_in_other_words_is_refused(tmp_path, place):
+def test_a_path_that_is_not_normalised_is_refused(tmp_path, place):
     for name in ("weightsync-a", "weightsync-b"):
         (tmp_path / name).mkdir(mode=0o700)
     assert addresses.check_ipc_address(f"ipc://{tmp_path}/weightsync-a/control")
@@ -263,7 +263,7 @@ def test_a_linked_socket_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to somebody else")
-def test_a_directory_of_somebody_else_is_refused(tmp_path):
+def test_a_directory_of_another_user_is_refused(tmp_path):
     directory = tmp_path / "weightsync-a"
     directory.mkdir(mode=0o700)
     os.chown(directory, 65534, 65534)
@@ -271,7 +271,7 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path):
         addresses.check_ipc_address(f"ipc://{directory}/control")
 
 
-def test_shared_memory_is_mapped_under_its_own_name_alone():
+def test_shared_memory_is_mapped_only_under_its_own_name():
     arena = arenas.ShmArena(1 << 16)
     fifo = arenas.SHM_DIRECTORY / f"{arena.name}-fifo"
     os.mkfifo(fifo, 0o600)
@@ -286,7 +286,7 @@ def test_shared_memory_is_mapped_under_its_own_name_alone():
         arena.close()
 
 
-# --- how much ---------------------------------------------------------------------------------------------------------
+# --- sizes and floods -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", fuzz.ROUTES)
@@ -316,14 +316,14 @@ def test_without_the_key_no_body_is_read(engine):
         assert connection.recv(12) == b"HTTP/1.1 401"
 
 
-#: Longer to read than to send, and of no push that anybody knows.
+#: A frame that takes longer to decode than to send, of an unknown push.
 SLOW = fuzz.as_msgpack({"type": "failed", "push": "", "error": "", "message": "", "more": [0] * 300_000})
 FLOOD_S = 6.0
 
 
 @contextmanager
 def flood(send):
-    """Another thread sends as fast as it can, for a while."""
+    """Send from another thread as fast as possible for the duration of the block, up to `FLOOD_S`."""
     over = threading.Event()
 
     def run():
@@ -341,7 +341,7 @@ def flood(send):
         thread.join(10)
 
 
-def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(trainer, context):
+def test_a_flood_from_a_stranger_does_not_hold_a_trainer_beyond_its_deadline(trainer, context):
     trainer.ask(plan_of("p", Layout(MANIFEST), 512, 1.0), "here")
     with (
         stranger_at(context, trainer.here) as stranger,
@@ -354,8 +354,8 @@ def test_a_stranger_who_floods_a_trainer_does_not_hold_it_beyond_its_deadline(tr
     assert took < FLOOD_S / 2
 
 
-class HeldShards:
-    """The weights of a rank, as its adapter would hold them."""
+class EmptyAdapter:
+    """The adapter of a rank without weights."""
 
     rank, device = 0, CPU
 
@@ -366,8 +366,8 @@ class HeldShards:
         return "it holds nothing"
 
 
-def test_a_sender_who_floods_a_rank_does_not_hold_it_beyond_its_deadline(context):
-    directory, receiver = directories.private_directory(), Receiver(HeldShards())
+def test_a_flood_from_its_sender_does_not_hold_a_rank_beyond_its_deadline(context):
+    directory, receiver = directories.private_directory(), Receiver(EmptyAdapter())
     address = f"ipc://{directory}/{directories.SOCKET_NAME}"
     with context.socket(zmq.ROUTER) as sender:
         sender.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""The sender against reference engines: real servers around transformers models, in processes of their own."""
+"""The sender with reference engines: real servers around transformers models, in their own processes."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def test_a_push_is_served(engine, trained):
     assert set(result.seconds) == {"prepare", "record", "transfer", "gather", "digest", "verify", "commit", "total"}
 
 
-def test_versions_count_up_by_themselves(engine, trained):
+def test_versions_are_numbered_automatically(engine, trained):
     with Sender([engine.url]) as sender:
         sender.push(trained, version="41")
         assert sender.push(trained).version == "42"
@@ -111,7 +111,7 @@ def test_a_checkpoint_folder_and_a_mapping_are_sources_too(engine, model_folder)
         (lambda w: w.update({"model.norm.weight": w["model.norm.weight"].float()}), "wrong dtype.*model.norm.weight"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_before_any_weight_changes(engine, trained, change, said):
+def test_a_push_that_does_not_fit_is_refused_by_name_before_any_weight_changes(engine, trained, change, said):
     before = served_digest(engine)
     weights = dict(trained.state_dict())
     change(weights)
@@ -135,12 +135,12 @@ def test_a_push_that_one_engine_refuses_reaches_none(engine, model_folder, train
         assert served_digest(engine) == before
 
 
-def test_what_is_no_source_says_what_is(engine):
+def test_an_invalid_source_is_refused_with_the_valid_kinds(engine):
     with Sender([engine.url]) as sender, pytest.raises(SourceError, match=r"push a torch.nn.Module, a mapping"):
         sender.push(42)
 
 
-def test_nobody_there():
+def test_an_absent_engine_is_reported():
     url = f"http://127.0.0.1:{servers.free_port()}"
     with pytest.raises(EngineUnreachable, match=f"no engine answers at {url}.*is it up"):
         Sender([url])
@@ -157,7 +157,7 @@ def wait_until_it_answers(url, process):
     raise AssertionError(f"nothing answers at {url}")
 
 
-def test_a_server_of_another_kind():
+def test_a_server_without_the_plugin_is_reported():
     port = servers.free_port()
     code = f"import uvicorn; from starlette.applications import Starlette; uvicorn.run(Starlette(), port={port})"
     command = [sys.executable, "-c", code]
@@ -200,7 +200,7 @@ def test_a_body_that_is_too_large_is_refused(engine):
     assert post(engine, "open", body()).status_code == 413
 
 
-def test_addresses_that_are_no_sender_are_not_dialled(engine):
+def test_an_address_that_is_not_a_senders_is_not_dialled(engine):
     request = http.UpdateRequest(
         push="p", address="tcp://127.0.0.1:1", secret="s", bucket_bytes=512, timeout_s=1.0, manifest=()
     )
@@ -211,7 +211,7 @@ def test_addresses_that_are_no_sender_are_not_dialled(engine):
         assert sender.status()[engine.url].state == "serving"
 
 
-def test_a_commit_of_what_was_never_prepared_changes_nothing(engine):
+def test_a_commit_that_was_never_prepared_changes_nothing(engine):
     before = served_digest(engine)
     request = http.CommitRequest(push="never", version="9", pause="retract", timeout_s=5.0)
     reply = post(engine, "commit", http.to_json(request))
@@ -220,7 +220,7 @@ def test_a_commit_of_what_was_never_prepared_changes_nothing(engine):
     assert served_digest(engine) == before
 
 
-def test_another_protocol_names_both_versions(model_folder):
+def test_a_protocol_mismatch_names_both_versions(model_folder):
     code = "from weightsync import testing; testing.http.PROTOCOL = (7, 1); testing.main()"
     newer = ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code))
     with newer, pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.0, this engine 7\.1"):
@@ -254,7 +254,7 @@ def test_an_engine_that_shares_no_memory_is_refused_with_advice(model_folder):
         ({"bucket_bytes": 1}, "at least 512"),
     ],
 )
-def test_options_that_make_no_sense(engine, options, said):
+def test_invalid_options_are_refused(engine, options, said):
     with pytest.raises(UnsupportedOption, match=said):
         Sender(**{"engines": [engine.url], **options})
 
@@ -275,14 +275,14 @@ def test_a_frozen_engine_ends_the_push_by_its_deadline(model_folder, trained):
                 sender.push(trained)
             assert raised.value.weights == "unknown"
             os.kill(engine.process.pid, signal.SIGCONT)
-        # What the thawed engine finds in its mailbox is a push that nobody sends any more.
+        # The thawed engine finds the request of a push that is no longer sent.
         with Sender([engine.url]) as sender:
             sender.push(trained)
         assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
 def prepare_by_hand(engine, trainer, model, push):
-    """Make an engine come for a push that is never sent."""
+    """Make an engine accept a push that is never sent."""
     layout = Layout(open_source(model).specs)
     request = trainer.ask(plan_of(push, layout, 1 << 20, 60.0, owner="by hand"), engine.url)
     assert post(engine, "update_weights_via_ipc_zmq", http.to_json(request)).status_code == 200
@@ -298,7 +298,7 @@ def test_a_sender_that_died_after_prepare_is_superseded_by_the_next(engine, trai
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, trained):
+def test_a_sender_whose_directory_is_gone_does_not_block_the_next(engine, trained):
     gone = Trainer()
     layout = Layout(open_source(trained).specs)
     request = gone.ask(plan_of("gone", layout, 1 << 20, 60.0), engine.url)
@@ -311,7 +311,7 @@ def test_a_sender_whose_directory_is_gone_does_not_wedge_the_next(engine, traine
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained):
+def test_files_of_a_killed_trainer_are_swept(engine, model_folder, trained):
     code = (
         "import sys, os; from weightsync import Sender; from tools import models\n"
         f"sender = Sender([{engine.url!r}]); sender.push(models.load_reference({str(model_folder('llama', 0))!r}))\n"
@@ -331,7 +331,7 @@ def test_what_a_killed_trainer_leaves_is_swept(engine, model_folder, trained):
     assert not list(directories.directory().glob(f"weightsync-{killed.pid}-*"))
 
 
-def test_a_sender_that_closes_is_forgotten_by_the_ranks(engine, trained):
+def test_ranks_unmap_the_arena_of_a_closed_sender(engine, trained):
     def mapped():
         return "/dev/shm/weightsync-" in Path(f"/proc/{engine.process.pid}/maps").read_text()
 
@@ -350,7 +350,7 @@ def test_nothing_is_left_when_senders_close(engine, trained):
     assert not list(directories.directory().glob(f"{mine}*"))
 
 
-def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_folder, trained):
+def test_a_failing_loader_leaves_a_dirty_engine_that_a_full_push_repairs(model_folder, trained):
     code = (
         "from weightsync import testing\n"
         "load = testing.ModelAdapter.load\n"
@@ -375,7 +375,7 @@ def test_a_loader_that_fails_leaves_a_dirty_engine_that_a_full_push_mends(model_
         assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_a_manifest_travels_once_and_again_where_it_was_forgotten(engine, trained, monkeypatch):
+def test_a_manifest_is_sent_once_and_again_if_the_engine_forgot_it(engine, trained, monkeypatch):
     told, prepare = [], EngineClient.prepare
 
     def listening(self, request, *rest):

@@ -1,4 +1,4 @@
-"""Parameters that ranks can reach are read where they are."""
+"""Parameters that ranks can map are read in place."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.faults.rig import SITE
+from tests.faults.harness import SITE
 from tools import models, servers
 from weightsync import Sender
 from weightsync.errors import PushTimeout, TransferFailed
@@ -42,7 +42,7 @@ def arenas():
 
 
 @pytest.mark.parametrize("verify", ["digest", "off", "deep"])
-def test_every_push_brings_what_the_parameters_hold_then_and_nothing_is_packed(engine, trained, verify):
+def test_every_push_sends_the_current_parameters_and_packs_nothing(engine, trained, verify):
     with Sender([engine.url], verify=verify) as sender:
         for round_ in range(5):
             with torch.no_grad():
@@ -58,7 +58,7 @@ def test_every_push_brings_what_the_parameters_hold_then_and_nothing_is_packed(e
         assert len(os.listdir("/proc/self/fd")) == len(opened)
 
 
-def test_a_parameter_that_moved_is_found_where_it_is(engine, trained):
+def test_a_parameter_that_moved_is_found(engine, trained):
     with Sender([engine.url]) as sender:
         sender.push(trained)
         parameter = next(trained.parameters())
@@ -67,7 +67,7 @@ def test_a_parameter_that_moved_is_found_where_it_is(engine, trained):
         assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_parameters_that_share_one_memory_are_read_where_they_are(engine, trained):
+def test_parameters_in_one_storage_are_read_in_place(engine, trained):
     parameters = list(trained.parameters())
     memory = torch.zeros(1 + sum(each.numel() for each in parameters), dtype=torch.bfloat16).share_memory_()
     at = 1
@@ -92,7 +92,7 @@ def in_columns(model):
 
 
 @pytest.mark.parametrize("spoil", [private, in_columns])
-def test_a_model_that_cannot_be_read_where_it_is_is_packed(engine, trained, spoil):
+def test_a_model_that_cannot_be_read_in_place_is_packed(engine, trained, spoil):
     with Sender([engine.url]) as sender:
         sender.push(trained)
         spoil(trained)
@@ -102,13 +102,13 @@ def test_a_model_that_cannot_be_read_where_it_is_is_packed(engine, trained, spoi
 
 
 @pytest.mark.parametrize("options", [{"keep_previous": True}, {"staging": "none"}, {"bucket_bytes": 1 << 20}])
-def test_what_is_asked_for_otherwise_is_done(engine, trained, options):
+def test_options_that_rule_out_reading_in_place_are_honoured(engine, trained, options):
     with Sender([engine.url], **options) as sender:
         assert IN_PLACE not in sender.push(trained).staging_reason
 
 
 class Gathering:
-    """In the shape of vLLM's ``WeightSource``: every pass over it may cost a gather."""
+    """A source in the shape of vLLM's ``WeightSource`` that counts passes, since each may cost a gather."""
 
     def __init__(self, model):
         source = open_source(model)
@@ -122,7 +122,7 @@ class Gathering:
         return iter(self._weights.items())
 
 
-def test_a_source_that_makes_its_tensors_is_read_once_a_push(engine, trained):
+def test_a_source_that_creates_its_tensors_is_read_once_per_push(engine, trained):
     weights = Gathering(trained)
     with Sender([engine.url]) as sender:
         assert IN_PLACE not in sender.push(weights).staging_reason
@@ -130,7 +130,7 @@ def test_a_source_that_makes_its_tensors_is_read_once_a_push(engine, trained):
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
-def test_an_engine_that_comes_later_waits_for_the_next_push(engine, trained, model_folder):
+def test_an_engine_that_is_added_later_waits_for_the_next_push(engine, trained, model_folder):
     with ReferenceEngine(model_folder("llama", 0)) as late, Sender([engine.url]) as sender:
         sender.push(trained)
         before = served_digest(late)
@@ -147,7 +147,7 @@ def arena_of(*tensors):
     )
 
 
-def test_one_memory_that_holds_all_tensors_is_offered_once():
+def test_a_storage_that_holds_all_tensors_is_offered_once():
     memory = torch.arange(6000, dtype=torch.int32).share_memory_()
     tensors = [memory[:1], memory[1:1], memory[1000:3000].view(20, 100), memory[3001:]]
     arena = arena_of(*tensors)
@@ -159,7 +159,7 @@ def test_one_memory_that_holds_all_tensors_is_offered_once():
     assert found.numel() == Layout([spec_of("t", t) for t in tensors]).nbytes
 
 
-def test_what_is_on_another_device_or_has_no_bytes_is_not_read_where_it_is():
+def test_tensors_on_another_device_or_without_bytes_are_not_read_in_place():
     shared = torch.zeros(4).share_memory_()
     assert shared_parameters.find([shared], CPU) == [shared]
     assert shared_parameters.find([shared], torch.device("meta")) is None
@@ -167,21 +167,21 @@ def test_what_is_on_another_device_or_has_no_bytes_is_not_read_where_it_is():
     assert shared_parameters.find([torch.zeros(0)], CPU) is None
 
 
-def test_a_file_that_is_mapped_is_not_read_where_it_is(tmp_path):
+def test_a_mapped_file_is_not_read_in_place(tmp_path):
     (tmp_path / "weights").write_bytes(bytes(64))
     mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=16)
     assert mapped.is_shared()
     assert shared_parameters.find([mapped], CPU) is None
 
 
-def test_a_negative_view_of_what_is_known_is_not_read_where_it_is():
+def test_a_negative_view_of_a_known_tensor_is_not_read_in_place():
     shared = torch.zeros(4).share_memory_()
     arena = arena_of(shared)
     assert shared_parameters.find([shared], CPU, arena) == [shared]
     assert shared_parameters.find([torch._neg_view(shared)], CPU, arena) is None
 
 
-def test_who_maps_parameters_is_told_that_they_may_change():
+def test_a_rank_that_maps_parameters_is_told_that_they_may_change():
     shared = torch.zeros(4).share_memory_()
     arena = arena_of(shared)
     found = shared_parameters.attach(arena.handle())
@@ -191,7 +191,7 @@ def test_who_maps_parameters_is_told_that_they_may_change():
         found.check()
 
 
-def test_what_was_found_by_a_push_that_ended_there_is_not_taken_for_what_is_mapped(engine, trained):
+def test_parameters_found_by_an_unfinished_push_are_not_taken_for_mapped_ones(engine, trained):
     with Sender([engine.url]) as sender:
         for _ in range(2):
             sender.push(trained)
@@ -261,7 +261,7 @@ def test_a_rank_cannot_change_the_parameters():
     assert not memory.any()
 
 
-def test_a_rank_that_may_open_few_files_maps_many():
+def test_a_rank_with_a_low_file_limit_maps_many_parameters():
     tensors = [torch.full((5,), number, dtype=torch.uint8).share_memory_() for number in range(200)]
     sums = "assert [int(found[at : at + 5].sum()) for at in range(0, 512 * 200, 512)] == [5 * n for n in range(200)]"
     arena = arena_of(*tensors)
@@ -291,13 +291,13 @@ def offered(pid=None, parts=((0, 0, 8192),)):
         ({"parts": ()}, "refused to map"),
     ],
 )
-def test_what_is_not_there_is_not_mapped(more, said):
+def test_invalid_handles_are_not_mapped(more, said):
     _memory, handle = offered(**more)
     with pytest.raises(TransferFailed, match=said):
         shared_parameters.attach(handle)
 
 
-def test_a_gpu_that_is_not_there_is_named():
+def test_an_absent_gpu_is_named():
     memory = CudaHandle("GPU-7", b"", 10, 0, b"", 0, b"", False)
     with pytest.raises(TransferFailed, match="the sender's GPU GPU-7 is not visible here"):
         shared_parameters.attach(SharedParametersHandle((memory,), ((0, 0, 10),), FileHandle(0, 0, 0)))

@@ -1,4 +1,4 @@
-"""Modules as sources: what goes out is what ``save_pretrained`` would write, read from live parameters."""
+"""Modules as sources: the tensors that ``save_pretrained`` would write, read from live parameters."""
 
 import sys
 import weakref
@@ -50,7 +50,7 @@ def qwen3_moe():
 
 
 def hrm_text():
-    """Its checkpoint holds as one what the module holds apart, so that it has to be computed."""
+    """A model whose checkpoint fuses parameters of the module, so that it has to be computed."""
     return HrmTextForCausalLM._from_config(HrmTextConfig(**{**TINY, "num_key_value_heads": 4}), dtype=torch.bfloat16)
 
 
@@ -86,7 +86,7 @@ def storages(model):
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the storages with data that operations make: ``total``, and ``peak`` of those alive at once."""
+    """Counts the bytes of storages that operations allocate: ``total``, and ``peak`` of those alive at once."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_names_and_bytes_are_those_of_save_pretrained(model, tmp_path):
     same_bytes(read(open_source(model)), saved(model, tmp_path))
 
 
-def test_a_loaded_model_goes_out_as_it_came(model, tmp_path):
+def test_a_loaded_model_is_sent_unchanged(model, tmp_path):
     expected = saved(model, tmp_path)
     same_bytes(read(open_source(type(model).from_pretrained(tmp_path, dtype=torch.bfloat16))), expected)
 
@@ -122,7 +122,7 @@ def test_specs_describe_the_tensors_in_order(model):
 
 
 @pytest.mark.parametrize("build", [qwen3, llama, qwen3_moe])
-def test_everything_is_a_view_of_the_parameters(build):
+def test_all_tensors_are_views_of_the_parameters(build):
     model = build()
     with Allocations() as made:
         source = open_source(model)
@@ -131,7 +131,7 @@ def test_everything_is_a_view_of_the_parameters(build):
     assert {tensor.untyped_storage().data_ptr() for tensor in tensors} <= storages(model)
 
 
-def test_experts_go_out_apart_as_contiguous_slices_of_the_fused_parameter():
+def test_experts_are_sent_as_contiguous_slices_of_the_fused_parameter():
     model = qwen3_moe()
     tensors = read(open_source(model))
     fused = model.model.layers[1].mlp.experts.gate_up_proj
@@ -149,7 +149,7 @@ def test_a_tied_pair_is_sent_once_under_the_name_that_save_pretrained_keeps():
 
 @pytest.mark.parametrize("left_out", ["lm_head.weight", "model.embed_tokens.weight"])
 @pytest.mark.parametrize("build", [qwen3, llama])
-def test_what_save_pretrained_leaves_out_is_left_out(build, left_out, tmp_path):
+def test_tensors_that_save_pretrained_omits_are_omitted(build, left_out, tmp_path):
     model = build()
     model._keys_to_ignore_on_save = {left_out}
     expected = saved(model, tmp_path)
@@ -216,7 +216,7 @@ def test_a_changed_dtype_is_noticed():
     assert {spec.dtype for spec in open_source(model, reuse=source).specs} == {"float32"}
 
 
-def test_a_model_that_lost_its_data_is_noticed():
+def test_a_model_that_moved_to_the_meta_device_is_noticed():
     model = llama()
     source = open_source(model)
     model.to("meta")
@@ -232,7 +232,7 @@ def test_opening_a_large_module_copies_nothing():
     assert made.total == 0
 
 
-def test_any_module_goes_out_under_the_names_of_its_state():
+def test_any_module_is_sent_under_its_state_dict_names():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -247,7 +247,7 @@ def test_any_module_goes_out_under_the_names_of_its_state():
     assert source.specs[0].dtype == "int64"
 
 
-def test_parameters_that_share_a_storage_apart_are_both_sent():
+def test_disjoint_views_of_one_storage_are_both_sent():
     flat = torch.arange(8.0)
     module = nn.ParameterDict({"a": flat[:4], "b": flat[4:], "empty": flat[:0], "nothing": flat[:0]})
     tensors = read(open_source(module))
@@ -259,7 +259,7 @@ def test_parameters_that_share_a_storage_apart_are_both_sent():
     }
 
 
-def test_a_transposed_parameter_goes_out_with_its_values():
+def test_a_transposed_parameter_is_sent_with_its_values():
     module = nn.ParameterDict({"w": torch.arange(6.0).view(2, 3).T})
     assert read(open_source(module))["w"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
@@ -288,12 +288,12 @@ def compiled(model):
     ids=["compile", "ddp", "dp", "compile(ddp)", "ddp(compile)"],
 )
 @pytest.mark.usefixtures("process_group")
-def test_wrappers_leave_no_trace(wrap):
+def test_wrappers_do_not_change_what_is_sent(wrap):
     model = qwen3_moe()
     same_bytes(read(open_source(wrap(model))), read(open_source(model)))
 
 
-def test_compiled_layers_leave_no_trace():
+def test_compiled_layers_do_not_change_what_is_sent():
     model = qwen3_moe()
     expected = read(open_source(model))
     for number, layer in enumerate(model.model.layers):
@@ -305,7 +305,7 @@ def test_compiled_layers_leave_no_trace():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_what_is_sharded_over_one_process_goes_out_as_it_is():
+def test_a_module_sharded_over_one_process_is_sent_unchanged():
     from torch.distributed.fsdp import fully_shard
 
     model = qwen3_moe()
@@ -350,7 +350,7 @@ def test_extra_state_is_refused_by_name():
         open_source(Extra(2, 2))
 
 
-def test_a_transformers_that_is_too_old_is_named(monkeypatch):
+def test_an_old_transformers_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
     with pytest.raises(SourceError, match="needs transformers 5"):
         open_source(llama())

@@ -1,4 +1,4 @@
-"""Megatron's layout, by a table: what its ranks hold is put together to the checkpoint."""
+"""Megatron's layout by a table: the checkpoint is assembled from what its ranks hold."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from weightsync.trainer.ranks.assignment import plan
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_put_the_checkpoint_together(size):
+def test_ranks_assemble_the_checkpoint(size):
     whole = checkpoint()
     sources = [open_source(megatron(whole, rank, size)) for rank in range(size)]
     made = plan([source.held for source in sources])
@@ -28,7 +28,7 @@ def test_ranks_put_the_checkpoint_together(size):
         assert torch.equal(entry.view(stream), whole[entry.spec.name]), entry.spec.name
 
 
-def test_one_process_sends_it_alone():
+def test_one_process_sends_the_whole_checkpoint():
     whole = checkpoint()
     fused = megatron(whole, 0, 1)
     source = open_source(fused)
@@ -58,12 +58,12 @@ def test_one_process_sends_it_alone():
         ({"a": (4,)}, [Rule("a{x}{x}", "b")], "must be different identifiers"),
     ],
 )
-def test_what_a_table_does_not_explain_is_refused_by_name(weights, rules, said):
+def test_tensors_without_a_fitting_rule_are_refused_by_name(weights, rules, said):
     with pytest.raises(SourceError, match=said):
         open_source(Fused({name: torch.zeros(shape) for name, shape in weights.items()}, rules))
 
 
-def test_a_part_of_a_trainer_cannot_be_sent_alone():
+def test_one_rank_of_several_cannot_send_alone():
     source = open_source(megatron(checkpoint(), 0, 2))
     with pytest.raises(SourceError, match="one of 2 that share the weights"):
         next(source.tensors())
@@ -71,7 +71,7 @@ def test_a_part_of_a_trainer_cannot_be_sent_alone():
         open_source(Fused({"a": torch.zeros(4)}, [Rule("a", "a")], rank=2, size=2))
 
 
-def test_a_tensor_that_has_changed_or_gone_is_refused_by_name():
+def test_a_changed_or_missing_tensor_is_refused_by_name():
     weights = {"a": torch.zeros(4)}
     source = open_source(Fused(weights, [Rule("a", "b")]))
     weights["a"] = torch.zeros(6)

@@ -26,7 +26,7 @@ def read(source):
 # --- mapping ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mapping_goes_out_as_it_stands():
+def test_a_mapping_is_sent_as_it_is():
     shared = torch.arange(4.0)
     weights = {"b": nn.Parameter(shared), "a": shared, "n": torch.tensor(3)}
     source = open_source(weights)
@@ -53,7 +53,7 @@ def test_a_mapping_that_changed_is_refused_by_name():
         list(source.tensors())
 
 
-def test_a_mapping_may_make_its_tensors_one_at_a_time():
+def test_a_mapping_may_create_its_tensors_one_at_a_time():
     class OnDemand(Mapping):
         def __getitem__(self, name):
             return torch.full((2,), float(name))
@@ -109,7 +109,7 @@ class Meta(NamedTuple):
 
 
 class Stream:
-    """The shape that vLLM defines, without vLLM; iteration can be made to disagree with metadata."""
+    """A source in the shape of vLLM's ``WeightSource``; it can yield other tensors than it announces."""
 
     def __init__(self, announced, yielded=None):
         self.announced = announced
@@ -127,7 +127,7 @@ class Stream:
 A, B = ("a", torch.ones(2, 3)), ("b", torch.zeros(4, dtype=torch.bfloat16))
 
 
-def test_a_weight_source_is_read_afresh_at_every_pass():
+def test_a_weight_source_is_read_again_at_every_pass():
     stream = Stream([A, B])
     source = open_source(stream)
     assert stream.passes == 0
@@ -206,7 +206,7 @@ def test_a_single_file(kind, tmp_path):
     assert read_specs(kind(tmp_path)) == source.specs
 
 
-def test_every_dtype_that_can_cross_is_read_back(tmp_path):
+def test_every_supported_dtype_is_read_back(tmp_path):
     tensors = {name: torch.zeros(2, dtype=torch.uint8).repeat(8).view(dtype) for name, dtype in DTYPES.items()}
     storable = {}
     for name, tensor in tensors.items():
@@ -238,7 +238,7 @@ def test_shards_are_read_as_their_index_says(tmp_path):
     }
 
 
-def test_a_checkpoint_is_read_as_it_is_now(tmp_path):
+def test_a_checkpoint_is_read_from_its_current_files(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(2)}, file)
     source = open_source(tmp_path)
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_read_as_it_is_now(tmp_path):
         list(source.tensors())
 
 
-def test_shards_without_an_index_are_read_where_no_name_comes_twice(tmp_path):
+def test_shards_without_an_index_are_read_if_no_name_is_repeated(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "part-1.safetensors")
     save_file({"b": torch.zeros(2)}, tmp_path / "part-2.safetensors")
     assert [spec.name for spec in read_specs(tmp_path)] == ["a", "b"]
@@ -287,13 +287,13 @@ def test_damaged_and_foreign_folders_are_refused(files, message, tmp_path):
         open_source(tmp_path)
 
 
-def test_an_index_that_lists_what_its_file_lacks_is_refused(tmp_path):
+def test_an_index_that_lists_a_missing_tensor_is_refused(tmp_path):
     write_shards(tmp_path, {"one.safetensors": {"a": torch.zeros(1)}}, {"a": "one.safetensors", "b": "one.safetensors"})
     with pytest.raises(SourceError, match="b is missing, though"):
         read_specs(tmp_path)
 
 
-def test_a_name_that_is_no_folder_is_refused():
+def test_a_name_that_is_not_a_folder_is_refused():
     with pytest.raises(SourceError, match="some-org/some-model is not a folder; download"):
         open_source("some-org/some-model")
 
@@ -319,6 +319,6 @@ def test_the_second_half_of_a_tied_pair_is_optional(config, tied, tmp_path):
     assert ("lm_head.weight" in optional_names(tmp_path)) is tied
 
 
-def test_the_default_of_a_model_type_that_its_configuration_leaves_out_counts(tmp_path):
+def test_the_default_of_the_model_type_applies_if_the_configuration_omits_it(tmp_path):
     Gemma2Config().save_pretrained(tmp_path)
     assert "lm_head.weight" in optional_names(tmp_path)

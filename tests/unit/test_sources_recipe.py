@@ -1,4 +1,4 @@
-"""From a module's tensors to its checkpoint's, and from a configuration to what the checkpoint will hold."""
+"""From a module's tensors to those of its checkpoint, and from a configuration to the expected checkpoint."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_computed_tensors_that_share_an_input_form_one_group():
         (DeepseekV3ForCausalLM, DeepseekV3Config(**DEEPSEEK)),
     ],
 )
-def test_a_configuration_promises_what_a_loaded_model_sends(kind, config, tmp_path):
+def test_a_configuration_predicts_what_a_loaded_model_sends(kind, config, tmp_path):
     kind(config).save_pretrained(tmp_path)
     source = open_source(kind.from_pretrained(tmp_path, dtype=torch.bfloat16))
     for file in tmp_path.glob("*.safetensors"):
@@ -124,7 +124,7 @@ def test_a_configuration_promises_what_a_loaded_model_sends(kind, config, tmp_pa
         ({"architectures": None}, "names no architecture"),
     ],
 )
-def test_configurations_that_say_too_little_are_refused(change, message, tmp_path):
+def test_unusable_configurations_are_refused(change, message, tmp_path):
     config = LlamaConfig(**TINY)
     config.architectures = ["LlamaForCausalLM"]
     config.update(change)

@@ -1,4 +1,4 @@
-"""The tables edge by edge, and a real receiver that obeys them in every state it can be in."""
+"""Every edge of the state tables, and a real receiver that follows them in each of its states."""
 
 from typing import get_args
 
@@ -21,7 +21,7 @@ from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, Machine, di
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.transports.base import Peer
 
-#: By name: the table, where it may begin, and where it is to come back to.
+#: By name: the table, its initial states, and the state that must stay reachable.
 TABLES = {
     "engine": (ENGINE, ("serving", "unsynced"), "serving"),
     "push": (PUSH, ("idle",), "idle"),
@@ -31,7 +31,7 @@ TABLES = {
 
 
 def edges(table):
-    """Every state with every event of the table's alphabet, and where that leads; None where it is not legal."""
+    """Every state with every event of the table, and the target; None if the event is not legal there."""
     events = sorted({event for edges in table.values() for event in edges})
     return [(state, event, table[state].get(event)) for state in table for event in events]
 
@@ -46,7 +46,7 @@ def reachable(table, *starts):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_event_in_every_state_leads_where_the_table_says_or_changes_nothing(name):
+def test_every_event_in_every_state_follows_the_table_or_changes_nothing(name):
     table, _, _ = TABLES[name]
     for state, event, target in edges(table):
         machine = Machine(table, state, "this one")
@@ -65,23 +65,23 @@ def test_every_event_in_every_state_leads_where_the_table_says_or_changes_nothin
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_state_can_be_reached_and_none_but_closed_is_a_trap(name):
+def test_every_state_is_reachable_and_only_closed_is_final(name):
     table, starts, home = TABLES[name]
     assert reachable(table, *starts) == set(table)
     assert {state for state in table if home not in reachable(table, state)} <= {"closed"}
 
 
-def test_the_states_on_the_wire_are_those_of_the_table():
+def test_the_states_on_the_wire_match_the_table():
     assert set(get_args(http.State)) == set(ENGINE)
 
 
-def test_ranks_that_commit_together_go_through_the_states_in_which_an_engine_loads():
+def test_the_table_of_ranks_that_commit_together_agrees_with_the_engines():
     for state, edges in TOGETHER.items():
         engine = {**ENGINE[state], "load": ENGINE[state].get("rollback")}
         assert {event: engine[event] for event in edges} == edges
 
 
-def test_a_real_load_plan_goes_every_way_that_its_table_has(monkeypatch):
+def test_a_real_load_plan_takes_every_edge_of_its_table(monkeypatch):
     taken = set()
 
     class Seen(Machine):
@@ -93,12 +93,12 @@ def test_a_real_load_plan_goes_every_way_that_its_table_has(monkeypatch):
         return dict(reversed(two_of(number).items()))
 
     monkeypatch.setattr(loader, "Machine", Seen)
-    adapter, _, loading = around_rank()  # it is trusted, and has been replayed
-    push_into(loading, turned(3))  # recorded anew, and trusted again
+    adapter, _, loading = around_rank()  # the plan is trusted and has been replayed
+    push_into(loading, turned(3))  # recorded again, and trusted again
     adapter.after = lambda model: model.odd.data.mul_(2)
-    push_into(loading, turned(4))  # the replay is found out
-    push_into(loading, two_of(5))  # recorded anew; the first push is found out
-    for checkpoint in (two_of(6), turned(6), two_of(6)):  # recorded anew each time, and not tried
+    push_into(loading, turned(4))  # the replay is found to differ
+    push_into(loading, two_of(5))  # recorded again; the first push is found to differ
+    for checkpoint in (two_of(6), turned(6), two_of(6)):  # recorded again each time, and never loaded
         loading.accept([spec_of(name, tensor) for name, tensor in checkpoint.items()])
     adapter.loader_hooks = lambda: "it is sealed by now"
     push_into(loading, turned(7))
@@ -116,7 +116,7 @@ def test_a_diagram_has_every_edge(name):
 
 
 class DictAdapter:
-    """A dict of tensors as a sink. ``during`` runs in the middle of a load, ``fails`` makes loads fail there."""
+    """An adapter of a dict of tensors. ``during`` runs in the middle of a load; ``fails`` makes loads fail there."""
 
     rank, device = 0, torch.device("cpu")
 
@@ -147,7 +147,7 @@ class DictAdapter:
         return digest_of(weights)
 
 
-class Rig:
+class Harness:
     """A real receiver, a real transfer, and pushes of tensors that are full of one number."""
 
     def __init__(self, keep):
@@ -158,7 +158,7 @@ class Rig:
         self.plan = None
 
     def ask(self, method, message):
-        """What the rank answers; an error as the exception that it names. Never raises."""
+        """The rank's error as the exception that it names, None if there is none. Does not raise it."""
         reply = http.from_json(handle(lambda: self.receiver, method, http.to_json(message)), http.RankReply)
         if reply.error is None:
             return None
@@ -168,13 +168,13 @@ class Rig:
         return kind(reply.error.message, weights=reply.error.weights)
 
     def prepare(self):
-        """A push that its trainer does not send."""
+        """Prepare a push without sending it."""
         self.pushes += 1
         self.plan = plan_of(f"push-{self.pushes}", self.layout, 1024, keep=self.keep)
         return self.ask("update_weights_via_ipc_zmq", self.trainer.ask(self.plan, "http://a"))
 
     def stage(self, value):
-        """Send what `prepare` announced."""
+        """Send the push that `prepare` announced."""
         self.trainer.await_all({Peer("http://a", 0)})
         self.trainer.send(torch.full_like(tensor, value) for tensor in self.adapter.weights.values())
 
@@ -198,7 +198,7 @@ class Rig:
         return self.receiver.status().state
 
     def value(self):
-        """The one number that the weights are full of."""
+        """The number that fills the weights."""
         (value,) = {float(number) for tensor in self.adapter.weights.values() for number in tensor.view(-1)}
         return value
 
@@ -210,7 +210,7 @@ class Rig:
             end.close()
 
     def bring(self, state, then):
-        """Bring the receiver into a state and do ``then`` there."""
+        """Bring the receiver into a state and call ``then`` there."""
         for value in (1.0, 2.0):
             assert self.push(value) is None
         if state.startswith("dirty"):
@@ -229,17 +229,17 @@ class Rig:
             then()
 
 
-def message(rig, name):
-    """The method and body of a message, all of them as a trainer in good faith would send them."""
+def message(harness, name):
+    """The method and body of a message as an honest trainer would send it."""
     return {
-        "ready": ("weightsync_ready", rig.asked()),
-        "commit": ("weightsync_commit", rig.asked()),
-        "commit of another": ("weightsync_commit", rig.asked("another")),
-        "rollback": ("weightsync_commit", rig.asked("back", "push-1", rollback=True)),
-        "restore": ("weightsync_restore", rig.asked()),
+        "ready": ("weightsync_ready", harness.asked()),
+        "commit": ("weightsync_commit", harness.asked()),
+        "commit of another": ("weightsync_commit", harness.asked("another")),
+        "rollback": ("weightsync_commit", harness.asked("back", "push-1", rollback=True)),
+        "restore": ("weightsync_restore", harness.asked()),
         "abort": ("weightsync_abort", http.AbortRequest()),
         "abort of another": ("weightsync_abort", http.AbortRequest(push="another")),
-        "release": ("weightsync_abort", http.AbortRequest(release=rig.trainer.here)),
+        "release": ("weightsync_abort", http.AbortRequest(release=harness.trainer.here)),
         "status": ("weightsync_status", http.StatusRequest(digest=True)),
         "open": ("weightsync_open", http.OpenRequest(protocol=http.PROTOCOL)),
     }[name]
@@ -258,12 +258,12 @@ MESSAGES = (
     "status",
     "open",
 )
-#: Loading begins and ends within one call: what comes then comes from inside it.
+#: A load begins and ends within one call, so messages during it are sent from inside the load.
 RANK_STATES = tuple(state for state in ENGINE if state != "unsynced")
 
 
 def events_of(name, state):
-    """What a message that succeeds is in the words of the table."""
+    """The events of the table that a successful message stands for."""
     if name == "restore":
         return ("rollback", "applied")
     if name in ("commit", "rollback"):
@@ -276,23 +276,23 @@ CASES = [(state, name, keep) for keep in (False, True) for state in RANK_STATES 
 
 
 @pytest.fixture
-def rig(monkeypatch, request):
+def harness(monkeypatch, request):
     monkeypatch.setattr(receiver, "_ABORT_WAIT_S", 0.3)
-    rig = Rig(keep=request.getfixturevalue("keep"))
-    yield rig
-    rig.close()
+    harness = Harness(keep=request.getfixturevalue("keep"))
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize(("state", "name", "keep"), CASES)
-def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, name, keep):
+def test_a_message_in_any_state_follows_the_table_or_changes_nothing(harness, state, name, keep):
     seen = {}
 
     def meanwhile():
-        seen["before"], seen["weights"] = rig.state, rig.adapter.digest()
-        seen["answer"] = rig.prepare() if name == "prepare" else rig.ask(*message(rig, name))
-        seen["after"], seen["weights after"] = rig.state, rig.adapter.digest()
+        seen["before"], seen["weights"] = harness.state, harness.adapter.digest()
+        seen["answer"] = harness.prepare() if name == "prepare" else harness.ask(*message(harness, name))
+        seen["after"], seen["weights after"] = harness.state, harness.adapter.digest()
 
-    rig.bring(state, meanwhile)
+    harness.bring(state, meanwhile)
     machine = Machine(ENGINE, state, "the table")
     for event in events_of(name, state) if seen["answer"] is None else ():
         machine.move(event)
@@ -301,16 +301,16 @@ def test_a_message_in_any_state_does_what_the_table_says_or_nothing(rig, state, 
     if seen["answer"] is not None or name not in ("commit", "rollback", "restore"):
         assert seen["weights after"] == seen["weights"]
     if state.endswith("applying"):
-        assert rig.state == "serving"
-        assert rig.value() == 4.0
+        assert harness.state == "serving"
+        assert harness.value() == 4.0
     elif name == "commit" and state.endswith("prepared"):
-        assert rig.value() == 4.0
+        assert harness.value() == 4.0
     else:
-        mend(rig)
+        mend(harness)
 
 
-def mend(rig):
-    """Whatever was asked of it, a push by the next trainer is served."""
-    rig.ask("weightsync_abort", http.AbortRequest())
-    assert rig.push(9.0) is None
-    assert (rig.state, rig.value()) == ("serving", 9.0)
+def mend(harness):
+    """Assert that a push by the next trainer is served."""
+    harness.ask("weightsync_abort", http.AbortRequest())
+    assert harness.push(9.0) is None
+    assert (harness.state, harness.value()) == ("serving", 9.0)

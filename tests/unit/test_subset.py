@@ -1,4 +1,4 @@
-"""What a rank keeps of the tensors: which bytes that is, what a load plan reads, pushes to ranks that keep a half."""
+"""The subset that a rank needs: its bytes, the subset that a load plan reads, and pushes to ranks that need half."""
 
 import itertools
 import time
@@ -42,7 +42,7 @@ def kept(draw):
 
 
 def marked(layout, boxes):
-    """One byte for each of the stream, set where a box is."""
+    """A stream whose bytes are 255 inside the boxes and 0 elsewhere."""
     stream = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8)
     for entry in layout.entries:
         whole = entry.view(stream)
@@ -71,13 +71,13 @@ def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, 
 
 
 def cost(layout, number, box):
-    """Of reading a box, in bytes."""
+    """The cost of reading a box, in bytes."""
     parts = Subset(layout, {} if box is None else {number: box})
     return sum((16 << 10) + nbytes for _, nbytes in parts._runs_of(layout.entries[number]))
 
 
 @given(kept())
-def test_a_box_only_grows_and_costs_no_more(found):
+def test_widening_a_box_never_costs_more(found):
     layout, boxes = found
     for number, box in boxes.items():
         wide = widened(layout.entries[number], box)
@@ -97,20 +97,20 @@ def test_a_box_only_grows_and_costs_no_more(found):
         ((4, 64, 64), Box((2, 0, 0), (2, 64, 32)), Box((2, 0, 0), (2, 64, 64))),  # two experts, and all of them
     ],
 )
-def test_what_it_costs_decides_how_much_is_read(shape, box, read):
+def test_the_cost_decides_how_much_is_read(shape, box, read):
     (entry,) = Layout([spec_of("a", torch.empty(shape, dtype=torch.int16))]).entries
     assert widened(entry, box) == read
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])
 @pytest.mark.parametrize("box", [Box((0,), (3,)), Box((0, 3), (4, 4)), Box((-1, 0), (1, 1)), Box((), ())])
-def test_what_is_no_part_is_refused(number, box):
+def test_a_box_outside_the_tensor_is_refused(number, box):
     layout = Layout([spec_of("a", torch.zeros(4, 6))])
     with pytest.raises(ValueError, match=f"does not lie in tensor {number}"):
         Subset(layout, {number: box})
 
 
-def test_equal_parts_have_one_name_and_all_of_it_has_none():
+def test_equal_subsets_have_one_name_and_the_whole_has_none():
     layout, same = (Layout([spec_of("a", torch.zeros(4, 6))]) for _ in range(2))
     box = Box((0, 0), (2, 6))
     assert Subset(layout, {0: box}).name == Subset(same, {0: box}).name != ""
@@ -118,7 +118,7 @@ def test_equal_parts_have_one_name_and_all_of_it_has_none():
     assert len({Subset(layout, {0: Box((0, 0), (n, 6))}).name for n in range(1, 4)}) == 3
 
 
-def test_a_demand_is_for_every_part_once():
+def test_every_part_is_wanted_once():
     layout = Layout([spec_of(name, torch.zeros(4, 6)) for name in "ab"])
     half, all_of_it = Subset(layout, {0: Box((0, 0), (2, 6)), 1: Box((0, 0), (0, 0))}), Subset(layout, {})
     demand = Wanted([half, Subset(layout, dict(half.table())), all_of_it])
@@ -132,7 +132,7 @@ def test_a_demand_is_for_every_part_once():
 
 
 def halves(rank):
-    """A loader that keeps one of two: rows of ``up``, columns of ``down``, all of ``norm``, one of the experts."""
+    """A loader of a half: rows of ``up``, columns of ``down``, all of ``norm``, and one of the experts."""
 
     def load(model, weights):
         for name, tensor in weights:
@@ -171,7 +171,7 @@ def test_a_load_plan_knows_what_it_reads(rank):
     }
 
 
-def test_short_pieces_are_not_worth_reading_one_by_one():
+def test_short_pieces_are_not_read_one_by_one():
     def load(model, weights):
         for _, tensor in weights:
             model.a.data.copy_(tensor[:, :3])
@@ -184,7 +184,7 @@ def test_short_pieces_are_not_worth_reading_one_by_one():
 
 
 class HalfAdapter:
-    """Rank of an engine whose loader keeps a half."""
+    """The adapter of a rank whose loader needs a half."""
 
     device = CPU
 
@@ -209,12 +209,12 @@ class HalfAdapter:
         return digest_of(fresh.state_dict().items())
 
     def wanted(self, weights):
-        """What `digest` is to be once these are loaded."""
+        """The expected `digest` once these weights are loaded."""
         return self.fresh_digest(weights.items())
 
 
 class Pair:
-    """A trainer and the two ranks, every step by hand."""
+    """A trainer and two ranks that a test drives step by step."""
 
     def __init__(self, transport):
         self.transport, self.transfer, self.pushes = transport, Transfer(CPU), 0
@@ -232,7 +232,7 @@ class Pair:
         return [self.call(rank, method, message) for rank in range(2)]
 
     def meet(self, plan, instance="once"):
-        """Until both ranks have come."""
+        """Begin a push and wait until both ranks have connected."""
         self.come(self.transfer.begin(plan, self.layout), instance)
 
     def come(self, outgoing, instance):
@@ -250,7 +250,7 @@ class Pair:
         outgoing.await_ranks({self.transport: {Peer(URL, 0), Peer(URL, 1)}}, Deadline(SOON_S))
 
     def stage(self, weights, **options):
-        """Until both ranks hold what they keep."""
+        """Push, without a commit, until both ranks hold what they need."""
         self.pushes += 1
         self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=64, parts=True, **options))
         self.outgoing.send(iter(weights.values()), None)
@@ -264,7 +264,7 @@ class Pair:
         assert [adapter.digest() for adapter in self.adapters] == [adapter.wanted(weights) for adapter in self.adapters]
 
     def kept(self):
-        """Names of what the ranks have last said that they keep."""
+        """The names of the subsets that the ranks asked for last."""
         return set(self.outgoing.demand.names)
 
     def rollback(self, version):
@@ -284,7 +284,7 @@ def pair(request):
     pair.close()
 
 
-def test_once_a_plan_is_trusted_each_rank_takes_its_half(pair):
+def test_each_rank_takes_its_half_once_the_plan_is_trusted(pair):
     pair.push(checkpoint(1))
     assert pair.kept() == {""}
     for seed in (2, 3, 4):
@@ -292,20 +292,20 @@ def test_once_a_plan_is_trusted_each_rank_takes_its_half(pair):
         assert len(pair.kept() - {""}) == 2
 
 
-def test_a_version_that_is_kept_is_whole_and_comes_back_without_a_plan(pair):
+def test_a_kept_version_is_whole_and_is_restored_without_a_plan(pair):
     for seed in (1, 2):
         pair.push(checkpoint(seed), keep=True)
         assert pair.kept() == {""}
     other = dict(reversed(checkpoint(3).items()))
     pair.layout = Layout([spec_of(name, tensor) for name, tensor in other.items()])
-    pair.push(other, keep=True)  # for which another plan is recorded
+    pair.push(other, keep=True)  # another plan is recorded for it
     pair.rollback("p2")
     assert [adapter.digest() for adapter in pair.adapters] == [
         adapter.wanted(checkpoint(2)) for adapter in pair.adapters
     ]
 
 
-def test_a_model_that_has_moved_since_takes_all_there_is(pair):
+def test_a_model_that_has_moved_takes_the_whole_push(pair):
     for seed in range(6):
         for adapter in pair.adapters if seed % 2 else ():
             adapter.model.up.data = adapter.model.up.data.clone()
@@ -313,7 +313,7 @@ def test_a_model_that_has_moved_since_takes_all_there_is(pair):
         assert (pair.kept() == {""}) == (seed % 2 == 1 or seed == 0)
 
 
-def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written(pair):
+def test_an_outdated_subset_is_refused_before_anything_is_written(pair):
     pair.push(checkpoint(1))
     pair.stage(checkpoint(2))
     before = pair.adapters[0].digest()
@@ -328,7 +328,7 @@ def test_parts_that_a_plan_no_longer_fits_are_refused_before_anything_is_written
     pair.push(checkpoint(4))
 
 
-def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
+def test_the_memory_of_a_failed_push_is_released(pair):
     for seed in (1, 2):
         pair.push(checkpoint(seed))
     pair.meet(plan_of("failing", pair.layout, 16 << 10, SOON_S, slots=64, parts=True))
@@ -340,8 +340,8 @@ def test_memory_that_a_failed_push_gave_up_is_held_by_nobody(pair):
     assert [receiver._loading._plan._bound for receiver in pair.receivers] == [{}, {}]
 
 
-def test_what_a_late_rank_keeps_is_hashed_when_it_comes(pair):
-    """The arena still holds the version, its digests are those of halves; a new engine takes all of it."""
+def test_the_subset_of_a_late_rank_is_hashed_when_it_joins(pair):
+    """The arena still holds the version with digests of halves; a new engine takes all of it."""
     weights = checkpoint(2)
     pair.push(checkpoint(1))
     pair.push(weights)

@@ -1,4 +1,4 @@
-"""How engines find the trainer: by which of its addresses, and which are refused before anything is asked of them."""
+"""How engines reach the trainer: by which of its addresses, and which engines are refused beforehand."""
 
 import contextlib
 import socket
@@ -25,7 +25,7 @@ ELSEWHERE = "another boot:net:[1]"
 
 
 def other_addresses():
-    """This host's own, but for its loopback."""
+    """The addresses of this host without its loopback."""
     found = [one for those in psutil.net_if_addrs().values() for one in those]
     kinds = (socket.AF_INET, socket.AF_INET6)
     return [one.address for one in found if one.family in kinds and not one.address.startswith(("127.", "::1", "fe80"))]
@@ -40,7 +40,7 @@ def hello(network):
 
 
 @pytest.mark.parametrize("url", [HERE, "http://localhost:1", "http://[::1]:1"])
-def test_an_engine_behind_a_forwarded_port_is_refused_by_name_with_what_to_do(url):
+def test_an_engine_behind_a_forwarded_port_is_refused_with_advice(url):
     with pytest.raises(UnsupportedOption, match=r"forwarded.*docker -p.*address=.*--network=host") as raised:
         check_ways("", {url: hello(ELSEWHERE)})
     assert url in str(raised.value)
@@ -48,20 +48,20 @@ def test_an_engine_behind_a_forwarded_port_is_refused_by_name_with_what_to_do(ur
         assert address in str(raised.value)
 
 
-def test_a_loopback_that_both_sides_have_is_taken():
+def test_a_loopback_that_both_sides_share_is_accepted():
     check_ways("", {HERE: hello(arenas.network_id())})
-    check_ways("", {HERE: hello("")})  # an engine of before it said so; its ranks refuse by themselves
+    check_ways("", {HERE: hello("")})  # an older engine does not report its network; its ranks refuse by themselves
 
 
 @needs_another
-def test_an_address_that_is_given_reaches_engines_behind_forwarded_ports():
+def test_an_explicit_address_reaches_engines_behind_forwarded_ports():
     check_ways(OTHERS[0], {HERE: hello(ELSEWHERE)})
     with pytest.raises(UnsupportedOption, match=r"127\.0\.0\.1, this host's loopback"):
         check_ways("127.0.0.1", {HERE: hello(ELSEWHERE)})
 
 
 @pytest.mark.parametrize("transport", REMOTE)
-def test_both_transports_look_before_they_ask_anything(transport):
+def test_both_transports_check_the_route_before_they_ask_anything(transport):
     end = registry.spec(transport).trainer_end(CPU, None, "")
     with contextlib.closing(end), pytest.raises(UnsupportedOption, match="forwarded"):
         end.connect({HERE: hello(ELSEWHERE)}, 5.0)
@@ -81,7 +81,7 @@ def test_an_address_may_be_a_name():
 
 @needs_another
 @pytest.mark.parametrize("transport", REMOTE)
-def test_ranks_dial_the_address_that_is_given(engine, trained, transport):
+def test_ranks_dial_the_given_address(engine, trained, transport):
     with Sender([engine.url], transport=transport, address=OTHERS[0]) as sender:
         result = sender.push(trained)
         address = sender._driver._transfer.address(engine.url, transport)
@@ -99,14 +99,14 @@ def test_engines_are_reached_over_ipv6(model_folder, trained, transport):
 
 @contextlib.contextmanager
 def six(model_folder):
-    """An engine that listens at the loopback of IPv6 alone."""
+    """An engine that listens only on the IPv6 loopback."""
     engine = ReferenceEngine(model_folder("llama", 0), args=("--host", "::1"))
     engine.url = engine.url.replace("127.0.0.1", "[::1]")
     with engine:
         yield engine
 
 
-def test_a_trainer_listens_at_ipv6(engine, trained, model_folder):
+def test_a_trainer_listens_on_ipv6(engine, trained, model_folder):
     with Sender([engine.url]) as sender:
         sender.push(trained)
         url = sender.listen("::1")
@@ -117,15 +117,15 @@ def test_a_trainer_listens_at_ipv6(engine, trained, model_folder):
 
 
 @pytest.mark.parametrize("url", ["http://::1:8000", "http://[::1:8000", "http://[fe80::1%25nowhere]:8000"])
-def test_a_url_that_cannot_be_one_is_told_as_such(url):
+def test_an_invalid_url_is_named(url):
     with pytest.raises((EngineUnreachable, UnsupportedOption)) as raised:
         Sender([url], timeout_s=10)
     assert url in str(raised.value)
 
 
 @pytest.mark.parametrize("transport", REMOTE)
-def test_a_rank_that_is_told_its_own_loopback_says_so(transport):
-    """A trainer on another host, which found the engine at a forwarded port, and did not look."""
+def test_a_rank_refuses_its_own_loopback(transport):
+    """A trainer on another host reached the engine through a forwarded port and did not check the route."""
     port = servers.free_port()
     asked = {
         "nccl": InitNcclGroup("g", "127.0.0.1", port, 1, 2, "gloo", 5.0, f"tcp://127.0.0.1:{port}"),
@@ -140,7 +140,7 @@ def test_a_rank_that_is_told_its_own_loopback_says_so(transport):
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
-def test_a_rank_that_can_reach_the_trainer_knows_from_where_and_does_not_dial_yet(host, shown):
+def test_a_rank_finds_its_own_address_on_the_route_without_dialling_the_trainer(host, shown):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Puts faults into any process that has this folder on its PYTHONPATH, in the places where weightsync acts.
+"""Injects faults into any process that has this folder on its PYTHONPATH, at the points where weightsync acts.
 
 The file named by FAULT_FILE orders one fault: ``{"point": ..., "where": {...}, "action": ...}``. The first process that
-comes by the point renames the file to ``.fired`` and suffers. The code under test is not replaced: each method runs as
-it is, with something happening before it, after it, or to what passes through it.
+reaches the point renames the file to ``.fired`` and suffers the fault. The code under test is not replaced: each method
+runs unchanged, and the fault happens before it, after it, or to the data that passes through it.
 """
 
 import functools
@@ -23,11 +23,11 @@ HERE = {}
 
 
 class Injected(RuntimeError):
-    """What an injected exception is."""
+    """The injected exception."""
 
 
 def at(point, **facts):
-    """The action ordered for this point, if it is ordered for now; raises, kills or stops where that is the action."""
+    """Suffer the fault that is ordered for this point, if any; returns its action."""
     try:
         with open(FILE) as file:
             order = json.load(file)
@@ -41,12 +41,12 @@ def at(point, **facts):
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
-        # To this thread: of a signal to the process it might hear only after it has gone on for a while.
+        # A signal to the thread takes effect at once; one to the process may be delivered later.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif action == "raise":
         raise Injected(f"injected at {point}")
     elif action == "hold":
-        # Until whoever ordered it takes the file away.
+        # Wait until the file is removed by the process that ordered the fault.
         while os.path.exists(FILE + ".fired"):
             time.sleep(0.002)
     elif action in ("clock forward", "clock back"):
@@ -109,7 +109,7 @@ def load_plan(module):
 
     @around(module.LoadPlan, "replay")
     def replay(original, self, stage):
-        # Tensors count as loaded in proportion to the runs of bytes that were copied, the last when all is.
+        # Tensors count as loaded in proportion to the copied runs of bytes, the last once all are copied.
         tensors, run, runs, done = len(self.layout.entries), bulk._run, len(self._runs_from(stage)) + 1, 0
         numbers = iter(range(tensors))
 
@@ -132,7 +132,7 @@ def load_plan(module):
 
 
 def arm_post_load(adapter):
-    """Have the engine's own post-load step fail once."""
+    """Make the engine's own post-load step fail once."""
     if type(adapter).__name__ == "VllmAdapter":
         for layer in adapter._worker.model_runner.get_model().modules():
             method = getattr(layer, "quant_method", None)
@@ -272,7 +272,7 @@ PATCHES = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Runs a patch after the module it is for."""
+    """Applies a patch right after its module was imported."""
 
     def find_spec(self, name, path, target=None):
         if name not in PATCHES:

@@ -1,4 +1,4 @@
-"""The house stays one that can be seen whole."""
+"""Rules for the code: the length of modules, and no unpickling or evaluation."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 #: Modules that unpickle, or run what they read.
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-#: What does under this name alone, and by whatever it is reached; torch.distributed pickles the objects that it sends.
+#: Names that do so, bare or under any object in `UNSAFE`; torch.distributed pickles the objects that it sends.
 UNSAFE_NAMES = {"eval", "exec", "builtins.eval", "builtins.exec", "torch.load"}
 UNSAFE = {
     *("recv_pyobj", "send_pyobj", "allow_pickle"),
@@ -33,7 +33,7 @@ def tracked(*patterns):
 
 
 def unsafe(source):
-    """What the source uses that unpickles or evaluates."""
+    """The names in the source that unpickle or evaluate."""
     for node in ast.walk(ast.parse(source)):
         used = []
         if isinstance(node, ast.Import):
@@ -51,12 +51,12 @@ def unsafe(source):
                 yield name
 
 
-def test_no_module_is_too_long_to_be_seen_at_once():
+def test_no_module_is_longer_than_the_limit():
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in tracked("*.py")}
     assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
 
 
-def test_nothing_unpickles_or_evaluates():
+def test_no_code_unpickles_or_evaluates():
     sources = tracked("common/*.py", "vllm_weightsync/*.py", "sglang_weightsync/*.py")
     assert [(str(path.relative_to(ROOT)), name) for path in sources for name in unsafe(path.read_text())] == []
 
@@ -80,10 +80,10 @@ def test_nothing_unpickles_or_evaluates():
         "numpy.load(path, allow_pickle=True)",
     ],
 )
-def test_whatever_unpickles_or_evaluates_is_seen(source):
+def test_unpickling_and_evaluation_are_detected(source):
     assert list(unsafe(source)) != []
 
 
 @pytest.mark.parametrize("source", ["model.eval()", "AutoModel.from_config(x).eval()", "json.load(file)"])
-def test_what_merely_shares_a_name_with_that_is_not(source):
+def test_harmless_calls_of_the_same_name_are_not_flagged(source):
     assert list(unsafe(source)) == []

@@ -1,9 +1,9 @@
-"""Ranks that keep parts of the tensors: they get, and check, those alone."""
+"""Ranks that need a subset of the tensors get and verify that subset alone."""
 
 import pytest
 import torch
 
-from tests.contract.rig import A, B, assert_equal, bits, random_tensors
+from tests.contract.harness import A, B, assert_equal, bits, random_tensors
 from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.tensors.boxes import Box, narrowed
 from weightsync.tensors.subset import Subset
@@ -11,7 +11,7 @@ from weightsync.transports.base import Peer
 
 
 def parts_of(tensors, rank, ranks):
-    """Of every tensor that has rows a share, of every third that has columns too one of those, of some nothing."""
+    """Boxes by tensor number: a share of the rows or, of every third tensor, columns; empty boxes for some."""
     boxes = {}
     for number, tensor in enumerate(tensors):
         shape, dim = tuple(tensor.shape), int(number % 3 == 0 and tensor.ndim > 1)
@@ -26,14 +26,14 @@ def parts_of(tensors, rank, ranks):
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 65536])
 @pytest.mark.parametrize("slots", [2, 1 << 10])
-def test_a_rank_that_keeps_parts_gets_those_and_checks_them(rig, bucket_bytes, slots):
+def test_a_rank_gets_and_verifies_the_subset_that_it_needs(harness, bucket_bytes, slots):
     tensors = [*random_tensors(), torch.randn(64, 4096), torch.randn(8, 4, 2048)]
     needs = {Peer(A, rank): parts_of(tensors, rank, 2) for rank in range(2)}
     for push in range(3):
         for tensor in tensors:
             if push and tensor.is_contiguous() and tensor.numel():
                 bits(tensor).add_(1)
-        received = rig.push(tensors, bucket_bytes, slots=slots, needs=needs)
+        received = harness.push(tensors, bucket_bytes, slots=slots, needs=needs)
         assert_equal({Peer(B, 0): received[Peer(B, 0)]}, tensors)
         for peer, boxes in needs.items():
             for number, (got, want) in enumerate(zip(received[peer], tensors, strict=True)):
@@ -41,17 +41,17 @@ def test_a_rank_that_keeps_parts_gets_those_and_checks_them(rig, bucket_bytes, s
                 assert torch.equal(bits(narrowed(got, start, shape)), bits(narrowed(want, start, shape)))
 
 
-def test_what_a_rank_keeps_of_another_manifest_is_asked_for_again(rig):
+def test_a_subset_of_another_manifest_is_requested_again(harness):
     for rows in (64, 32, 64, 64):
         tensors = [torch.randn(rows, 2048), torch.randn(7)]
         needs = {Peer(A, 0): {0: Box((0, 0), (rows // 2, 2048))}}
-        received = rig.push(tensors, 65536, needs=needs)
+        received = harness.push(tensors, 65536, needs=needs)
         assert_equal({Peer(B, 0): received[Peer(B, 0)]}, tensors)
         assert torch.equal(received[Peer(A, 0)][0][: rows // 2], tensors[0][: rows // 2])
 
 
 class Flipped:
-    """A bit of the stage is another while a bucket is looked at."""
+    """Flips a bit of the stage while a bucket is verified."""
 
     def __init__(self, incoming, at):
         self.whole, self.arena, self._incoming, self._at = incoming.whole, incoming.arena, incoming, at
@@ -61,23 +61,25 @@ class Flipped:
         for bucket in self._incoming.buckets(stage):
             memory[self._at] ^= 1
             yield bucket
-            memory[self._at] ^= 1  # it may be the trainer's
+            memory[self._at] ^= 1  # the memory may be the trainer's
 
 
-def test_a_fault_in_a_part_that_is_kept_is_found_and_one_beside_it_is_nobodys(rig):
+def test_a_flipped_bit_is_detected_only_inside_the_subset(harness):
     tensors = [torch.zeros(64, 4096)]
-    for other in (Peer(A, 1), Peer(B, 0)):  # whose stage may be the same memory
-        del rig.peers[other]
+    for other in (Peer(A, 1), Peer(B, 0)):  # their stages may be the same memory
+        del harness.peers[other]
     needs = {Peer(A, 0): {0: Box((32, 0), (32, 4096))}}
-    rig.through = lambda incoming: Flipped(incoming, 100)
-    rig.push(tensors, 1 << 21, needs=needs)
-    rig.through = lambda incoming: Flipped(incoming, 40 * 4096 * 4)
+    harness.through = lambda incoming: Flipped(incoming, 100)
+    harness.push(tensors, 1 << 21, needs=needs)
+    harness.through = lambda incoming: Flipped(incoming, 40 * 4096 * 4)
     with pytest.raises(DigestMismatch, match="t0 in bucket 0 is not what the trainer held"):
-        rig.push(tensors, 1 << 21, needs=needs)
+        harness.push(tensors, 1 << 21, needs=needs)
 
 
-def test_parts_of_what_was_not_sent_end_the_push_by_name(rig, monkeypatch):
+def test_a_subset_of_an_unknown_tensor_fails_the_push(harness, monkeypatch):
     tensors = [torch.randn(64, 2048)]
     monkeypatch.setattr(Subset, "table", lambda self: ((3, Box((0,), (1,))),))
-    with pytest.raises(TransferFailed, match=r"rank 0 of .* keeps what was not sent: \[1\] from \[0\] on is no part"):
-        rig.push(tensors, 65536, needs={Peer(A, 0): {0: Box((0, 0), (32, 2048))}})
+    with pytest.raises(
+        TransferFailed, match=r"rank 0 of .* keeps what was not sent: box of \[1\] at \[0\] does not lie in tensor 3"
+    ):
+        harness.push(tensors, 65536, needs={Peer(A, 0): {0: Box((0, 0), (32, 2048))}})

@@ -1,4 +1,4 @@
-"""An engine that comes late, or again, is brought to the served version when it asks, and the trainer does nothing."""
+"""The join server: a late or restarted engine gets the current version on request, without action of the trainer."""
 
 import socket
 import threading
@@ -31,9 +31,7 @@ def digest(url):
     return client(url).status(Deadline(10), digest=True).ranks[0].digest
 
 
-def test_a_late_engine_serves_what_the_others_do_and_takes_part_in_the_next_push(
-    listening, trained, model_folder, capsys
-):
+def test_a_late_engine_serves_the_current_version_and_gets_the_next_push(listening, trained, model_folder, capsys):
     sender, address = listening
     sender.push(trained, version="seven")
     with ReferenceEngine(model_folder("llama", 2)) as late:
@@ -45,7 +43,7 @@ def test_a_late_engine_serves_what_the_others_do_and_takes_part_in_the_next_push
         sender.remove_engine(late.url)
 
 
-def test_an_engine_that_was_restarted_comes_back_by_itself(listening, trained, model_folder):
+def test_a_restarted_engine_can_join_again(listening, trained, model_folder):
     sender, address = listening
     with ReferenceEngine(model_folder("llama", 2)) as late:
         sender.add_engine(late.url)
@@ -57,7 +55,7 @@ def test_an_engine_that_was_restarted_comes_back_by_itself(listening, trained, m
         sender.remove_engine(again.url)
 
 
-def test_before_the_first_push_it_waits_for_that(listening, trained, model_folder, capsys):
+def test_an_engine_that_joins_before_the_first_push_waits_for_it(listening, trained, model_folder, capsys):
     sender, address = listening
     with ReferenceEngine(model_folder("llama", 2)) as late:
         assert main(["join", address, late.url]) == 0
@@ -67,7 +65,7 @@ def test_before_the_first_push_it_waits_for_that(listening, trained, model_folde
         sender.remove_engine(late.url)
 
 
-def test_engines_come_while_the_trainer_pushes(listening, trained, model_folder):
+def test_engines_can_join_while_the_trainer_pushes(listening, trained, model_folder):
     sender, address = listening
     sender.push(trained, version="0")
     with ReferenceEngine(model_folder("llama", 2)) as late:
@@ -83,7 +81,7 @@ def test_engines_come_while_the_trainer_pushes(listening, trained, model_folder)
         sender.remove_engine(late.url)
 
 
-def test_an_engine_that_is_not_there_is_no_burden(listening, trained):
+def test_an_unreachable_engine_is_not_added(listening, trained):
     sender, address = listening
     sender.push(trained)
     with pytest.raises(EngineUnreachable, match=r"127.0.0.1:9"):
@@ -91,7 +89,7 @@ def test_an_engine_that_is_not_there_is_no_burden(listening, trained):
     assert len(sender.push(trained).engines) == 1
 
 
-def test_without_the_key_nothing_is_said_or_done(listening):
+def test_a_join_without_the_key_is_refused(listening):
     _, address = listening
     for key in ("", "wrong" * 8):
         with pytest.raises(AuthenticationFailed):
@@ -111,13 +109,13 @@ def test_without_the_key_nothing_is_said_or_done(listening):
         ("../etc", b"{}", 404),
     ],
 )
-def test_rubbish_is_refused(listening, path, body, status):
+def test_malformed_requests_are_refused(listening, path, body, status):
     _, address = listening
     headers = {"Authorization": f"Bearer {auth.sender_token()}"}
     assert requests.post(f"{address}/weightsync/{path}", data=body, headers=headers, timeout=10).status_code == status
 
 
-def test_who_says_nothing_holds_up_nobody(listening, trained):
+def test_a_silent_client_blocks_nobody(listening, trained):
     sender, address = listening
     host, _, port = address.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
@@ -126,7 +124,7 @@ def test_who_says_nothing_holds_up_nobody(listening, trained):
             client(address).add_engine("http://127.0.0.1:9", Deadline(30))
 
 
-def test_it_listens_once_and_not_after_close(listening):
+def test_a_sender_listens_once_and_not_after_close(listening):
     sender, address = listening
     with pytest.raises(UnsupportedOption, match="listens once"):
         sender.listen()
@@ -135,7 +133,7 @@ def test_it_listens_once_and_not_after_close(listening):
         client(address).add_engine("http://127.0.0.1:9", Deadline(5))
 
 
-def test_a_port_that_is_taken_is_said(engine):
+def test_a_port_in_use_is_reported(engine):
     with (
         Sender([engine.url]) as sender,
         pytest.raises(UnsupportedOption, match=r"cannot listen at 127.0.0.1"),

@@ -1,4 +1,4 @@
-"""A trainer and the engine ends of two engines, for any transport, and what is sent between them."""
+"""A trainer and the ranks of two engines for any transport, and the tensors that the tests send."""
 
 import os
 import threading
@@ -22,8 +22,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, tor
 A, B = "http://127.0.0.1:8001", "http://localhost:8002"
 
 
-class Rig:
-    """A trainer's transfer, the engine ends of two engines with two ranks and one, and a push from end to end."""
+class Harness:
+    """A trainer's transfer, the engine ends of one engine with two ranks and one with a single rank, and pushes."""
 
     def __init__(self, transport, sources=1):
         self.transport = transport
@@ -35,18 +35,18 @@ class Rig:
         self.stages = {}
         self.pushes = 0
         self.instances = {A: "a", B: "b"}
-        #: What a test puts between a transport and the stage.
+        #: Wraps what a rank receives before it reaches the stage; tests replace it.
         self.through = lambda incoming: incoming
 
     def hellos(self):
-        """What the engines said when they were opened, as far as transports care."""
+        """The engines' open replies, with the fields that transports use."""
         return {
             url: (self.transport, hello(url, self.instances[url], sum(peer.engine == url for peer in self.peers)))
             for url in {peer.engine: None for peer in self.peers}
         }
 
     def join(self, asked):
-        """Every rank of the engines that are told something gets ready."""
+        """Pass each engine's handshake to its ranks; returns the replies by URL."""
         return {
             url: http.JoinReply(
                 tuple(end.join(message, peer.rank) for peer, end in self.peers.items() if peer.engine == url),
@@ -58,10 +58,10 @@ class Rig:
     def push(
         self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False, needs=None
     ):
-        """Send; what each rank received, as tensors, before anything else can be sent.
+        """Push ``tensors``; returns what each rank received, as tensors, by peer.
 
-        ``keeps`` are the boxes that a rank keeps by tensor, of ranks that do not keep all. Several sources share an
-        arena that holds everything, whatever ``slots`` says.
+        ``needs`` maps a peer to the boxes that it needs, by tensor number; other peers need everything. Several
+        sources share an arena that holds the whole stream, whatever ``slots`` says.
         """
         self.pushes += 1
         layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
@@ -118,7 +118,7 @@ class Rig:
 
 
 def send(outgoing, sources, tensors, deadline):
-    """From rank 0 alone, or from an arena that is full before the first bucket leaves."""
+    """Send from rank 0 alone or, with ``sources``, from an arena that is filled before the first bucket is sent."""
     if sources is None:
         outgoing.send(tensors, None)
     else:
@@ -126,7 +126,7 @@ def send(outgoing, sources, tensors, deadline):
 
 
 def hello(url, instance, ranks):
-    """Of an engine on the CPU."""
+    """The open reply of an engine on the CPU."""
     infos = tuple(http.RankInfo(rank=rank, pid=os.getpid(), device="cpu") for rank in range(ranks))
     return http.OpenReply(
         protocol=http.PROTOCOL,
@@ -146,7 +146,7 @@ def bits(tensor):
 
 
 def random_tensors(seed=0):
-    """Every dtype, odd shapes, scalars, nothing at all, and views that are not contiguous."""
+    """Tensors of every dtype with odd shapes, scalars, empty tensors and views that are not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=generator)
     shapes = [(), (1,), (0,), (3, 0, 2), (7,), (511,), (33, 17), (5, 3, 2), (128, 64)]

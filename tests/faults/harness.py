@@ -1,4 +1,4 @@
-"""A real engine, a reference engine beside it, a trainer, and somebody who asks for tokens all the time."""
+"""A real engine, a reference engine beside it, a trainer, and a client that asks for tokens all the time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from weightsync.trainer.client import EngineClient
 
 SITE = Path(__file__).parent / "site"
 PROMPT = list(b"Once upon a time there was a policy that ")
-#: The trainers' limit for a push: what is frozen is noticed by then at the latest.
+#: Seconds a trainer's push may take; a frozen process is noticed by then.
 PUSH_S = 8.0
-#: Small, so that a push is a dozen buckets.
+#: Small, so that a push takes a dozen buckets.
 BUCKET_BYTES = 96 * 1024
 SETTLE_S = 40.0
 TOLERANCE = 2e-3
@@ -39,7 +39,7 @@ TOLERANCE = 2e-3
 
 @dataclass
 class Outcome:
-    """What came of one fault."""
+    """The outcome of one fault."""
 
     engine: str
     fault: Fault
@@ -55,7 +55,7 @@ class Outcome:
 
 
 class Trainer:
-    """`tests.faults.trainer` as a child."""
+    """A `tests.faults.trainer` process."""
 
     def __init__(self, fault_file: Path):
         path = os.pathsep.join([str(SITE), str(servers.ROOT)])
@@ -82,7 +82,7 @@ class Trainer:
         self.process.stdin.flush()
 
     def outcome(self, timeout_s):
-        """What the trainer says of it; None if it does not say anything."""
+        """The trainer's report of the push; None if it does not report within ``timeout_s``."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
@@ -90,7 +90,7 @@ class Trainer:
         return json.loads(line) if line else None
 
     def close(self):
-        """End it, also if it is frozen."""
+        """End the process, even if it is frozen."""
         with contextlib.suppress(OSError):
             self.process.send_signal(signal.SIGCONT)
         self.process.kill()
@@ -98,28 +98,28 @@ class Trainer:
 
 
 class Asker:
-    """Asks for one token again and again, and notes of which version each answer is."""
+    """Asks for one token again and again, and counts the answers by version."""
 
-    def __init__(self, rig):
-        self._rig, self._over = rig, threading.Event()
+    def __init__(self, harness):
+        self._harness, self._over = harness, threading.Event()
         self.seen: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self):
         while not self._over.is_set():
-            name = self._rig.which(timeout_s=5.0)
+            name = self._harness.which(timeout_s=5.0)
             self.seen[name] = self.seen.get(name, 0) + 1
             self._over.wait(0.02)
 
     def stop(self):
-        """Counts by version, once the last answer is there."""
+        """Wait for the last answer; returns the number of answers by version."""
         self._over.set()
         self._thread.join(15)
         return self.seen
 
 
-class Rig:
+class Harness:
     """One engine under test. ``engine`` is vllm, sglang or reference."""
 
     def __init__(self, engine: str, tp: int, scratch: Path):
@@ -136,7 +136,7 @@ class Rig:
         self.serving = ""
 
     def prove(self):
-        """Push both versions, and see that they can be told apart."""
+        """Push both versions and check that their answers can be told apart."""
         for name in "AB":
             self.push_clean(name)
             self._prints[name] = self._ask(30.0)
@@ -146,7 +146,7 @@ class Rig:
     # --- the engine
 
     def start(self):
-        """Start the engine, at the port where it was before."""
+        """Start the engine, always on the same port."""
         env = {"PYTHONPATH": str(SITE), "FAULT_FILE": str(self.fault_file)}
         if self.engine == "reference":
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
@@ -162,15 +162,15 @@ class Rig:
 
     @property
     def front_end(self) -> int:
-        """Process that serves HTTP."""
+        """The process that serves HTTP."""
         return self._server.process.pid
 
     def alive(self) -> bool:
-        """Whether the engine answers, or could if it were thawed."""
+        """Whether all processes of the engine exist; they may be frozen."""
         return self._server.process.poll() is None and all(_lives(pid) for pid in self.workers)
 
     def restart(self):
-        """After its death: bring the engine back."""
+        """Start the engine again after it died."""
         if self.engine == "reference":
             self._server.close()
         else:
@@ -179,7 +179,7 @@ class Rig:
         self.start()
 
     def thaw(self):
-        """Let every process go on."""
+        """Continue every process."""
         for pid in {self.front_end, *self.workers}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -203,7 +203,7 @@ class Rig:
         return reply.json()["meta_info"]["output_token_logprobs"][0][0]
 
     def which(self, timeout_s: float = 5.0) -> str:
-        """A or B; ``"none"`` where nothing answers; ``"mixed"`` for weights of neither."""
+        """The version that answers, A or B; ``"none"`` if nothing answers; ``"mixed ..."`` for other weights."""
         try:
             found = self._ask(timeout_s)
         except (requests.RequestException, KeyError, ValueError):
@@ -214,14 +214,14 @@ class Rig:
         return f"mixed ({found:.4f})"
 
     def status(self) -> http.StatusReply | None:
-        """As its front end tells it."""
+        """The status as the front end reports it; None if it does not answer."""
         try:
             return self.client.status(Deadline(8.0))
         except WeightSyncError:
             return None
 
     def settled(self, timeout_s: float = SETTLE_S) -> http.StatusReply | None:
-        """Its status once no push is under way; None if it is dead."""
+        """Wait until no push is under way; returns the status, None if the engine is dead."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.alive():
             status = self.status()
@@ -233,7 +233,7 @@ class Rig:
     # --- pushes
 
     def order(self, name: str, fault: Fault | None = None, only: list[str] | None = None):
-        """Tell the trainer to push a version."""
+        """Tell the trainer to push a version; returns its label."""
         self._pushes += 1
         urls = only or [self.url, self.bystander.url]
         options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **(fault.options if fault else {})}
@@ -247,7 +247,7 @@ class Rig:
         return f"{name}-{self._pushes}"
 
     def push_clean(self, name: str, options: dict | None = None):
-        """A push that must succeed; returns what the trainer says."""
+        """Push without a fault, which must succeed; returns the trainer's report."""
         self.order(name, Fault("", "", (), options=options or {}))
         said = self.trainer.outcome(60)
         assert said is not None, "the trainer says nothing"
@@ -256,18 +256,18 @@ class Rig:
         return said
 
     def new_trainer(self):
-        """After the death of the old one."""
+        """Replace a trainer that died."""
         self.trainer.close()
         self.trainer = Trainer(self.fault_file)
 
     def full_disk(self):
-        """Fill the shared-memory mount; returns how to empty it again."""
+        """Fill the shared-memory mount; returns a function that empties it again."""
         path = arenas.SHM_DIRECTORY / "filler-of-the-fault-tests"
         free = arenas.free_shared_bytes()
         mount = os.statvfs(arenas.SHM_DIRECTORY)
         nbytes = mount.f_bavail * mount.f_frsize - 64 * 1024
         if nbytes > free:
-            return None  # it would take the machine's memory with it
+            return None  # filling the mount would exhaust the machine's memory
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         return path.unlink

@@ -1,4 +1,4 @@
-"""An engine serves while ranks let go of a push that was called off, and says how long it stood still to record."""
+"""An engine keeps serving while its ranks release a cancelled push, and reports how long recording blocked it."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ STATUS = http.to_json(http.StatusRequest())
 
 
 class HeldStages:
-    """The stages of a rank, which it does not get out of before it may: as where a large tensor is being hashed."""
+    """The stages of a rank that stays inside `fill` until ``may`` is set, as if it hashed a large tensor."""
 
     def __init__(self, stages):
         self._stages = stages
@@ -46,14 +46,14 @@ def front(request):
 
 
 async def steps(front, count):
-    """As the steps of an engine: they take turns with the ranks' calls in the engine's loop."""
+    """Run calls that take turns with the ranks' calls in the engine's loop, as an engine's steps do."""
     for _ in range(count):
         await Front.call(front, "weightsync_status", STATUS)
 
 
 @pytest.mark.parametrize("front", [Front], indirect=True)
 @driven
-async def test_engines_go_on_while_a_rank_lets_go_of_a_push_that_is_superseded(front):
+async def test_an_engine_keeps_serving_while_a_rank_releases_a_superseded_push(front):
     front, held = front
     first, second = Trainer(front.front_end, "one"), Trainer(front.front_end, "one")
     try:
@@ -75,7 +75,7 @@ async def test_engines_go_on_while_a_rank_lets_go_of_a_push_that_is_superseded(f
 
 @pytest.mark.parametrize("front", [Front], indirect=True)
 @driven
-async def test_what_does_not_end_in_time_is_told(front):
+async def test_a_rank_that_does_not_stop_in_time_is_named(front):
     front, held = front
     first, second = Trainer(front.front_end, "one"), Trainer(front.front_end, "one")
     try:
@@ -90,7 +90,7 @@ async def test_what_does_not_end_in_time_is_told(front):
 
 
 class Fails:
-    """Weights that cannot be read, which turns out when something has happened."""
+    """A source that fails to be read once ``happened`` is set."""
 
     def __init__(self, weights, happened):
         self._weights, self._happened = weights, happened
@@ -105,7 +105,7 @@ class Fails:
 
 
 class Asked(Engine):
-    """Notes what its ranks are asked."""
+    """Records the methods that its ranks are asked for."""
 
     def __init__(self):
         self.asked = []
@@ -117,7 +117,7 @@ class Asked(Engine):
 
 
 @pytest.mark.parametrize("front", [Asked], indirect=True)
-def test_a_sender_goes_on_after_a_push_that_a_rank_does_not_let_go_of_at_once(front):
+def test_a_sender_can_push_again_after_a_rank_was_slow_to_release_a_push(front):
     front, held = front
     weights = dict(DictAdapter().weights)
     with Sender([front.url]) as sender:
@@ -129,7 +129,7 @@ def test_a_sender_goes_on_after_a_push_that_a_rank_does_not_let_go_of_at_once(fr
         assert [seen for _, *seen in front.seen()] == [[3.0], [3.0]]
 
 
-def test_a_push_says_how_long_the_engine_stood_still_to_record(engine, trained):
+def test_a_push_reports_how_long_recording_blocked_the_engine(engine, trained):
     with Sender([engine.url]) as sender:
         first, second = sender.push(trained), sender.push(trained)
         turned = sender.push(dict(reversed(trained.state_dict().items())))
