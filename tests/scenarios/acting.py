@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from tests.scenarios import truth
 from tests.scenarios.drawn import PLAIN
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
-from tests.scenarios.truth import OpenResources, Lag, NotPushable, Truth, Violation, held
+from tests.scenarios.truth import Lag, NotPushable, OpenResources, Truth, Violation, held
 from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
 from weightsync import Sender
