@@ -106,7 +106,7 @@ def make(
 
 
 class BroadcastHelper:
-    """What a rank of the trainer, not rank 0, does for a broadcast. See `base.BroadcastHelper`."""
+    """What a rank of the trainer, not rank 0, does for a broadcast. See `base.RankHelper`."""
 
     def __init__(self, rank: int):
         self._rank = rank
