@@ -1,6 +1,7 @@
-"""Across hosts by broadcast: one process group of the trainer and every rank of every engine; NCCL on GPUs, gloo else.
+"""The trainer end of the nccl transport: broadcast in one process group of the trainer and every engine rank.
 
-A group that a peer has left is of no use to anybody; it is dropped, and the next push makes a new one.
+The backend is NCCL if all are on GPUs, otherwise gloo. A group that a rank has left cannot be used again: it is dropped,
+and the next push makes a new one.
 """
 
 from __future__ import annotations
@@ -36,24 +37,27 @@ NAME: Final = "nccl"
 
 
 class NcclTrainerEnd:
-    """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is, ``address`` this
-    host's own by which the ranks find it, if not that on the way to each."""
+    """Trainer end, see `base.TrainerEnd`; rank 0 of the group.
+
+    ``device`` is where the arena lies. ``address`` is the IP address of this host that ranks dial; by default the one
+    on the route to each engine.
+    """
 
     def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
-        self._device, self._helpers, self._given = device, helpers, address
+        self._device, self._helpers, self._given_address = device, helpers, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
         self._group: Group | None = None
-        self._asked: InitNcclGroup | None = None
+        self._init: InitNcclGroup | None = None
         self._store: Any = None
-        #: Who is in the group: each engine's instance by URL.
+        #: The engines in the group: instance by URL.
         self._known: dict[str, str] = {}
         self._names: list[str] = []
         self._here = ""
         self._push: _Push | None = None
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
+        """See `base.TrainerEnd`; any change of the engines makes a new group."""
         instances = {url: hello.instance for url, hello in engines.items()}
         if self._group is not None and instances == self._known:
             return {}
@@ -62,10 +66,10 @@ class NcclTrainerEnd:
         on_gpus = self._device.type == "cuda" and all(rank.device == "cuda" for _, rank in named)
         if on_gpus:
             groups.preflight(groups.settings(), device_uuid(self._device), named)
-        check_ways(self._given, engines)
-        found = {self._given or local_address(host_of(url)) for url in engines}
-        ways = sorted(found, key=lambda a: a.startswith(("127.", "::1")))
-        self._here = ways[0]
+        check_ways(self._given_address, engines)
+        found = {self._given_address or local_address(host_of(url)) for url in engines}
+        # A loopback address only if there is no other.
+        self._here = min(found, key=lambda address: address.startswith(("127.", "::1")))
         family = sockets.AF_INET6 if ":" in self._here else sockets.AF_INET
         listening = sockets.create_server((self._here, 0), family=family, backlog=1024)
         port = int(listening.getsockname()[1])
@@ -80,7 +84,7 @@ class NcclTrainerEnd:
         )
         members = tuple((url, len(hello.ranks)) for url, hello in engines.items())
         self._names = [name for name, _ in named]
-        self._asked = InitNcclGroup(
+        self._init = InitNcclGroup(
             group_name=f"weightsync-{secrets.token_hex(8)}",
             master_address=self._here,
             master_port=port,
@@ -91,27 +95,27 @@ class NcclTrainerEnd:
             members=members,
             senders=self._helpers.size if self._helpers is not None else 1,
         )
-        asked: dict[str, Handshake] = {}
+        handshakes: dict[str, Handshake] = {}
         offset = 1
         for url, count in members:
-            asked[url] = msgspec.structs.replace(
-                self._asked, rank_offset=offset, address=self.address(url), instance=instances[url]
+            handshakes[url] = msgspec.structs.replace(
+                self._init, rank_offset=offset, address=self.address(url), instance=instances[url]
             )
             offset += count
         self._known = instances
-        return asked
+        return handshakes
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
-        if self._group is not None or self._asked is None:
+        if self._group is not None or self._init is None:
             return
         helpers = self._helpers
-        with _naming(lambda: helpers):
+        with _blaming(lambda: helpers):
             try:
                 if helpers is not None:
-                    helpers.ask(NAME, http.to_json(parallel_broadcast.Make(self._asked)), deadline)
-                look = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
-                self._group = parallel_broadcast.make(self._store, self._asked, self._here, self._names, deadline, look)
+                    helpers.ask(NAME, http.to_json(parallel_broadcast.Make(self._init)), deadline)
+                watch = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
+                self._group = parallel_broadcast.make(self._store, self._init, self._here, self._names, deadline, watch)
                 if helpers is not None:
                     helpers.answered("to join its group", deadline)
             except BaseException:
@@ -122,31 +126,31 @@ class NcclTrainerEnd:
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> None:
         """See `base.TrainerEnd`."""
-        assert self._group is not None, "introduced() comes first"
+        assert self._group is not None, "connected() comes first"
         name = self._group.name
-        talk = PushSession(self._control, plan.push, layout, peers, deadline)
-        self._push = _Push(self._group, talk, arenas[0], plan, layout, self._helpers)
-        self._push.talk.await_ranks(lambda _: Offer(push=plan.push, arena=name))
+        session = PushSession(self._control, plan.push, layout, peers, deadline)
+        self._push = _Push(self._group, session, arenas[0], plan, layout, self._helpers)
+        session.await_ranks(lambda _: Offer(push=plan.push, arena=name))
         if plan.stream:
-            self._push.talk.all_prepared("the ranks to be ready")
+            session.all_prepared("the ranks to be ready")
 
     @contextlib.contextmanager
     def _pushing(self) -> Iterator[_Push]:
-        """The push under way; what goes wrong with it is told as by `_naming`."""
+        """The push under way; its errors name the trainer ranks that have stopped, see `_blaming`."""
         push = self._push
         assert push is not None, "await_ranks() comes first"
-        with _naming(lambda: push.senders):
+        with _blaming(lambda: push.senders):
             yield push
 
     def acquire(self, bucket: int) -> None:
         """See `base.TrainerEnd`."""
         with self._pushing() as push:
-            push.sent(bucket - push.plan.slots)
+            push.await_sent(bucket - push.plan.slots)
 
     def needs(self) -> Iterable[Subset]:
         """See `base.TrainerEnd`."""
         with self._pushing() as push:
-            return push.talk.needs.values()
+            return push.session.needs.values()
 
     def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.TrainerEnd`."""
@@ -159,14 +163,14 @@ class NcclTrainerEnd:
             return push.finish()
 
     def cancel(self, error: BaseException) -> None:
-        """See `base.TrainerEnd`; what has left here may be half-way at a rank, to which the group is of no use then."""
+        """See `base.TrainerEnd`; drops the group, in which ranks may be left with unfinished broadcasts."""
         if self._push is not None:
-            self._push.talk.cancel(error)
+            self._push.session.cancel(error)
             self._leave()
             self._push = None
 
     def disconnect(self, engine: str) -> None:
-        """See `base.TrainerEnd`; the group is one short."""
+        """See `base.TrainerEnd`; drops the group, which the engine has left."""
         if engine in self._known:
             self._leave()
 
@@ -177,11 +181,11 @@ class NcclTrainerEnd:
     def _leave(self) -> None:
         if self._group is not None:
             self._group.drop(self._push.works if self._push is not None else ())
-        self._group = self._asked = self._store = None
+        self._group = self._init = self._store = None
         self._known = {}
 
     def close(self) -> None:
-        """Leave the group, release the socket; idempotent."""
+        """Leave the group and release the socket; idempotent."""
         self._leave()
         self._control.close()
 
@@ -192,47 +196,48 @@ class _Push:
     def __init__(
         self,
         group: Group,
-        talk: PushSession,
+        session: PushSession,
         arena: Arena,
         plan: UpdateRequest,
         layout: Layout,
         helpers: PeerRanks | None,
     ):
-        self._group, self.talk, self._arena, self.plan, self._layout = group, talk, arena, plan, layout
-        #: By bucket; none for what is empty, or travels in another rank's lane.
+        self._group, self.session, self._arena, self.plan, self._layout = group, session, arena, plan, layout
+        #: torch's ``Work`` of each bucket; None for an empty bucket and for one in another rank's lane.
         self.works: list[Any] = []
+        #: The last bucket known to have been sent, with all before it.
         self._sent = -1
         self._helpers = helpers
-        #: How many ranks send.
+        #: How many trainer ranks send.
         self._lanes = 1
 
     def send(self, bucket: int, digests: Digests) -> None:
-        size, nbytes, deadline = self.plan.bucket_bytes, self._layout.nbytes, self.talk.deadline
+        size, nbytes, deadline = self.plan.bucket_bytes, self._layout.nbytes, self.session.deadline
         if not bucket and (helpers := self._helpers) is not None and helpers.filled:
             self._lanes = helpers.size
             helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
-            self.talk.watch = lambda: helpers.check(deadline)
+            self.session.watch = lambda: helpers.check(deadline)
         lane = bucket % self._lanes
-        self.talk.announce(bucket, digests, lane)
+        self.session.announce(bucket, digests, lane)
         slot = (bucket % self.plan.slots) * size
         data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
         own = not lane and data.numel()
         self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
 
-    def sent(self, bucket: int) -> None:
-        """Wait until a bucket, and all before it, have left; those of the other ranks are not looked at."""
+    def await_sent(self, bucket: int) -> None:
+        """Wait until this rank has sent a bucket and all before it; other ranks' lanes are not checked."""
         while self._sent < bucket:
             work, number = self.works[self._sent + 1], self._sent + 1
             if work is not None:
-                self.talk.wait(
-                    lambda: set() if work.is_completed() else self.talk.without(number),  # noqa: B023 - called here
+                self.session.wait(
+                    lambda: set() if work.is_completed() else self.session.without(number),  # noqa: B023 - called here
                     f"bucket {number} to be broadcast",
                     parallel_broadcast.LOOK_S,
                 )
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    gone = self.talk.cancel(error) or self.talk.without(number)
+                    gone = self.session.cancel(error) or self.session.without(number)
                     raise TransferFailed(
                         f"bucket {number} could not be broadcast to {', '.join(sorted(map(str, gone)))}: {error}"
                     ) from error
@@ -240,27 +245,27 @@ class _Push:
 
     def finish(self) -> float:
         last = len(self.works) - 1
-        self.sent(last)
+        self.await_sent(last)
         if self.plan.stream:
-            self.talk.all_taken(last)
-        verify_s = self.talk.all_prepared("the ranks to hold and verify everything")
+            self.session.all_taken(last)
+        verify_s = self.session.all_prepared("the ranks to hold and verify everything")
         if (senders := self.senders) is not None:
-            senders.answered("to broadcast its part", self.talk.deadline)
+            senders.answered("to broadcast its part", self.session.deadline)
         return verify_s
 
     @property
     def senders(self) -> PeerRanks | None:
-        """The others, where they send too."""
+        """The other trainer ranks, if they send in this push."""
         return self._helpers if self._lanes > 1 else None
 
 
 @contextlib.contextmanager
-def _naming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
-    """What goes wrong inside names the ranks of the trainer that are ``helping`` by then and do not run."""
+def _blaming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
+    """Extend an error raised inside with the state of the trainer ranks that are ``helping`` by then, if any stopped."""
     try:
         yield
     except WeightSyncError as error:
-        told = helpers.blamed(error) if (helpers := helping()) is not None else error
-        if told is error:
+        extended = helpers.blamed(error) if (helpers := helping()) is not None else error
+        if extended is error:
             raise
-        raise told from error
+        raise extended from error
