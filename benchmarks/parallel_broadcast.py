@@ -36,7 +36,7 @@ from benchmarks.transports_bandwidth import TENSORS, random_bytes
 from tests.hosts.network import Network
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.transports.nccl.parallel_broadcast import RankHelper
+from weightsync.transports.nccl.parallel_broadcast import BroadcastHelper
 
 NBYTES, MBIT, MIN_ROUNDS = 64 << 20, 200, 5
 TRAINERS = (2, 4)
@@ -87,7 +87,7 @@ def help_rank_0(number: int) -> None:
     """A process of the trainer that is not rank 0, until that hangs up."""
     writing = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
-    helper, stream = RankHelper(number), random_bytes(NBYTES)
+    helper, stream = BroadcastHelper(number), random_bytes(NBYTES)
     verbs = {"help": lambda _, body: helper.help(body, stream, lambda: None), "count": lambda *_: sent_bytes()}
     serve(Lines(0, writing), verbs)
     helper.close()

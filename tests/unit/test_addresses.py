@@ -13,8 +13,8 @@ import zmq
 from tests import fuzz
 from tests.helpers import plan_of
 from tests.unit.manual import HERE, setup_method
-from tests.unit.test_front_end import Front
 from tests.unit.test_states import DictAdapter
+from tests.unit.two_ranks import Front
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ManifestMismatch, TransferFailed
 from weightsync.protocol import addresses, http

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.test_front_end import Engine, Front, Trainer, driven, until
 from tests.unit.test_states import DictAdapter
+from tests.unit.two_ranks import Engine, Front, Trainer, driven, until
 from weightsync import Sender, errors
 from weightsync.protocol import http
 from weightsync.transports.base import Peer

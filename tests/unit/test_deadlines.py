@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, Front, Trainer, driven, queued, until
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, Front, Trainer, driven, queued, until
 from weightsync import Sender, cli
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineUnreachable, PushTimeout

@@ -9,7 +9,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, until
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, until
 from weightsync import Sender, errors
 from weightsync.engine import rank_calls
 from weightsync.memory import arenas, processes

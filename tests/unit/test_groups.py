@@ -71,16 +71,16 @@ def test_inconsistent_group_sizes_are_refused_by_name(changes, ranks, said):
 @given(st.integers(1, 5), st.integers(0, 4000), st.integers(1, 300))
 def test_every_bucket_is_broadcast_by_one_sender(senders, nbytes, bucket_bytes):
     places = [
-        place for lane in range(senders) for place in parallel_broadcast.places(lane, senders, nbytes, bucket_bytes)
+        place for sender in range(senders) for place in parallel_broadcast.places(sender, senders, nbytes, bucket_bytes)
     ]
     assert sorted(place.number for place in places) == list(range(-(-nbytes // bucket_bytes)))
     for number, start, end in places:
         assert start == number * bucket_bytes
         assert end == min(start + bucket_bytes, nbytes)
-    for lane in range(senders):
-        numbers = [place.number for place in parallel_broadcast.places(lane, senders, nbytes, bucket_bytes)]
+    for sender in range(senders):
+        numbers = [place.number for place in parallel_broadcast.places(sender, senders, nbytes, bucket_bytes)]
         assert numbers == sorted(numbers)
-        assert all(number % senders == lane for number in numbers)
+        assert all(number % senders == sender for number in numbers)
 
 
 # --- settings with which NCCL would hang or crash ---------------------------------------------------------------------

@@ -181,7 +181,7 @@ GOLDEN_MSGPACK = [
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
     ),
     (
-        control.BucketReady(push="p", index=2, digests=(1,), lane=3),
+        control.BucketReady(push="p", index=2, digests=(1,), sender=3),
         "85a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503",
     ),
     (control.Heartbeat(push="p"), "82a474797065a57374696c6ca470757368a170"),

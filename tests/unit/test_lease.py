@@ -8,7 +8,7 @@ import pytest
 import requests
 import torch
 
-from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, driven, until
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, driven, until
 from weightsync import Sender
 from weightsync.engine.lease import Lease
 from weightsync.errors import ManifestMismatch, TransferFailed

@@ -9,7 +9,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, until
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, until
 from weightsync import Sender, cli
 from weightsync.errors import PluginNotLoaded, UnsupportedOption
 from weightsync.protocol.names import plain_url

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import uvicorn
 
-from tests.unit.test_front_end import SERVING, WEIGHTS, Engine, until
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, until
 from weightsync import Sender
 from weightsync.errors import EngineUnreachable, UnsupportedOption
 

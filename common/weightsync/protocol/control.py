@@ -70,14 +70,14 @@ class Offer(Message, frozen=True, tag="offer"):
 class BucketReady(Message, frozen=True, tag="filled"):
     """sender -> rank: bucket ``index`` can be read.
 
-    ``digests`` are those of the tensors that end in this bucket, or of what the rank needs of them, in order. ``lane``
-    is the trainer's rank that sends the bucket, where the rank does not read it from the arena.
+    ``digests`` are those of the tensors that end in this bucket, or of what the rank needs of them, in order.
+    ``sender`` is the trainer rank that sends the bucket, if the rank does not read it from the arena.
     """
 
     push: str
     index: int
     digests: tuple[int, ...] = ()
-    lane: Annotated[int, msgspec.Meta(ge=0)] = 0
+    sender: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(name="lane", default=0)
 
 
 class Heartbeat(Message, frozen=True, tag="still"):

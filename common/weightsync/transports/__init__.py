@@ -1,1 +1,1 @@
-"""Moving the bytes of a push from a trainer's arena to the ranks of engines; `base` says what a transport offers."""
+"""Transports move the bytes of a push from the trainer's arena to the ranks of engines; `base` has the interfaces."""

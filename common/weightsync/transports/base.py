@@ -1,8 +1,8 @@
-"""What a transport offers to the drivers.
+"""The interfaces of a transport.
 
-A transport moves the stream of `layout.Layout` from an arena of the trainer to every rank of every engine, and nothing
-else: it knows neither models nor engines. The trainer end is driven by `outgoing.Outgoing`, the engine end by
-`receiver.Receiver`, in a thread that never touches the model.
+A transport moves the stream of `layout.Layout` from the trainer's arena to every rank of every engine, and nothing
+else: it knows neither models nor engines. `outgoing.Outgoing` drives the trainer end. `receiver.Receiver` drives the
+engine end, in a thread that never touches the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightsync.tensors.subset import Digests, Subset
 
 
 class Peer(NamedTuple):
-    """One engine rank as the trainer end knows it."""
+    """One engine rank, identified by the engine's URL and the rank's number in that engine."""
 
     engine: str
     rank: int
@@ -35,12 +35,15 @@ class Peer(NamedTuple):
 
 
 Progress = Callable[[int], None]
-"""Called with the bytes announced so far after every bucket."""
+"""Called after every bucket with the number of bytes announced so far."""
 
 
 class Bucket(NamedTuple):
-    """Part of the stream. ``data``, 1-D uint8, must not be read once the next bucket was asked for, unless it lies in
-    memory of the reader's; ``digests`` are of what the rank keeps of the tensors that end in it."""
+    """One bucket of the stream, as received by a rank.
+
+    ``data`` (1-D uint8) is valid until the next bucket is requested, or longer if it lies in the rank's own stage.
+    ``digests`` belong to the tensors that end in this bucket, each computed over the part that the rank needs.
+    """
 
     number: int
     data: torch.Tensor
@@ -51,58 +54,61 @@ class Sending(Protocol):
     """One push as a trainer end sends it."""
 
     def await_ranks(self) -> None:
-        """Return once every rank has connected. Raises `TransferFailed` or `PushTimeout`, naming the ranks."""
-
-    def acquire(self, bucket: int) -> None:
-        """Wait until the slot of this bucket may be written. Raises as `await_ranks`."""
+        """Wait until every rank has connected. Raises `TransferFailed` or `PushTimeout`, naming the ranks."""
 
     def needs(self) -> Iterable[Subset]:
-        """What the ranks that have connected need of the tensors."""
+        """The subset that each connected rank needs."""
+
+    def acquire(self, bucket: int) -> None:
+        """Wait until the slot of this bucket may be written. Raises `TransferFailed` or `PushTimeout`."""
 
     def announce(self, bucket: int, digests: Digests) -> None:
-        """The bucket lies in its slot: let it travel. Raises as `await_ranks`."""
+        """Send the bucket, which now lies in its slot. Raises `TransferFailed` or `PushTimeout`."""
 
     def finish(self) -> float:
-        """Wait until every rank holds the stream, verified; returns the seconds that the slowest took to verify.
+        """Wait until every rank has received and verified the stream; returns the slowest verification, in seconds.
 
-        Raises as `await_ranks`.
+        Raises `TransferFailed` or `PushTimeout`.
         """
 
     def cancel(self, error: BaseException) -> None:
-        """Tell the ranks that have connected that no more will come, because of ``error``."""
+        """Tell the connected ranks that this push is cancelled because of ``error``."""
 
 
 class TrainerEnd(Protocol):
-    """Sends; lives as long as the sender, or until a push fails."""
+    """The sending side of a transport. It lives as long as the `Sender`, or until a push fails."""
 
     def address(self, engine: str) -> str:
-        """Where the engine at this URL finds this end; names it to `EngineEnd.release`."""
+        """The address at which the engine at this URL reaches this end; `EngineEnd.release` takes the same string."""
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """What is to be told to which engine, by URL, before it can take part; nothing where it was told already.
+        """The handshake to send to each engine, by URL; engines that are connected already are left out.
 
-        ``engines`` are all that will. Raises `UnsupportedOption` for what cannot work.
+        ``engines`` are all engines of the next push. Raises `UnsupportedOption` if an engine cannot be served.
         """
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
-        """Every engine has taken what `connect` told it. Raises `TransferFailed` or `PushTimeout`, by name."""
+        """Complete the connection once every engine has answered its handshake; ``replies`` are by URL.
+
+        Raises `TransferFailed` or `PushTimeout`, naming the ranks.
+        """
 
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
-        """The message that makes an engine's ranks come for the bytes: ``plan`` with this end's address and secret."""
+        """The request that makes an engine's ranks connect: ``plan`` with this end's address and a secret."""
 
     def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> Sending:
-        """A push of the stream of ``layout`` to ``peers``; its bytes will lie in the first of ``arenas``.
+        """A push of the stream of ``layout`` to ``peers``, whose bytes will lie in ``arenas[0]``.
 
-        The other ``arenas`` are the sender's too, and ranks may still read them.
+        ``arenas`` are all arenas of the sender; ranks unmap any other.
         """
 
     def disconnect(self, engine: str) -> None:
-        """The engine at this URL was told to forget this end: it is to be introduced again."""
+        """Treat the engine at this URL as unknown: it has dropped this end and needs a new handshake."""
 
     def forget(self) -> None:
-        """The arenas are about to be given back."""
+        """Release every reference to the arenas, which are about to be freed."""
 
     def close(self) -> None:
         """Release everything; idempotent."""
@@ -112,47 +118,50 @@ class Incoming(Protocol):
     """One push as an engine end receives it."""
 
     arena: str
-    """Names the sender's memory."""
+    """The name of the sender's memory that the bytes come from."""
 
     @property
     def whole(self) -> Stream | None:
-        """The stream, where the sender's memory is mapped and holds all of it: it is the stage then."""
+        """The whole stream, if the sender's memory is mapped and holds all of it; that memory is then the stage."""
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
-        """Every bucket in order, each brought to its place in ``stage``, 1-D, where there is one.
+        """Yield every bucket in order; with a ``stage`` (1-D uint8), each is received at its offset there.
 
         Raises `TransferFailed` or `PushTimeout`.
         """
 
 
 class PeerRanks(Protocol):
-    """The other ranks of a trainer of several processes, as rank 0 has them help a transport during a push."""
+    """The other ranks of a multi-process trainer, through which rank 0's trainer end gets help during a push."""
 
     size: int
-    """How many ranks the trainer has."""
+    """How many ranks the trainer has, rank 0 included."""
     filled: bool
-    """Whether each of them has mapped the memory that holds the whole stream of this push."""
+    """Whether every rank has mapped the memory that holds the whole stream of this push."""
 
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
-        """Hand a message, of JSON, to each one's `RankHelper`. Raises `TransferFailed`, `PushTimeout`."""
+        """Send a JSON message to every rank's `RankHelper`. Raises `TransferFailed` or `PushTimeout`."""
 
     def answered(self, to: str, deadline: Deadline) -> None:
-        """Wait until all have done what they were asked ``to`` do. Raises, by rank, also what they have raised."""
+        """Wait until every rank has done what it was asked; ``to`` describes that in errors ("to join the group").
+
+        Raises the error of a rank that failed, or `TransferFailed` or `PushTimeout`, naming the ranks.
+        """
 
     def check(self, deadline: Deadline) -> None:
-        """Raise what one of them has raised, or `TransferFailed` where one has ended; there is no waiting for them."""
+        """Without waiting, raise the error of a rank that failed, or `TransferFailed` if one has ended."""
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
-        """The error, with what can be seen of those whose processes do not run."""
+        """``error``, extended with the state of every rank whose process is not running."""
 
 
 class RankHelper(Protocol):
-    """What a rank of a trainer that is not rank 0 does for a transport."""
+    """A transport's code in a trainer rank other than rank 0."""
 
     def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
-        """Do what rank 0's end of the transport asks for; ``stream`` is the memory that was filled last, 1-D uint8.
+        """Serve one message of rank 0's `TrainerEnd`; ``stream`` is the memory that was filled last (1-D uint8).
 
-        ``check`` raises once rank 0 does not wait for it any more. Raises `WeightSyncError`.
+        ``check`` raises once rank 0 no longer waits for this rank. Raises `WeightSyncError`.
         """
 
     def close(self) -> None:
@@ -160,28 +169,28 @@ class RankHelper(Protocol):
 
 
 class EngineEnd(Protocol):
-    """Receives, in one rank; lives as long as the rank and serves one push after another."""
+    """The receiving side of a transport in one rank. It lives as long as the rank and serves one push at a time."""
 
-    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
-        """Get ready for a sender. Raises `UnsupportedOption` or `TransferFailed`."""
+    def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
+        """Connect to a sender. Raises `UnsupportedOption` or `TransferFailed`."""
 
     def check(self, request: UpdateRequest) -> None:
-        """Raise `TransferFailed` at once for what must not be dialled."""
+        """Raise `TransferFailed` if the sender's address in ``request`` must not be dialled; dials nothing."""
 
-    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> Incoming:
-        """Come for the bytes, at least for what is kept of them. ``over`` is set when the push is called off.
+    def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> Incoming:
+        """Connect to the sender and return the incoming push; ``subset`` is what this rank needs of each tensor.
 
-        Raises `TransferFailed` or `PushTimeout`.
+        ``cancelled`` is set when the push is cancelled. Raises `TransferFailed` or `PushTimeout`.
         """
 
     def confirm(self, push: str, verify_s: float) -> None:
-        """Tell the sender that the push is ready to be committed."""
+        """Tell the sender that this rank is ready to commit; verifying took ``verify_s`` seconds."""
 
     def fail(self, push: str, error: BaseException) -> None:
-        """Tell the sender that the push is over here."""
+        """Tell the sender that the push has failed in this rank."""
 
     def release(self, address: str) -> bool:
-        """Give back what is held of the sender at ``address``, which has closed; false if nothing was."""
+        """Release whatever is held for the closed sender at ``address``; returns whether anything was."""
 
     def close(self) -> None:
         """Release everything; idempotent."""
@@ -189,37 +198,36 @@ class EngineEnd(Protocol):
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """A transport as `registry` finds it: all that others need to know of it.
+    """A transport, as `registry` finds it.
 
-    The *sources* of a push are the processes of the trainer that send the stream. Rank 0 is one, and alone it sends
-    all. A transport with a ``rank_helper`` can use the others too, each for a share of the buckets that it chooses
-    itself: its trainer end, in rank 0, finds them as `PeerRanks`.
+    By default rank 0 of the trainer sends the whole stream. A transport with a ``rank_helper`` can have the other
+    trainer ranks send too: its trainer end, in rank 0, reaches them as `PeerRanks` and divides the buckets.
     """
 
     name: str
-    """As users and routes name it: ``update_weights_via_NAME``."""
+    """The name in ``Sender(transport=NAME)`` and in the route ``update_weights_via_NAME``."""
     label: str
-    """As errors and results call what it needs: "the engine has no LABEL"."""
+    """What the transport needs, as errors and results call it: "the engine has no LABEL"."""
     trainer_end: Callable[[torch.device, PeerRanks | None, str], TrainerEnd]
-    """Makes a `TrainerEnd`: for arenas on this device, helped by these other sources if there are any, found by ranks
-    at this address of the host's own if one is given."""
+    """Makes a `TrainerEnd` from the arenas' device, the other trainer ranks (None if there are none), and the address
+    of this host that ranks dial (empty: this host's address on the route to each engine)."""
     engine_end: Callable[[torch.device], EngineEnd]
-    """Makes an `EngineEnd`, for weights on this device."""
+    """Makes an `EngineEnd` from the device of the weights."""
     rank_helper: Callable[[int], RankHelper] | None = None
-    """Makes what the trainer's rank of this number does as a source, where others than rank 0 can be sources."""
+    """Makes the `RankHelper` of a trainer rank from its number; None if rank 0 alone sends."""
     handshake: type[Handshake] | None = None
-    """What its set-up method is sent, if it has one; see `registry`."""
-    check_handshake: Callable[[Any, int], None] = lambda asked, ranks: None
-    """Raise `UnsupportedOption` for a ``handshake`` that does not fit an engine of so many ranks."""
+    """The message that its set-up method takes; None if there is no such method. See `registry`."""
+    check_handshake: Callable[[Any, int], None] = lambda handshake, ranks: None
+    """Raises `UnsupportedOption` if a handshake does not fit an engine with this many ranks."""
     local: bool = False
-    """Whether ranks map the trainer's memory, arenas and shared parameters alike, and are met at private sockets."""
+    """Whether ranks map the trainer's memory (arenas and shared parameters) and connect over private sockets."""
     preference: int | None = None
-    """``transport="auto"`` takes the lowest that reaches an engine; it takes none that has none."""
+    """``transport="auto"`` picks the lowest that reaches an engine, and never a transport without one."""
     reason: str = ""
-    """Why ``"auto"`` takes it, behind why it did not take those before."""
+    """Why ``"auto"`` picks this transport; reported after the reasons against those with a lower preference."""
     lacks: Callable[[], str] = lambda: ""
-    """What to install for it in this process; empty where it can be used."""
+    """How to install what is missing in this process; empty if the transport can be used."""
     apart: Callable[[http.OpenReply], tuple[str, str]] = lambda hello: ("", "")
-    """Where an engine is that it cannot reach, and what can be done about that; empty if it can."""
+    """If an engine cannot be reached: where it runs, and what the user can do. Two empty strings if it can."""
     settings: Callable[[], dict[str, str]] = dict
-    """The environment of this process that has to agree with that of the others."""
+    """The environment settings that must agree between this process and the other ranks."""

@@ -1,6 +1,6 @@
-"""Same host: the bytes lie in an arena that both sides map, host memory or that of a GPU they share.
+"""The transport for one host: both sides map one arena, in host memory or on a GPU that they share.
 
-Nobody copies anything out where the whole stream fits the arena: it is the stage then.
+Where the arena holds the whole stream it is also the stage, and ranks copy nothing out of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IpcZmqTrainerEnd:
         self.address, self.request = self._control.address, self._control.request
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """There is nothing to prepare."""
+        """No engine needs a handshake."""
         return {}
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
@@ -55,10 +55,10 @@ class IpcZmqTrainerEnd:
         """See `base.TrainerEnd`."""
 
     def forget(self) -> None:
-        """See `base.TrainerEnd`; the ranks learn with the next offer which arenas are left."""
+        """See `base.TrainerEnd`; the next offer tells the ranks which arenas are left."""
 
     def close(self) -> None:
-        """Release socket and directory; idempotent."""
+        """Release the socket and its directory; idempotent."""
         self._control.close()
 
 
@@ -105,36 +105,36 @@ class MappedSending:
 
 
 class IpcZmqEngineEnd:
-    """Engine end, one a rank. Keeps its socket and its mapping of the arena from push to push.
+    """Engine end of one rank, see `base.EngineEnd`. Keeps its socket and its mapping of the arena between pushes.
 
-    Used by one thread after another, never by two at once: `receiver.Receiver` sees to that.
+    Not thread-safe: `receiver.Receiver` calls it from one thread at a time.
     """
 
     def __init__(self, device: torch.device):
         self._control = EngineControl(remote=False)
         self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
-        #: Mapped arenas of the sender by name: one, or two where it keeps the version before.
+        #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version.
         self._arenas: dict[str, Stream] = {}
 
-    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
-        """No route leads here."""
-        raise UnsupportedOption(f"ipc_zmq has no use for {type(asked).__name__}")
+    def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
+        """Unsupported: ipc_zmq has no set-up route."""
+        raise UnsupportedOption(f"ipc_zmq takes no handshake, but was sent {type(handshake).__name__}")
 
-    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> MappedIncoming:
+    def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> MappedIncoming:
         """See `base.EngineEnd`."""
         if request.address != self._control.address:
             self._arenas.clear()
-        layout = parts.layout
-        call, offer = self._control.open(request, parts, rank, tuple(self._arenas), cancelled)
+        layout = subset.layout
+        session, offer = self._control.open(request, subset, rank, tuple(self._arenas), cancelled)
         nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
         try:
-            return MappedIncoming(call, request, layout, self._map(offer, nbytes), offer.arena)
+            return MappedIncoming(session, request, layout, self._map(offer, nbytes), offer.arena)
         except (OSError, RuntimeError) as error:
-            raise TransferFailed(f"the arena could not be mapped: {type(error).__name__}: {error}") from error
+            raise TransferFailed(f"rank {rank} could not map the arena: {type(error).__name__}: {error}") from error
 
     def _map(self, offer: Offer, nbytes: int) -> Stream:
         for name in self._arenas.keys() - set(offer.alive):
-            del self._arenas[name]  # unmap what is old before mapping what is new
+            del self._arenas[name]  # unmap old arenas before mapping a new one
         handle = control.handle_of(offer.handle, _HANDLE, "the sender")
         if isinstance(handle, SharedParametersHandle):
             self._arenas[offer.arena] = shared_parameters.attach(handle)
@@ -144,7 +144,7 @@ class IpcZmqEngineEnd:
         if arena is None:
             raise TransferFailed(f"the arena {offer.arena} was never mapped here; push again")
         if arena.numel() < nbytes:
-            raise TransferFailed(f"the arena holds {arena.numel()} bytes, its buckets take {nbytes}")
+            raise TransferFailed(f"the arena holds {arena.numel()} bytes, but its buckets take {nbytes}")
         return arena
 
     def release(self, address: str) -> bool:
@@ -156,7 +156,7 @@ class IpcZmqEngineEnd:
         return True
 
     def close(self) -> None:
-        """Release socket and mappings; idempotent."""
+        """Release the socket and the mappings; idempotent."""
         self._arenas.clear()
         self._control.close()
 
@@ -164,8 +164,8 @@ class IpcZmqEngineEnd:
 class MappedIncoming:
     """See `base.Incoming`."""
 
-    def __init__(self, call: RankSession, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
-        self._call, self._request, self._layout, self._memory, self.arena = call, request, layout, memory, arena
+    def __init__(self, session: RankSession, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
+        self._session, self._request, self._layout, self._memory, self.arena = session, request, layout, memory, arena
         self.whole: Stream | None = None
         if layout.nbytes <= memory.numel():
             self.whole = memory if isinstance(memory, Scattered) else memory[: layout.nbytes]
@@ -174,7 +174,7 @@ class MappedIncoming:
         """See `base.Incoming`."""
         size = self._request.bucket_bytes
         for index in range(self._layout.buckets(size)):
-            filled = self._call.filled(index)
+            filled = self._session.filled(index)
             slot = (index % self._request.slots) * size
             nbytes = 0 if isinstance(self._memory, Scattered) else min(size, self._layout.nbytes - index * size)
             data = self._memory[slot : slot + nbytes]
@@ -182,15 +182,15 @@ class MappedIncoming:
                 place = stage[index * size : index * size + data.numel()]
                 arenas.copy(place, data)
                 arenas.synchronize(place.device)
-                self._call.taken(index)
+                self._session.taken(index)
                 yield Bucket(index, place, filled.digests)
             else:
                 yield Bucket(index, data, filled.digests)
-                self._call.taken(index)
+                self._session.taken(index)
 
 
 def _apart(hello: http.OpenReply) -> tuple[str, str]:
-    """Why an engine cannot be reached through memory, and what can be done about it; empty if it can."""
+    """Where an engine runs that shared memory cannot reach, and what to do about it; empty if it can be reached."""
     if hello.host != arenas.host_id():
         return "another host", (
             " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
@@ -201,12 +201,12 @@ def _apart(hello: http.OpenReply) -> tuple[str, str]:
     except AuthenticationFailed as error:
         return f"the same host, but {error}", " (on the trainer's side)"
     ours, theirs = directories.meeting(), hello.user
-    if theirs in ("", ours):  # an engine of before it said so refuses by itself what it must not dial
+    if theirs in ("", ours):  # an older engine does not report its user; it refuses addresses it must not dial itself
         return "", ""
     uid, own = theirs.partition(" ")[0], ours.partition(" ")[0]
     if uid != own:
         return f"the same host, but user {uid}'s and not user {own}'s", (
-            ": transport ipc_zmq needs engine and trainer to be of one user; run both as the same"
+            ": transport ipc_zmq needs one user on both sides; run both as the same user"
         )
     return "the same host, but in another user namespace", (
         ": transport ipc_zmq needs a directory that both sides can trust; run containers with --userns=host"

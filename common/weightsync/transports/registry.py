@@ -1,15 +1,15 @@
-"""The transports, by name, as installed packages register them; this one's are registered in the same way.
+"""Transports by name, found through entry points; weightsync registers its own transports in the same way.
 
-A package registers a `base.TransportSpec` by entry points of two groups, both of which name it::
+A package registers a `base.TransportSpec` with one or two entry points::
 
     [project.entry-points."weightsync.transports"]
     files = "my_package.files:SPEC"
     [project.entry-points."weightsync.transports.setup"]
     open_folder = "my_package.files:SPEC"
 
-The first makes the route and rank method ``update_weights_via_files``. The second, for a transport with something to
-set up before the first push, makes one more of that name, which is sent the spec's ``handshake``. Nothing of the
-package is imported for that: engines make their routes and methods before they know who will use them.
+The first adds the route and rank method ``update_weights_via_files``. The second is for a transport that must be set up
+before its first push: it adds a route and rank method ``open_folder``, which take the spec's ``handshake``. The package
+itself is imported only when the transport is used: engines define their routes and methods from the names alone.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _registered() -> _Registered:
 
 @functools.lru_cache(maxsize=8)
 def _read(_: tuple[str, ...]) -> _Registered:
-    """What packages on the path register; it is read once for every path."""
+    """Read the entry points; cached for each value of ``sys.path``."""
     specs: dict[str, EntryPoint] = {}
     for point in entry_points(group=_GROUP):
         if point.name.isidentifier():
-            specs.setdefault(point.name, point)  # as with imports, the first on the path
+            specs.setdefault(point.name, point)  # as with imports, the first on the path wins
         else:
-            logger.warning("the transport %r of %s is left out: its name is no identifier", point.name, point.value)
+            logger.warning("ignoring transport %r of %s: its name is not an identifier", point.name, point.value)
     by_value = {point.value: name for name, point in specs.items()}
     setups = {
         point.name: by_value[point.value] for point in entry_points(group=_SETUP_GROUP) if point.value in by_value
@@ -57,25 +57,25 @@ def _read(_: tuple[str, ...]) -> _Registered:
 
 
 def names() -> tuple[str, ...]:
-    """All transports that are registered, whether they can be used here or not."""
+    """The names of all registered transports, usable in this process or not."""
     return tuple(_registered().specs)
 
 
 def update_methods() -> dict[str, str]:
-    """The method, and route, that announces a push -> by which transport its bytes come."""
+    """Each route (and rank method) that starts a push -> the transport that moves its bytes."""
     return {f"{http.UPDATE}{name}": name for name in names()}
 
 
 def setup_methods() -> dict[str, str]:
-    """The method, and route, that a transport's handshake goes to -> the transport."""
+    """Each route (and rank method) that takes a transport's handshake -> the transport."""
     return dict(_registered().setups)
 
 
 def spec(name: str) -> TransportSpec:
-    """A transport. Raises `UnsupportedOption` where there is none of this name, or it cannot be imported."""
+    """The spec of a transport. Raises `UnsupportedOption` if it is not registered or cannot be imported."""
     point = _registered().specs.get(name)
     if point is None:
-        raise UnsupportedOption(f"there is no transport {name}, only {', '.join(names())}")
+        raise UnsupportedOption(f"there is no transport {name}; choose one of {', '.join(names())}")
     return _load(point)
 
 
@@ -103,17 +103,17 @@ def _specs() -> list[TransportSpec]:
 
 
 def available() -> tuple[str, ...]:
-    """The transports that this process has what it needs for."""
+    """The transports that can be used in this process."""
     return tuple(found.name for found in _specs() if not found.lacks())
 
 
 def settings() -> dict[str, str]:
-    """What of this process's environment the transports depend on."""
+    """The settings of this process's environment that the transports depend on."""
     return {name: value for found in _specs() for name, value in found.settings().items()}
 
 
 def handshake_of(method: str) -> type[Handshake]:
-    """What a set-up method is sent. Raises `UnsupportedOption`."""
+    """The type of message that a set-up method takes. Raises `UnsupportedOption` if its transport has no handshake."""
     found = spec(setup_methods()[method])
     if found.handshake is None:
         raise UnsupportedOption(f"the transport {found.name} registers {method}, but has no handshake")
@@ -121,7 +121,7 @@ def handshake_of(method: str) -> type[Handshake]:
 
 
 def setup_method(name: str) -> str:
-    """Where the handshake of a transport goes to. Raises `UnsupportedOption` where it has not registered that."""
+    """The method that takes a transport's handshake. Raises `UnsupportedOption` if none is registered."""
     for method, transport in setup_methods().items():
         if transport == name:
             return method
@@ -129,17 +129,20 @@ def setup_method(name: str) -> str:
 
 
 def pick(asked: str, url: str, hello: http.OpenReply) -> tuple[str, str]:
-    """The transport to an engine, and why that one. Raises `UnsupportedOption` where the one asked for cannot be."""
-    there = set(names()).intersection(*(rank.transports for rank in hello.ranks))
+    """The transport to use with an engine, and why; ``asked`` is a name or ``"auto"``.
+
+    Raises `UnsupportedOption` if ``asked`` cannot reach the engine, or no transport can.
+    """
+    on_engine = set(names()).intersection(*(rank.transports for rank in hello.ranks))
     if asked == "auto":
-        return _best(url, hello, there)
+        return _best(url, hello, on_engine)
     if asked in names():
         place, advice = spec(asked).apart(hello)
         if place:
             others = ", ".join(f'"{found.name}"' for found in _by_preference() if found.name != asked)
             raise UnsupportedOption(f'{url} runs on {place}{advice}, or pass transport={others} or "auto"')
-    if asked not in there:
-        raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(there))}")
+    if asked not in on_engine:
+        raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(on_engine))}")
     if lacks := spec(asked).lacks():
         raise UnsupportedOption(f"the trainer has no transport {asked}: {lacks}")
     return asked, "asked for"
@@ -150,12 +153,12 @@ def _by_preference() -> list[TransportSpec]:
     return [found for _, found in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _best(url: str, hello: http.OpenReply, there: set[str]) -> tuple[str, str]:
-    passed: list[str] = []
+def _best(url: str, hello: http.OpenReply, on_engine: set[str]) -> tuple[str, str]:
+    rejected: list[str] = []
     for found in _by_preference():
         place, _ = found.apart(hello)
-        side = "the trainer" if found.lacks() else "" if found.name in there else "the engine"
-        if not place and not side:
-            return found.name, ", and ".join(filter(None, (*passed, found.reason)))
-        passed.append(place or f"{side} has no {found.label}")
-    raise UnsupportedOption(f"no transport leads to {url}: {'; '.join(passed)}")
+        lacking = "the trainer" if found.lacks() else "" if found.name in on_engine else "the engine"
+        if not place and not lacking:
+            return found.name, ", and ".join(filter(None, (*rejected, found.reason)))
+        rejected.append(place or f"{lacking} has no {found.label}")
+    raise UnsupportedOption(f"no transport reaches {url}: {'; '.join(rejected)}")

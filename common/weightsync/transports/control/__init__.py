@@ -1,1 +1,1 @@
-"""What a trainer and an engine's ranks say to each other during a push, whichever transport moves the bytes."""
+"""The control messages between a trainer and the ranks of engines during a push, the same for every transport."""

@@ -1,8 +1,8 @@
-"""The conversation of a push between a trainer end and the ranks, over ZMQ: small messages, never the bytes.
+"""ZMQ sockets and network addresses, for both sides of the control messages; bulk bytes never travel here.
 
-The trainer binds a ROUTER (`trainer_control`), every engine rank connects a DEALER (`engine_control`). On one host the
-socket is a file in a private directory; to other hosts it is TCP with CURVE, whose public key travels in the
-authenticated request, so that both sides know whom they talk to and nobody listens in. Here is what both need.
+The trainer binds a ROUTER (`control.trainer`), and every engine rank connects a DEALER (`control.engine`). On one host
+the socket is a file in a private directory. Between hosts it is TCP with CURVE: the public key travels in the
+authenticated request, so both sides are authenticated and the messages encrypted.
 """
 
 from __future__ import annotations
@@ -24,90 +24,93 @@ from weightsync.memory import arenas
 from weightsync.protocol import addresses, http
 from weightsync.protocol.control import Failed
 
-#: How long either side sleeps at most before it looks whether the push is over.
+#: Longest time in seconds that either side sleeps before it checks again whether the push was cancelled.
 LOOK_UP_S: Final = 0.1
-#: Who says nothing for so long may have died: its socket tells.
+#: Seconds of silence after which a side checks through the socket whether the other has died.
 SILENCE_S: Final = 1.0
-#: How long a sender that closes sees to it that its last word, why it gives up maybe, is sent, and a rank that loses it
-#: listens for that.
+#: Seconds a closing sender lingers to flush its final message, and a rank that loses its sender waits for it.
 FINAL_MESSAGE_S: Final = 0.5
-#: A rank tries so long to reach the trainer before it says that it cannot.
+#: Timeout in seconds of a rank's connection to the trainer's store.
 _REACH_S: Final = 2.0
-#: How the kernel's tables spell that a socket listens.
+#: The state of a listening socket in ``/proc/self/net/tcp``.
 _LISTENING: Final = "0A"
-#: Why a rank does not find a trainer at the loopback.
+#: Why a rank finds no trainer at the loopback address.
 _OWN_LOOPBACK: Final = (
     "that is the engine's own loopback: the trainer is on another host, or reaches the engine through a forwarded "
     'port; have it pass Sender(..., address="an address of its host that the engine reaches")'
 )
-#: TCP tells of a peer that is gone only when asked.
+#: TCP does not report a dead peer unless the connection is probed.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 10000
 
 Socket = zmq.Socket[bytes]
 
 
-def limit(socket: Socket) -> None:
-    """Bound what a socket takes in, and how long it lives on."""
+def set_limits(socket: Socket) -> None:
+    """Bound the size of received messages, and close without lingering."""
     socket.setsockopt(zmq.LINGER, 0)
-    # What is sent is bounded by the push: a few bytes for each bucket and 8 for each tensor. At ZMQ's own bound, 1000
-    # messages, a peer that is busy for a moment would be taken for one that is gone.
+    # The push itself bounds what is queued: a few bytes per bucket and 8 per tensor. With ZMQ's default limit of 1000
+    # messages, a peer that is busy for a moment would be mistaken for a dead one.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, http.MAX_FRAME_BYTES)
 
 
-def beat(socket: Socket) -> None:
-    """Have a socket of TCP notice a peer that is gone."""
+def enable_heartbeats(socket: Socket) -> None:
+    """Make a TCP socket notice a dead peer."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
 def close(context: zmq.Context[Socket], open_sockets: list[Socket], final_message_s: float = 0.0) -> None:
-    """Close sockets, then their context; what they were told last has so long to get on its way."""
-    # One by one: where the garbage collector calls, the context has forgotten them and would wait for them for ever.
+    """Close sockets, then their context; queued messages have ``final_message_s`` to be sent."""
+    # One by one: called by the garbage collector, the context no longer knows its sockets, and would wait for them
+    # for ever.
     for socket in open_sockets:
         socket.close(linger=int(1000 * final_message_s))
     context.term()
 
 
 def local_address(host: str) -> str:
-    """This host's own address on the way to ``host``. Raises `TransferFailed` where there is no way."""
+    """The address from which this host reaches ``host``. Raises `TransferFailed` if there is no route."""
     try:
         family, kind, _, _, address = sockets.getaddrinfo(host, 9, type=sockets.SOCK_DGRAM)[0]
         with sockets.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
-        raise TransferFailed(f"there is no way from here to {host}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: the name is malformed
+        raise TransferFailed(f"there is no route from this host to {host}: {error}") from error
 
 
 def own_address(given: str) -> str:
-    """The address ``given``, by number or by name, as a number. Raises `UnsupportedOption` unless it is this host's."""
+    """Resolve ``given``, a name or an IP address of this host. Raises `UnsupportedOption` if it is not this host's."""
     try:
-        found = [str(one[4][0]) for one in sockets.getaddrinfo(given, 0, type=sockets.SOCK_STREAM)]
+        found = [str(info[4][0]) for info in sockets.getaddrinfo(given, 0, type=sockets.SOCK_STREAM)]
     except (OSError, ValueError) as error:
-        raise UnsupportedOption(f"address {given!r} is none: {error}") from error
-    for number in found:
-        # Ranks dial it by number alone, and of everybody's address they learn nothing.
-        if "%" in number or ipaddress.ip_address(number).is_unspecified:
+        raise UnsupportedOption(f"address {given!r} cannot be resolved: {error}") from error
+    for address in found:
+        # Ranks dial this very address: a scoped or unspecified address means nothing to them.
+        if "%" in address or ipaddress.ip_address(address).is_unspecified:
             continue
-        family = sockets.AF_INET6 if ":" in number else sockets.AF_INET
+        family = sockets.AF_INET6 if ":" in address else sockets.AF_INET
         with contextlib.suppress(OSError), sockets.socket(family) as probe:
-            probe.bind((number, 0))
-            return number
+            probe.bind((address, 0))
+            return address
     raise UnsupportedOption(
-        f"address {given!r} ({', '.join(found)}) is none of this host's, at which engines could reach the trainer; "
-        f"it has {', '.join(_own_addresses())}"
+        f"address {given!r} ({', '.join(found)}) is not an address of this host at which engines could reach the "
+        f"trainer; this host has {', '.join(_own_addresses())}"
     )
 
 
 def _own_addresses() -> list[str]:
     kinds = (sockets.AF_INET, sockets.AF_INET6)
-    found = [one for those in psutil.net_if_addrs().values() for one in those if one.family in kinds]
-    return [one.address for one in found if "%" not in one.address]
+    found = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in kinds]
+    return [entry.address for entry in found if "%" not in entry.address]
 
 
 def check_ways(given: str, engines: Mapping[str, http.OpenReply]) -> None:
-    """Raise `UnsupportedOption` for an engine, by URL, that cannot dial this trainer, at ``given`` if that is set."""
+    """Raise `UnsupportedOption`, naming the URL, if the ranks of an engine cannot dial this trainer.
+
+    ``given`` is the address of this host that they dial; empty: the address on the route to each engine.
+    """
     for url, hello in engines.items():
         here = given or local_address(host_of(url))
         if "%" in here:
@@ -126,27 +129,30 @@ def check_ways(given: str, engines: Mapping[str, http.OpenReply]) -> None:
 
 
 def way_to(rank: int, address: str) -> str:
-    """This host's address on the way to the trainer at an address of TCP, which is not dialled.
+    """The address from which this host reaches the trainer's ``tcp://`` address; dials nothing.
 
-    Raises `TransferFailed` for what is none, and for a loopback at which nobody listens.
+    Raises `TransferFailed` if the address is malformed, or a loopback address at which nothing listens.
     """
     addresses.check_host_address(address)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     here = local_address(host.strip("[]"))
-    if ipaddress.ip_address(here).is_loopback and not _somebody_listens(int(port)):
+    if ipaddress.ip_address(here).is_loopback and not _is_listening(int(port)):
         raise TransferFailed(f"rank {rank} cannot reach the trainer at {address}: {_OWN_LOOPBACK}")
     return here
 
 
-def _somebody_listens(port: int) -> bool:
-    """Whether any process of this network does, as far as the kernel tells."""
+def _is_listening(port: int) -> bool:
+    """Whether any process in this network namespace listens at ``port``; true if the kernel does not tell."""
     tables = [path for path in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")) if path.exists()]
     rows = [line.split() for table in tables for line in table.read_text().splitlines()]
     return not tables or any(row[1].endswith(f":{port:04X}") and row[3] == _LISTENING for row in rows)
 
 
 def check_reachable(rank: int, host: str, port: int) -> str:
-    """This host's address on the way to the trainer's store. Raises `TransferFailed` where that does not answer."""
+    """Dial the trainer's store; returns the address from which this host reaches it.
+
+    Raises `TransferFailed` if the store does not accept the connection.
+    """
     here = local_address(host)
     try:
         sockets.create_connection((host, port), timeout=_REACH_S).close()
@@ -162,15 +168,15 @@ def check_reachable(rank: int, host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address, as people read it."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in found):
+    """The network interface that has this address, as ``name (address)``; the address alone if none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
             return f"{name} ({address})"
     return address
 
 
 def bracketed(address: str) -> str:
-    """An address as it stands before a port."""
+    """An address as it is written before a port: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
@@ -179,6 +185,6 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-def named(failed: Failed, who: str) -> errors.WeightSyncError:
-    """The error that the other side reported, as an exception of this side."""
-    return errors.named(failed.error, TransferFailed)(f"{who}: {failed.message}")
+def to_error(failed: Failed, reporter: str) -> errors.WeightSyncError:
+    """The exception for an error that the other side, named ``reporter``, has reported."""
+    return errors.named(failed.error, TransferFailed)(f"{reporter}: {failed.message}")

@@ -1,4 +1,4 @@
-"""The trainer's side of the conversation of a push, see `control`."""
+"""The control messages of a push on the trainer's side, see `sockets`."""
 
 from __future__ import annotations
 
@@ -40,32 +40,33 @@ from weightsync.transports.control.sockets import (
     LOOK_UP_S,
     SILENCE_S,
     Socket,
-    beat,
     bracketed,
     close,
+    enable_heartbeats,
     host_of,
-    limit,
     local_address,
-    named,
+    set_limits,
+    to_error,
 )
 
-#: Ranks that connect at one moment; ZMQ takes each at once.
+#: Pending connections of the listening socket; ZMQ accepts each at once.
 _BACKLOG: Final = 1024
 
 
 class TrainerControl:
-    """The trainer's side; lives as long as its transport's trainer end. ``remote`` engines are on other hosts.
+    """The control socket of a trainer end.
 
-    ``address`` is this host's own, as a number, that they are told; by default that on the way to each.
+    With ``remote`` it listens on TCP, otherwise on a private socket. ``address`` is the IP address of this host that
+    ranks dial; by default the one on the route to each engine.
     """
 
     def __init__(self, *, remote: bool, address: str = ""):
         self._context: zmq.Context[Socket] = zmq.Context()
         self.socket: Socket = self._context.socket(zmq.ROUTER)
-        limit(self.socket)
+        set_limits(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._remote, self._given = remote, address
-        #: One for each of this host's addresses that engines see.
+        #: ZMQ addresses, by the address of this host that engines dial; "" for the private socket.
         self._addresses: dict[str, str] = {}
         self._directories: list[Path] = []
         self._listening: list[int] = []
@@ -73,12 +74,12 @@ class TrainerControl:
         if remote:
             public, private = zmq.curve_keypair()
             self.socket.curve_server, self.socket.curve_secretkey = True, private
-            beat(self.socket)
+            enable_heartbeats(self.socket)
             self._server_key = public.decode()
         self._push = ""
         self._secrets: dict[str, str] = {}
-        #: What ranks keep, by name, as far as they have said: those of the last push, and of the one before.
-        self.kept: dict[str, Subset] = {}
+        #: The subsets that the ranks of the latest push need, by name.
+        self.subsets: dict[str, Subset] = {}
         self.close = weakref.finalize(
             self, _close_trainer, self._context, self.socket, self._directories, self._listening, os.getpid()
         )
@@ -86,9 +87,9 @@ class TrainerControl:
             self.address("")
 
     def address(self, engine: str) -> str:
-        """Where the ranks of the engine at this URL find the trainer."""
+        """The ZMQ address at which the ranks of the engine at this URL reach the trainer."""
         if not self._remote:
-            # Login managers remove what a user has in shared memory once it has logged out.
+            # Login managers remove a user's files in shared memory at logout, so the directory may have to be replaced.
             if not self._directories or not self._directories[-1].exists():
                 self._directories.append(directories.private_directory())
                 self._addresses[""] = self._listen(
@@ -103,7 +104,7 @@ class TrainerControl:
         return self._addresses[here]
 
     def _listen(self, family: sockets.AddressFamily, place: str | tuple[str, int]) -> str:
-        """Have the socket listen at a place, by a descriptor of ours; the address of that."""
+        """Make the socket listen at ``place`` through a descriptor that this process owns; returns the ZMQ address."""
 
         def opened() -> int:
             with sockets.socket(family) as listening:
@@ -112,7 +113,7 @@ class TrainerControl:
                 return listening.detach()
 
         try:
-            # A forked child that had it would go on saying that this trainer lives.
+            # A forked child that inherited it would make this trainer look alive after its death.
             descriptor = forks.own(opened)
         except OSError as error:
             raise TransferFailed(f"the trainer cannot listen at {place}: {error.strerror}") from error
@@ -126,78 +127,82 @@ class TrainerControl:
         return address
 
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:
-        """The message that makes an engine's ranks come: ``plan`` with this socket's address and a secret."""
+        """The request that makes an engine's ranks connect: ``plan`` with this socket's address and a secret."""
         if plan.push != self._push:
-            self._push, self._secrets = plan.push, {}  # those of a push that was refused before it began
+            self._push, self._secrets = plan.push, {}  # secrets of an earlier push are void
         secret = secrets.token_urlsafe(24)
         self._secrets[secret] = engine
         return msgspec.structs.replace(plan, address=self.address(engine), secret=secret, server_key=self._server_key)
 
-    def who(self, secret: str) -> str:
-        """The engine that was sent this secret; empty if none was."""
+    def engine_of(self, secret: str) -> str:
+        """The URL of the engine that was sent this secret; empty if none was."""
         return self._secrets.get(secret, "")
 
 
 def _close_trainer(
-    context: zmq.Context[Socket], socket: Socket, own: list[Path], listening: list[int], owner: int
+    context: zmq.Context[Socket], socket: Socket, created: list[Path], listening: list[int], owner: int
 ) -> None:
     if os.getpid() != owner:
-        return  # a forked child, of a data loader say, that forgets what is its parent's
+        return  # a forked child, such as a data loader's worker, must not close what belongs to its parent
     for descriptor in listening:
         forks.disown(descriptor)  # the socket closes them
     close(context, [socket], FINAL_MESSAGE_S)
-    for directory in own:
+    for directory in created:
         directories.remove(directory)
 
 
 class PushSession:
-    """One push, as the trainer speaks of it with ``peers``."""
+    """One push on the trainer's side: sends messages about it to ``peers`` and tracks their answers."""
 
     def __init__(self, control: TrainerControl, push: str, layout: Layout, peers: set[Peer], deadline: Deadline):
         self._control, self._push, self.peers, self.deadline = control, push, peers, deadline
-        self._all, self._known, control.kept = Subset(layout, {}), control.kept, {}
-        #: What each rank that has come keeps.
+        self._everything, self._previous, control.subsets = Subset(layout, {}), control.subsets, {}
+        #: The subset that each connected rank needs.
         self.needs: dict[Peer, Subset] = {}
         self._identity: dict[Peer, bytes] = {}
         self._peer: dict[bytes, Peer] = {}
         self._mapped: dict[Peer, tuple[str, ...]] = {}
         self._taken = dict.fromkeys(peers, -1)
         self._prepared: dict[Peer, float] = {}
-        #: The ranks that are to be written to, and where.
+        #: The window in each rank's memory that the trainer may write to; empty where ranks read.
         self.windows: dict[Peer, WriteWindow] = {}
-        #: Called now and then while something is waited for: raises where that is in vain.
+        #: Called regularly during a wait; raises if there is no point in waiting on.
         self.watch: Callable[[], None] = lambda: None
 
     def await_ranks(self, offer: Callable[[tuple[str, ...]], Offer]) -> None:
-        """Wait until every rank has said hello, then tell each where the bytes are; ``offer`` is given what it has."""
-        self.wait(lambda: self.peers - self._identity.keys(), "the ranks to come for the bytes")
+        """Wait until every rank has registered, then send each its offer.
+
+        ``offer`` makes it from the names of the arenas that the rank has mapped. Raises `TransferFailed` or
+        `PushTimeout`, naming the ranks.
+        """
+        self.wait(lambda: self.peers - self._identity.keys(), "the ranks to connect")
         for peer in self._identity:
             self._send(peer, offer(self._mapped[peer]))
 
-    def announce(self, index: int, digests: Digests, lane: int = 0) -> None:
-        """Tell every rank that a bucket is full; ``lane`` is the trainer's rank that sends it."""
+    def announce(self, index: int, digests: Digests, sender: int = 0) -> None:
+        """Tell every rank that a bucket is ready; ``sender`` is the number of the trainer rank that sends it."""
         self.deadline.check(f"bucket {index} to be packed")
         for peer in self.peers:
-            those = digests.get(self.needs[peer].name, ())
-            self._send(peer, BucketReady(push=self._push, index=index, digests=those, lane=lane))
+            needed = digests.get(self.needs[peer].name, ())
+            self._send(peer, BucketReady(push=self._push, index=index, digests=needed, sender=sender))
 
     def taken(self, peer: Peer, index: int) -> None:
-        """A rank needs a bucket no more."""
+        """Record that a rank no longer needs a bucket, nor any before it."""
         if peer in self._taken:
             self._taken[peer] = max(self._taken[peer], index)
 
     def all_taken(self, index: int) -> None:
-        """Wait until every rank has taken a bucket."""
+        """Wait until every rank has taken a bucket; at once for a negative index."""
         if index >= 0:
             self.wait(lambda: self.without(index), f"bucket {index} to be taken")
 
     def all_prepared(self, what: str) -> float:
-        """Wait until every rank has said so; the longest that one took to verify, in seconds."""
+        """Wait until every rank is prepared, called ``what`` in errors; the slowest verification, in seconds."""
         self.wait(self.unprepared, what)
         return max(self._prepared.values(), default=0.0)
 
     def unprepared(self) -> set[Peer]:
-        """The ranks that have not said that they hold everything."""
+        """The ranks that have not reported that they are prepared."""
         return self.peers - self._prepared.keys()
 
     def without(self, index: int) -> set[Peer]:
@@ -205,13 +210,13 @@ class PushSession:
         return {peer for peer in self.peers if self._taken[peer] < index}
 
     def cancel(self, error: BaseException) -> set[Peer]:
-        """Tell the ranks that are listening that no more will come; returns those that are gone."""
+        """Tell every connected rank that the push is cancelled; returns the ranks that are gone."""
         gone = set()
         message = str(error) or type(error).__name__
         for peer in self._identity:
             try:
-                self._send(peer, Failed(push=self._push, error="TransferFailed", message=f"called off: {message}"))
-            except TransferFailed:  # that rank is gone, which may be the very reason
+                self._send(peer, Failed(push=self._push, error="TransferFailed", message=f"cancelled: {message}"))
+            except TransferFailed:  # that rank is gone, which may be why the push is cancelled
                 gone.add(peer)
         return gone
 
@@ -222,34 +227,38 @@ class PushSession:
             raise TransferFailed(f"{peer} is gone: {error}") from error
 
     def wait(self, missing: Callable[[], set[Peer]], what: str, look_up_s: float = LOOK_UP_S) -> None:
-        """Handle messages until ``missing()``, asked at least every ``look_up_s``, is empty."""
-        looked = watched = time.monotonic()
+        """Handle messages until ``missing()``, called at least every ``look_up_s`` seconds, is empty.
+
+        Raises `PushTimeout`, naming ``what`` and the missing ranks, the error that a rank reports, `TransferFailed` if
+        one is gone, and what ``watch`` raises.
+        """
+        probed = watched = time.monotonic()
         while absent := missing():
             if time.monotonic() - watched > LOOK_UP_S:
                 watched = time.monotonic()
                 self.watch()
-            if time.monotonic() - looked > SILENCE_S:
-                looked = time.monotonic()
+            if time.monotonic() - probed > SILENCE_S:
+                probed = time.monotonic()
                 for peer in absent & self._identity.keys():
                     self._send(peer, Heartbeat(push=self._push))
-            # Also where others keep us busy with messages of no meaning.
+            # Checked on every pass: a flood of meaningless messages must not hold it off.
             self.deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
-            # Not longer at once: somebody else may find out that waiting is in vain.
-            look_ms = int(min(self.deadline.left(), look_up_s) * 1000)
-            if not self._control.socket.poll(look_ms):
-                if not look_ms:
+            # Poll briefly: another thread may end the deadline early.
+            poll_ms = int(min(self.deadline.left(), look_up_s) * 1000)
+            if not self._control.socket.poll(poll_ms):
+                if not poll_ms:
                     time.sleep(look_up_s)
                 continue
             identity, frame = self._control.socket.recv_multipart(zmq.DONTWAIT)[:2]
-            with contextlib.suppress(msgspec.MsgspecError):  # not a peer; a peer's silence is caught by the deadline
+            with contextlib.suppress(msgspec.MsgspecError):  # not from a peer: a silent peer runs into the deadline
                 self._handle(identity, control.unpack_from_rank(frame))
 
     def _handle(self, identity: bytes, message: control.FromRank) -> None:
         if message.push != self._push:
-            return  # left over from a push that was called off
+            return  # left over from a cancelled push
         if isinstance(message, Register):
-            peer = Peer(self._control.who(message.secret), message.rank)
-            if peer in self.peers and peer not in self._identity and self._explained(identity, peer, message):
+            peer = Peer(self._control.engine_of(message.secret), message.rank)
+            if peer in self.peers and peer not in self._identity and self._learn_subset(identity, peer, message):
                 self._identity[peer] = identity
                 self._peer[identity] = peer
                 self._mapped[peer] = message.mapped
@@ -263,28 +272,28 @@ class PushSession:
             self._prepared[sender] = message.verify_s
         elif isinstance(message, WriteWindow):
             known = self.windows.get(sender)
-            again = known is not None and message.handle == control.NO_HANDLE
-            handle = known.handle if known is not None and again else message.handle
+            unchanged = known is not None and message.handle == control.NO_HANDLE
+            handle = known.handle if known is not None and unchanged else message.handle
             self.windows[sender] = msgspec.structs.replace(message, handle=handle)
         else:
-            raise named(message, str(sender))
+            raise to_error(message, str(sender))
 
-    def _explained(self, identity: bytes, peer: Peer, hello: Register) -> bool:
-        """Whether what a rank keeps is known; it is asked where it is not."""
-        parts = self._control.kept.get(hello.keeps) or self._known.get(hello.keeps)
+    def _learn_subset(self, identity: bytes, peer: Peer, hello: Register) -> bool:
+        """Record the subset that a rank needs. If its name is unknown, ask the rank to describe it; returns False."""
+        subset = self._control.subsets.get(hello.keeps) or self._previous.get(hello.keeps)
         if not hello.keeps:
-            parts = self._all
+            subset = self._everything
         elif hello.parts is not None:
             try:
                 boxes = {number: Box(*box) for number, box in hello.parts}
-                parts = Subset(self._all.layout, boxes)
+                subset = Subset(self._everything.layout, boxes)
             except ValueError as error:
-                raise TransferFailed(f"{peer} keeps what was not sent: {error}") from error
-        layout = self._all.layout
-        if parts is None or (parts.layout is not layout and parts.layout.name != layout.name):
-            with contextlib.suppress(zmq.ZMQError):  # it is gone, which the deadline tells
+                raise TransferFailed(f"{peer} needs parts that the push does not contain: {error}") from error
+        layout = self._everything.layout
+        if subset is None or (subset.layout is not layout and subset.layout.name != layout.name):
+            with contextlib.suppress(zmq.ZMQError):  # the rank is gone; the deadline will report it
                 self._control.socket.send_multipart([identity, control.pack(DescribeSubset(self._push))], zmq.DONTWAIT)
             return False
-        # Equal ones are one, of which the pieces are counted once.
-        self.needs[peer] = self._control.kept.setdefault(parts.name, parts)
+        # Ranks with equal subsets share one object, so that its runs are computed once.
+        self.needs[peer] = self._control.subsets.setdefault(subset.name, subset)
         return True

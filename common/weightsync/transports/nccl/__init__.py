@@ -1,1 +1,1 @@
-"""Broadcast to every rank of every engine: NCCL on GPUs, gloo elsewhere."""
+"""The nccl transport: broadcast to every rank of every engine, with NCCL on GPUs and gloo elsewhere."""

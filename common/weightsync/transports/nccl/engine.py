@@ -1,4 +1,4 @@
-"""The engine end of a broadcast, one a rank; see `trainer` for the other."""
+"""The engine end of the nccl transport; `trainer` has the trainer end."""
 
 from __future__ import annotations
 
@@ -26,54 +26,56 @@ from weightsync.transports.nccl.messages import InitNcclGroup
 
 
 class NcclEngineEnd:
-    """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
+    """Engine end of one rank, see `base.EngineEnd`. ``device`` is where it receives the bytes."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._control = EngineControl(remote=True)
         self.check, self.confirm = self._control.check, self._control.confirm
-        #: One a lane.
+        #: One for each trainer rank that broadcasts.
         self._joinings: list[Joining] = []
-        #: Where buckets go that have no stage: made once.
+        #: The two buffers that receive buckets when there is no stage.
         self._buckets: list[torch.Tensor] = []
         self._incoming: BroadcastIncoming | None = None
 
-    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
-        """See `base.EngineEnd`; checks what can be, then joins in a thread."""
-        if not isinstance(asked, InitNcclGroup):
-            raise UnsupportedOption(f"nccl has no use for {type(asked).__name__}")
-        number = asked.rank_offset + rank
-        if asked.backend == "nccl" and self._device.type != "cuda":
+    def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
+        """See `base.EngineEnd`; checks the handshake and the store, then joins the group in a thread."""
+        if not isinstance(handshake, InitNcclGroup):
+            raise UnsupportedOption(f"nccl takes an InitNcclGroup, but was sent {type(handshake).__name__}")
+        number = handshake.rank_offset + rank
+        if handshake.backend == "nccl" and self._device.type != "cuda":
             raise UnsupportedOption(f"rank {rank} is on {self._device.type}, where there is no NCCL: use gloo")
-        here = groups.reach(asked, rank)
+        here = groups.reach(handshake, rank)
         self._leave()
         self._joinings = [
-            Joining(parallel_broadcast.group_of(asked, lane), number, here) for lane in range(asked.senders)
+            Joining(parallel_broadcast.group_of(handshake, sender), number, here) for sender in range(handshake.senders)
         ]
         uuid = device_uuid(self._device)
         return http.RankJoined(rank=number, device=f"{self._device} {uuid}".strip(), interface=interface_of(here))
 
-    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> BroadcastIncoming:
+    def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> BroadcastIncoming:
         """See `base.EngineEnd`."""
         if not self._joinings:
-            raise TransferFailed(f"rank {rank} is in no group: init_nccl_group comes before update_weights_via_nccl")
+            raise TransferFailed(
+                f"rank {rank} has joined no group: init_nccl_group comes before update_weights_via_nccl"
+            )
         deadline = Deadline(request.timeout_s)
         joined = [joining.wait(deadline, cancelled) for joining in self._joinings]
         name = joined[0].name
-        call, offer = self._control.open(request, parts, rank, (name,), cancelled)
+        session, offer = self._control.open(request, subset, rank, (name,), cancelled)
         if offer.arena != name:
-            raise TransferFailed(f"rank {rank} is in the group {name}, the push comes by {offer.arena}")
-        self._incoming = BroadcastIncoming(call, request, parts.layout, joined, self._provide)
+            raise TransferFailed(f"rank {rank} has joined the group {name}, but the push uses {offer.arena}")
+        self._incoming = BroadcastIncoming(session, request, subset.layout, joined, self._buffers)
         return self._incoming
 
-    def _provide(self, nbytes: int) -> list[torch.Tensor]:
+    def _buffers(self, nbytes: int) -> list[torch.Tensor]:
         if not self._buckets or self._buckets[0].numel() < nbytes:
             self._buckets.clear()
             self._buckets += [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         return self._buckets
 
     def fail(self, push: str, error: BaseException) -> None:
-        """See `base.EngineEnd`; a group with a broadcast half-way is of no use any more."""
+        """See `base.EngineEnd`; a group with an unfinished broadcast cannot be used again and is left."""
         self._control.fail(push, error)
         if self._incoming is not None and self._incoming.pending:
             self._leave()
@@ -90,19 +92,19 @@ class NcclEngineEnd:
         works = [posted.work for posted in self._incoming.pending] if self._incoming is not None else []
         while self._joinings:
             self._joinings.pop().leave(works)
-            self._buckets.clear()  # a broadcast that was given up may still write there
+            self._buckets.clear()  # an abandoned broadcast may still write there
         self._incoming = None
 
     def close(self) -> None:
-        """Leave the group, release the socket; idempotent."""
+        """Leave the group and release the socket; idempotent."""
         self._leave()
         self._control.close()
 
 
 class _Posted(NamedTuple):
-    """A broadcast: what announced it, what torch calls a work, where it writes."""
+    """A broadcast under way: its announcement, torch's ``Work`` (None for an empty bucket), and where it writes."""
 
-    filled: BucketReady
+    announced: BucketReady
     work: Any
     place: torch.Tensor
 
@@ -114,54 +116,58 @@ class BroadcastIncoming:
 
     def __init__(
         self,
-        call: RankSession,
+        session: RankSession,
         request: UpdateRequest,
         layout: Layout,
         joined: Sequence[Group],
-        provide: Callable[[int], list[torch.Tensor]],
+        buffers: Callable[[int], list[torch.Tensor]],
     ):
-        self._call, self._request, self._layout, self._joined, self._provide = call, request, layout, joined, provide
+        self._session, self._request, self._layout = session, request, layout
+        self._joined, self._buffers = joined, buffers
         self.arena = joined[0].name
-        #: Broadcasts that are under way.
+        #: Broadcasts under way, oldest first.
         self.pending: deque[_Posted] = deque()
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
-        """See `base.Incoming`; the broadcast after the one that is waited for is posted as soon as it is announced."""
+        """See `base.Incoming`; posts broadcasts as soon as they are announced, `IN_FLIGHT` of each group at once."""
         size, count = self._request.bucket_bytes, self._layout.buckets(self._request.bucket_bytes)
-        own = self._provide(size) if stage is None else []
+        own = self._buffers(size) if stage is None else []
         # Without a stage the other buffer is still being read.
         ahead = parallel_broadcast.IN_FLIGHT * len(self._joined) if stage is not None else 1
         announced: deque[BucketReady] = deque()
-        heard = posted = 0
+        received = posted = 0
         for number in range(count):
             while not self.pending or ((work := self.pending[0].work) is not None and not work.is_completed()):
-                self._call.check(f"the broadcast of bucket {number}")
+                self._session.check(f"the broadcast of bucket {number}")
                 while announced and len(self.pending) < ahead:
                     nbytes = min(size, self._layout.nbytes - posted * size)
                     place = own[posted % 2] if stage is None else stage[posted * size :]
                     self.pending.append(self._post(announced.popleft(), place[:nbytes]))
                     posted += 1
-                message = self._call.heard(parallel_broadcast.LOOK_S if self.pending else LOOK_UP_S)
+                message = self._session.receive(parallel_broadcast.LOOK_S if self.pending else LOOK_UP_S)
                 if message is not None:
-                    announced.append(self._call.expect(message, heard))
-                    heard += 1
-            filled, work, place = self.pending[0]
-            with self._call.explained():
-                self._ended(number, work)
+                    announced.append(self._session.expect(message, received))
+                    received += 1
+            ready, work, place = self.pending[0]
+            with self._session.explained():
+                self._finish(number, work)
             self.pending.popleft()
-            self._call.taken(number)
-            yield Bucket(number, place, filled.digests)
+            self._session.taken(number)
+            yield Bucket(number, place, ready.digests)
 
-    def _ended(self, number: int, work: Any) -> None:
+    def _finish(self, number: int, work: Any) -> None:
         try:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
             raise TransferFailed(f"the broadcast of bucket {number} failed: {error}") from error
 
-    def _post(self, filled: BucketReady, place: torch.Tensor) -> _Posted:
-        if filled.lane >= len(self._joined):
-            raise TransferFailed(f"bucket {filled.index} comes from trainer rank {filled.lane}, of {len(self._joined)}")
-        group = self._joined[filled.lane]
-        work = group.broadcast(place, self._call.deadline.left()) if place.numel() else None
-        return _Posted(filled, work, place)
+    def _post(self, ready: BucketReady, place: torch.Tensor) -> _Posted:
+        if ready.sender >= len(self._joined):
+            raise TransferFailed(
+                f"bucket {ready.index} was announced by trainer rank {ready.sender}, but only {len(self._joined)} "
+                "trainer ranks broadcast"
+            )
+        group = self._joined[ready.sender]
+        work = group.broadcast(place, self._session.deadline.left()) if place.numel() else None
+        return _Posted(ready, work, place)

@@ -1,7 +1,7 @@
-"""Process groups of the trainer and every engine rank: what is looked at before one is made, and how one is made.
+"""Process groups of the trainer and every engine rank: preflight checks, creation and destruction.
 
-A group is the process-group object itself, made from a store of our own: neither side's default group is used, or
-touched.
+A group is a bare process-group object made from a store of its own: the default groups of trainer and engine are
+neither used nor touched.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from weightsync.protocol import http
 from weightsync.transports.control.sockets import check_reachable
 from weightsync.transports.nccl.messages import InitNcclGroup
 
-#: Between two looks at the store.
+#: Seconds between two polls of the store.
 _STORE_S: Final = 0.002
-#: Between two looks at what is pending in a group that was dropped.
+#: Seconds between two polls of the broadcasts that are pending in a dropped group.
 _PENDING_S: Final = 0.1
-#: A broadcast ends by itself so long after the deadline of who waits for it, which knows better what to say.
+#: Seconds by which torch's timeout of a broadcast exceeds the push's deadline, whose error says more.
 _BACKSTOP_S: Final = 5.0
-#: Who lets a group go has it; an interpreter that ends takes it and keeps it.
-_LETTING_GO: Final = threading.Lock()
-atexit.register(_LETTING_GO.acquire, timeout=2.0)
+#: Held while a group is destroyed; taken at exit so that no destruction starts later.
+_DESTROYING: Final = threading.Lock()
+atexit.register(_DESTROYING.acquire, timeout=2.0)
 JOINED, MADE, FAILED = "joined", "made", "failed"
-#: What NCCL reads that may differ between ranks.
-_OWN_SETTINGS: Final = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO", "NCCL_CONF")
+#: Prefixes of the NCCL settings that may differ between ranks.
+_LOCAL_SETTINGS: Final = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "NCCL_TOPO", "NCCL_CONF")
 
 
 def settings() -> dict[str, str]:
-    """What of this process's environment its group depends on."""
+    """The NCCL settings of this process, its NCCL release and its CUDA allocator settings."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     if allocator := os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", "")):
         ours["PYTORCH_CUDA_ALLOC_CONF"] = allocator
@@ -51,7 +51,10 @@ def settings() -> dict[str, str]:
 
 
 def preflight(ours: Mapping[str, str], uuid: str, ranks: Sequence[tuple[str, http.RankInfo]]) -> None:
-    """Raise `UnsupportedOption` for what NCCL would hang or crash on; ``ranks`` are named, ``uuid`` our own GPU's."""
+    """Raise `UnsupportedOption` for anything on which NCCL would hang or crash.
+
+    ``ours`` are the trainer's `settings` and ``uuid`` its GPU's; ``ranks`` are pairs of a name for errors and a rank.
+    """
     gpus = {uuid: "the trainer"} if uuid else {}
     for name, rank in ranks:
         if rank.device_uuid in gpus and "NCCL_MULTI_RANK_GPU_ENABLE" not in ours:
@@ -67,11 +70,11 @@ def preflight(ours: Mapping[str, str], uuid: str, ranks: Sequence[tuple[str, htt
                 and found.get("NCCL_CUMEM_ENABLE") == "0"
             ):
                 raise UnsupportedOption(
-                    f"{side} runs with expandable_segments and NCCL_CUMEM_ENABLE=0, which do not go together; unset one"
+                    f"{side} runs with expandable_segments and NCCL_CUMEM_ENABLE=0, which are incompatible; unset one"
                 )
         both = {setting for setting in {*ours, *rank.settings} if setting.startswith("NCCL")}
         for setting in sorted(both):
-            if setting.startswith(_OWN_SETTINGS) or ours.get(setting) == rank.settings.get(setting):
+            if setting.startswith(_LOCAL_SETTINGS) or ours.get(setting) == rank.settings.get(setting):
                 continue
             raise UnsupportedOption(
                 f"{setting} is {rank.settings.get(setting, 'not set')} at {name} and {ours.get(setting, 'not set')} "
@@ -80,28 +83,31 @@ def preflight(ours: Mapping[str, str], uuid: str, ranks: Sequence[tuple[str, htt
 
 
 class Group:
-    """One process group. Making one blocks until all others make theirs, or raises what torch raises."""
+    """One process group. Construction blocks until every rank constructs its own, and raises torch's errors.
 
-    def __init__(self, store: Any, asked: InitNcclGroup, rank: int, here: str, timeout_s: float):
+    ``here`` is the address of this host that gloo listens at.
+    """
+
+    def __init__(self, store: Any, init: InitNcclGroup, rank: int, here: str, timeout_s: float):
         self._store, timeout = store, timedelta(seconds=timeout_s)
-        store = dist.PrefixStore(asked.group_name, store)
-        self.name, self._cuda = asked.group_name, asked.backend == "nccl"
-        #: The process-group object; `None` once it is broken.
+        store = dist.PrefixStore(init.group_name, store)
+        self.name, self._cuda = init.group_name, init.backend == "nccl"
+        #: The process-group object; `None` once it is dropped.
         self._group: Any = None
         if self._cuda:
             options = dist.ProcessGroupNCCL.Options()
-            # We wait with a deadline of our own; torch's watchdog would take the process down.
+            # The push has its own deadline; torch's watchdog would kill the process.
             options._timeout = timedelta(days=30)
             with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-                self._group = dist.ProcessGroupNCCL(store, rank, asked.world_size, options)
+                self._group = dist.ProcessGroupNCCL(store, rank, init.world_size, options)
         else:
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
             gloo._timeout = timeout
-            self._group = dist.ProcessGroupGloo(store, rank, asked.world_size, gloo)
+            self._group = dist.ProcessGroupGloo(store, rank, init.world_size, gloo)
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> Any:
-        """Begin to send ``tensor`` from rank 0, or to receive it; what torch calls a work."""
+        """Start to broadcast ``tensor`` from rank 0, or to receive it; returns torch's ``Work``."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         if not self._cuda:
@@ -109,20 +115,20 @@ class Group:
         return self._group.broadcast([tensor], options)
 
     def drop(self, works: Sequence[Any] = ()) -> None:
-        """End it. What is pending ends by its own deadline, which nobody here has to wait for."""
+        """Destroy the group in a background thread; pending ``works`` end by their own timeouts."""
         if self._group is not None:
-            # In nobody's hands but the thread's: with gloo, who lets go last waits for what is pending.
+            # The thread must hold the last references: dropping gloo's last one blocks until pending works end.
             held, self._group = [self._group, *filter(None, works)], None
-            threading.Thread(target=_end, args=(held, not self._cuda), name="weightsync-group", daemon=True).start()
+            threading.Thread(target=_destroy, args=(held, not self._cuda), name="weightsync-group", daemon=True).start()
 
 
-def _end(group_and_works: list[Any], waits: bool) -> None:
+def _destroy(group_and_works: list[Any], waits: bool) -> None:
     with contextlib.suppress(RuntimeError):
         group_and_works[0].abort()
-    # Here and not inside of gloo: a thread that comes back from there while the interpreter ends takes it down.
+    # Wait here, not inside gloo: a thread that returns from gloo during interpreter shutdown crashes the process.
     while waits and not all(work.is_completed() for work in group_and_works[1:]):
         time.sleep(_PENDING_S)
-    with _LETTING_GO:
+    with _DESTROYING:
         group_and_works.clear()
 
 
@@ -139,8 +145,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def all_there(store: Any, kind: str, ranks: Sequence[int], check: Callable[[Sequence[int]], None]) -> None:
-    """Wait until all ``ranks`` have set their key; ``check(who is missing)`` raises when that is in vain."""
+def await_keys(store: Any, kind: str, ranks: Sequence[int], check: Callable[[Sequence[int]], None]) -> None:
+    """Wait until all ``ranks`` have set their key of this kind; ``check(missing ranks)`` raises to end the wait."""
     missing = list(ranks)
     while missing:
         missing = [rank for rank in missing if not store.check([f"{kind}/{rank}"])]
@@ -150,52 +156,53 @@ def all_there(store: Any, kind: str, ranks: Sequence[int], check: Callable[[Sequ
 
 
 class Joining:
-    """A rank that joins a group, in a thread: it waits for the others."""
+    """A rank that is joining a group. A thread does it, because joining blocks until all ranks have joined."""
 
-    def __init__(self, asked: InitNcclGroup, rank: int, here: str):
-        self._asked, self._rank, self._here = asked, rank, here
-        self.name = asked.group_name
+    def __init__(self, init: InitNcclGroup, rank: int, here: str):
+        self._init, self._rank, self._here = init, rank, here
+        self.name = init.group_name
         self.cancelled, self.done = Event(), Event()
         self.group: Group | None = None
         self.error: WeightSyncError | None = None
         threading.Thread(target=self._run, name="weightsync-join", daemon=True).start()
 
     def _run(self) -> None:
-        asked, deadline, store = self._asked, Deadline(self._asked.timeout_s), None
+        init, deadline, store = self._init, Deadline(self._init.timeout_s), None
         try:
             store = dist.TCPStore(
-                asked.master_address,
-                asked.master_port,
+                init.master_address,
+                init.master_port,
                 None,
                 False,
                 timedelta(seconds=deadline.left()),
                 wait_for_workers=False,
             )
-            ours = dist.PrefixStore(asked.group_name, store)
+            ours = dist.PrefixStore(init.group_name, store)
             ours.set(f"{JOINED}/{self._rank}", "1")
 
             def check(missing: Sequence[int]) -> None:
                 if self.cancelled.is_set():
-                    raise TransferFailed("joining the group was called off")
-                deadline.check(f"ranks {', '.join(map(str, missing))} of the group {asked.group_name}")
+                    raise TransferFailed(f"joining the group {init.group_name} was cancelled")
+                deadline.check(f"ranks {', '.join(map(str, missing))} of the group {init.group_name}")
 
-            # A group can only be made where all are there: until then it could not be given up.
-            all_there(ours, JOINED, range(asked.world_size), check)
-            self.group = Group(store, asked, self._rank, self._here, max(deadline.left(), 0.1))
+            # Construct the group only when all ranks are there: the constructor cannot be interrupted.
+            await_keys(ours, JOINED, range(init.world_size), check)
+            self.group = Group(store, init, self._rank, self._here, max(deadline.left(), 0.1))
             ours.set(f"{MADE}/{self._rank}", "1")
         except Exception as error:
-            told = error if isinstance(error, WeightSyncError) else TransferFailed(f"the group was not made: {error}")
-            self.error = told
+            self.error = (
+                error if isinstance(error, WeightSyncError) else TransferFailed(f"the group was not made: {error}")
+            )
             if store is not None:
                 with contextlib.suppress(RuntimeError):
-                    dist.PrefixStore(asked.group_name, store).set(f"{FAILED}/{self._rank}", str(told)[:500])
+                    dist.PrefixStore(init.group_name, store).set(f"{FAILED}/{self._rank}", str(self.error)[:500])
         finally:
             self.done.set()
             if self.cancelled.is_set() and self.group is not None:
                 self.group.drop()
 
     def wait(self, deadline: Deadline, cancelled: Event) -> Group:
-        """The group, once it is made."""
+        """Wait for the group to be made. Raises `TransferFailed`, or `PushTimeout` after the deadline."""
         while not self.done.wait(0.01):
             if cancelled.is_set():
                 raise TransferFailed("the push was aborted")
@@ -206,40 +213,46 @@ class Joining:
         return self.group
 
     def leave(self, works: Sequence[Any] = ()) -> None:
+        """Stop joining, and drop the group if it was made; ``works`` are its pending broadcasts."""
         self.cancelled.set()
         if self.group is not None:
             self.group.drop(works)
 
 
-def check_world(asked: InitNcclGroup, ranks: int) -> None:
-    """Raise `UnsupportedOption` where an engine of so many ranks does not fit the group, before anybody has met."""
-    end = asked.rank_offset + ranks
-    if end > asked.world_size:
+def check_world(init: InitNcclGroup, ranks: int) -> None:
+    """Raise `UnsupportedOption` if an engine with this many ranks does not fit into the group; dials nothing."""
+    end = init.rank_offset + ranks
+    if end > init.world_size:
         raise UnsupportedOption(
-            f"world_size {asked.world_size} is too small: this engine's {ranks} ranks are {asked.rank_offset} to "
-            f"{end - 1}, behind {asked.rank_offset} of others"
+            f"world_size {init.world_size} is too small: this engine's {ranks} ranks are {init.rank_offset} to "
+            f"{end - 1}, after {init.rank_offset} others"
         )
-    if asked.members:
-        total, at = sum(count for _, count in asked.members), asked.world_size
-        at -= total
-        if at < 1:
+    if init.members:
+        total = sum(count for _, count in init.members)
+        offset = init.world_size - total
+        if offset < 1:
             raise UnsupportedOption(
-                f"world_size {asked.world_size} is wrong: {total} ranks of engines are named, and the trainer's come "
-                f"before them, so it is at least {total + 1}"
+                f"world_size {init.world_size} is wrong: members lists {total} engine ranks, and the trainer's ranks "
+                f"come before them, so it must be at least {total + 1}"
             )
-        slots = {}
-        for _, count in asked.members:
-            slots[at] = count
-            at += count
-        if slots.get(asked.rank_offset) != ranks:
+        expected = {}
+        for _, count in init.members:
+            expected[offset] = count
+            offset += count
+        if expected.get(init.rank_offset) != ranks:
             raise UnsupportedOption(
-                f"rank_offset {asked.rank_offset} is wrong: this engine has {ranks} ranks, and the group of "
-                f"{asked.world_size} has room for {slots.get(asked.rank_offset, 0)} there"
+                f"rank_offset {init.rank_offset} is wrong: this engine has {ranks} ranks, and members of the group of "
+                f"{init.world_size} lists {expected.get(init.rank_offset, 0)} ranks at that offset"
             )
 
 
-def reach(asked: InitNcclGroup, rank: int) -> str:
-    """This host's address towards the store. Raises `UnsupportedOption` or `TransferFailed` where there is no way."""
-    if asked.master_address in ("", "0.0.0.0", "::", "*"):
-        raise UnsupportedOption(f"master_address {asked.master_address!r} is nobody's: give the trainer's own address")
-    return check_reachable(rank, asked.master_address, asked.master_port)
+def reach(init: InitNcclGroup, rank: int) -> str:
+    """Dial the group's store; returns the address from which this host reaches it.
+
+    Raises `UnsupportedOption` for a wildcard address, `TransferFailed` if the store does not answer.
+    """
+    if init.master_address in ("", "0.0.0.0", "::", "*"):
+        raise UnsupportedOption(
+            f"master_address {init.master_address!r} cannot be dialled: give the trainer's own address"
+        )
+    return check_reachable(rank, init.master_address, init.master_port)

@@ -1,4 +1,4 @@
-"""What engines are told of a process group, over HTTP."""
+"""The handshake of the nccl transport, sent over HTTP."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weightsync.protocol.http import Handshake, Timeout
 
 
 class InitNcclGroup(Handshake, frozen=True):
-    """Have every rank join the group ``group_name`` of ``world_size`` ranks, at the store of its rank 0, the trainer.
+    """Make every rank of an engine join the process group ``group_name`` of ``world_size`` ranks.
 
-    The engine's ranks become ``rank_offset`` and those that follow. ``members`` lists who is to join, by URL, with its
-    number of ranks, in the order of the group; the trainer's ranks come before. ``address`` names the sender. Where
-    several ranks of a trainer are ``senders``, each has a group of its own, of which it is rank 0; these are called
-    ``group_name``, ``group_name-1`` and so on.
+    The group's rank 0, the trainer, runs the store at ``master_address`` and ``master_port``. The engine's ranks are
+    numbered from ``rank_offset``. ``members`` lists the engines by URL, with their numbers of ranks, in group order;
+    the trainer comes first. ``address`` identifies the sender. With several ``senders``, each of these trainer ranks is
+    rank 0 of a group of its own; the groups are named ``group_name``, ``group_name-1`` and so on.
     """
 
     group_name: Text

@@ -1,4 +1,4 @@
-"""What is known of NCCL outside of this folder."""
+"""The `TransportSpec` of nccl."""
 
 from __future__ import annotations
 

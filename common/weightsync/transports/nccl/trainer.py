@@ -1,6 +1,7 @@
-"""Across hosts by broadcast: one process group of the trainer and every rank of every engine; NCCL on GPUs, gloo else.
+"""The trainer end of the nccl transport: broadcast in one process group of the trainer and every engine rank.
 
-A group that a peer has left is of no use to anybody; it is dropped, and the next push makes a new one.
+The backend is NCCL if all are on GPUs, otherwise gloo. A group that a rank has left cannot be used again: it is
+dropped, and the next push makes a new one.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ NAME: Final = "nccl"
 
 
 class NcclTrainerEnd:
-    """Trainer end, see `base.TrainerEnd`; rank 0 of the group. ``device`` is where the arena is, ``address`` this
-    host's own by which the ranks find it, if not that on the way to each."""
+    """Trainer end, see `base.TrainerEnd`; rank 0 of the group.
+
+    ``device`` is where the arena lies. ``address`` is the IP address of this host that ranks dial; by default the one
+    on the route to each engine.
+    """
 
     def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
-        self._device, self._helpers, self._given = device, helpers, address
+        self._device, self._helpers, self._given_address = device, helpers, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
         self._group: Group | None = None
-        self._asked: InitNcclGroup | None = None
+        self._init: InitNcclGroup | None = None
         self._store: Any = None
-        #: Who is in the group: each engine's instance by URL.
+        #: The engines in the group: instance by URL.
         self._known: dict[str, str] = {}
         self._names: list[str] = []
         self._here = ""
@@ -54,7 +58,7 @@ class NcclTrainerEnd:
         self._works: list[Any] = []
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """See `base.TrainerEnd`. Any change of who takes part makes a new group."""
+        """See `base.TrainerEnd`; any change of the engines makes a new group."""
         instances = {url: hello.instance for url, hello in engines.items()}
         if self._group is not None and instances == self._known:
             return {}
@@ -63,10 +67,10 @@ class NcclTrainerEnd:
         on_gpus = self._device.type == "cuda" and all(rank.device == "cuda" for _, rank in named)
         if on_gpus:
             groups.preflight(groups.settings(), device_uuid(self._device), named)
-        check_ways(self._given, engines)
-        found = {self._given or local_address(host_of(url)) for url in engines}
-        ways = sorted(found, key=lambda a: a.startswith(("127.", "::1")))
-        self._here = ways[0]
+        check_ways(self._given_address, engines)
+        found = {self._given_address or local_address(host_of(url)) for url in engines}
+        # A loopback address only if there is no other.
+        self._here = min(found, key=lambda address: address.startswith(("127.", "::1")))
         family = sockets.AF_INET6 if ":" in self._here else sockets.AF_INET
         listening = sockets.create_server((self._here, 0), family=family, backlog=1024)
         port = int(listening.getsockname()[1])
@@ -81,7 +85,7 @@ class NcclTrainerEnd:
         )
         members = tuple((url, len(hello.ranks)) for url, hello in engines.items())
         self._names = [name for name, _ in named]
-        self._asked = InitNcclGroup(
+        self._init = InitNcclGroup(
             group_name=f"weightsync-{secrets.token_hex(8)}",
             master_address=self._here,
             master_port=port,
@@ -92,27 +96,27 @@ class NcclTrainerEnd:
             members=members,
             senders=self._helpers.size if self._helpers is not None else 1,
         )
-        asked: dict[str, Handshake] = {}
+        handshakes: dict[str, Handshake] = {}
         offset = 1
         for url, count in members:
-            asked[url] = msgspec.structs.replace(
-                self._asked, rank_offset=offset, address=self.address(url), instance=instances[url]
+            handshakes[url] = msgspec.structs.replace(
+                self._init, rank_offset=offset, address=self.address(url), instance=instances[url]
             )
             offset += count
         self._known = instances
-        return asked
+        return handshakes
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`."""
-        if self._group is not None or self._asked is None:
+        if self._group is not None or self._init is None:
             return
         helpers = self._helpers
-        with _naming(lambda: helpers):
+        with _blaming(lambda: helpers):
             try:
                 if helpers is not None:
-                    helpers.ask(NAME, http.to_json(parallel_broadcast.Make(self._asked)), deadline)
-                look = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
-                self._group = parallel_broadcast.make(self._store, self._asked, self._here, self._names, deadline, look)
+                    helpers.ask(NAME, http.to_json(parallel_broadcast.Make(self._init)), deadline)
+                watch = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
+                self._group = parallel_broadcast.make(self._store, self._init, self._here, self._names, deadline, watch)
                 if helpers is not None:
                     helpers.answered("to join its group", deadline)
             except BaseException:
@@ -122,7 +126,7 @@ class NcclTrainerEnd:
     def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> BroadcastSending:
-        """See `base.TrainerEnd`. Raises `TransferFailed` where the group has been left since `connected`."""
+        """See `base.TrainerEnd`. Raises `TransferFailed` if the group has been left since `connected`."""
         if self._group is None:
             raise TransferFailed("the process group was left before the push began; push again")
         session = PushSession(self._control, plan.push, layout, peers, deadline)
@@ -131,7 +135,7 @@ class NcclTrainerEnd:
         return sending
 
     def disconnect(self, engine: str) -> None:
-        """See `base.TrainerEnd`; the group is one short."""
+        """See `base.TrainerEnd`; drops the group, which the engine has left."""
         if engine in self._known:
             self._leave()
 
@@ -142,17 +146,17 @@ class NcclTrainerEnd:
     def _leave(self) -> None:
         if self._group is not None:
             self._group.drop(self._works)
-        self._group = self._asked = self._store = None
+        self._group = self._init = self._store = None
         self._known, self._works = {}, []
 
     def close(self) -> None:
-        """Leave the group, release the socket; idempotent."""
+        """Leave the group and release the socket; idempotent."""
         self._leave()
         self._control.close()
 
 
 class BroadcastSending:
-    """See `base.Sending`; ``leave`` gives up the group, which is of no use to a rank that a broadcast has failed at."""
+    """See `base.Sending`; ``leave`` drops the group, which cannot be used again after a failed broadcast."""
 
     def __init__(
         self,
@@ -166,15 +170,16 @@ class BroadcastSending:
     ):
         self._group, self._session, self._arena, self._plan, self._layout = group, session, arena, plan, layout
         self._helpers, self._leave = helpers, leave
-        #: By bucket; none for what is empty, or is broadcast by another rank of the trainer.
+        #: torch's ``Work`` of each bucket; None for an empty bucket and for one that another trainer rank broadcasts.
         self.works: list[Any] = []
+        #: The last bucket known to have been sent, with all before it.
         self._sent = -1
-        #: How many ranks send.
+        #: How many trainer ranks send.
         self._senders = 1
 
     def await_ranks(self) -> None:
         """See `base.Sending`."""
-        with self._naming():
+        with self._blaming():
             self._session.await_ranks(lambda _: Offer(push=self._plan.push, arena=self._group.name))
             if self._plan.stream:
                 self._session.all_prepared("the ranks to be ready")
@@ -185,13 +190,13 @@ class BroadcastSending:
 
     def acquire(self, bucket: int) -> None:
         """See `base.Sending`."""
-        with self._naming():
+        with self._blaming():
             self._await_broadcasts(bucket - self._plan.slots)
 
     def announce(self, bucket: int, digests: Digests) -> None:
         """See `base.Sending`."""
         size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
-        with self._naming():
+        with self._blaming():
             if not bucket and (helpers := self._helpers) is not None and helpers.filled:
                 self._senders = helpers.size
                 helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
@@ -204,7 +209,7 @@ class BroadcastSending:
             self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
 
     def _await_broadcasts(self, bucket: int) -> None:
-        """Wait until rank 0's broadcasts of a bucket, and of all before it, have ended."""
+        """Wait until rank 0 has broadcast a bucket and all before it; other trainer ranks are not checked."""
         session = self._session
         while self._sent < bucket:
             work, number = self.works[self._sent + 1], self._sent + 1
@@ -226,7 +231,7 @@ class BroadcastSending:
     def finish(self) -> float:
         """See `base.Sending`."""
         last = len(self.works) - 1
-        with self._naming():
+        with self._blaming():
             self._await_broadcasts(last)
             if self._plan.stream:
                 self._session.all_taken(last)
@@ -236,21 +241,21 @@ class BroadcastSending:
         return verify_s
 
     def cancel(self, error: BaseException) -> None:
-        """See `base.Sending`; a rank may have part of a broadcast, and the group is of no use to it then."""
+        """See `base.Sending`; drops the group, in which ranks may be left with unfinished broadcasts."""
         self._session.cancel(error)
         self._leave()
 
-    def _naming(self) -> contextlib.AbstractContextManager[None]:
-        return _naming(lambda: self._helpers if self._senders > 1 else None)
+    def _blaming(self) -> contextlib.AbstractContextManager[None]:
+        return _blaming(lambda: self._helpers if self._senders > 1 else None)
 
 
 @contextlib.contextmanager
-def _naming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
-    """What goes wrong inside names the ranks of the trainer that are ``helping`` by then and do not run."""
+def _blaming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
+    """Extend an error raised inside with the trainer ranks that have stopped, among those ``helping`` by then."""
     try:
         yield
     except WeightSyncError as error:
-        told = helpers.blamed(error) if (helpers := helping()) is not None else error
-        if told is error:
+        extended = helpers.blamed(error) if (helpers := helping()) is not None else error
+        if extended is error:
             raise
-        raise told from error
+        raise extended from error

@@ -1,1 +1,1 @@
-"""One-sided reads, and writes, by NIXL."""
+"""The nixl transport: one-sided READs by the ranks or WRITEs by the trainer, over NIXL."""

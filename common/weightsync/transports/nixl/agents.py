@@ -1,4 +1,4 @@
-"""NIXL agents: made on a chosen device, with errors in words, memory they reach, and transfers that are reposted."""
+"""NIXL agents, their transfers, which are prepared once and posted in every push, and errors with hints."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from weightsync.tensors.subset import Subset
 from weightsync.transports.nixl.messages import NixlHandle
 from weightsync.transports.nixl.nics import nic_for
 
-#: Between two looks at what is under way, which is also what keeps it going.
+#: Seconds between two polls of the transfers under way; polling is also what drives them.
 SPIN_S: Final = 0.0001
-#: What both sides say when they connect.
+#: The notification that both sides send to establish the connection.
 WARM: Final = b"warm"
 
 _LOCAL: Final = "NIXL_INIT_AGENT"
 _CHECKSUM_BYTES: Final = 16
-#: How long a thread may take to notice that it is over.
+#: Seconds that a thread has to notice that it was stopped.
 _END_S: Final = 1.0
 _HINTS: Final = {
-    "REMOTE_DISCONNECT": "the peer has ended, or the network between is down",
-    "BACKEND": "the transport below NIXL failed; run with UCX_LOG_LEVEL=info on both sides, and see that a device of "
-    "UCX_NET_DEVICES reaches the peer and that memory is not from an allocator with expandable segments",
+    "REMOTE_DISCONNECT": "the peer has ended, or the network to it is down",
+    "BACKEND": "the transport below NIXL failed; run with UCX_LOG_LEVEL=info on both sides, and check that a device of "
+    "UCX_NET_DEVICES reaches the peer, and that no memory comes from an allocator with expandable segments",
     "NOT_FOUND": "the memory or the agent is not registered; push again",
-    "INVALID_PARAM": "the addresses lie outside of what was registered; push again",
-    "NOT_ALLOWED": "the peer's metadata belongs to another run of it; push again",
-    "CANCELED": "the transfer was given up",
+    "INVALID_PARAM": "the addresses lie outside of the registered memory; push again",
+    "NOT_ALLOWED": "the metadata is from before the peer restarted; push again",
+    "CANCELED": "the transfer was cancelled",
 }
 
 
@@ -49,10 +49,10 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raise what NIXL raises as `TransferFailed`: ``what`` says who and which bytes."""
+    """Turn an error of NIXL raised inside into `TransferFailed`; ``what`` names the peer and the bytes."""
     try:
         yield
-    except (RuntimeError, ValueError, KeyError) as error:  # NIXL's own have no base but these
+    except (RuntimeError, ValueError, KeyError) as error:  # NIXL's own errors share no other base
         raise TransferFailed(f"{what}: {explained(error)}") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0].startswith("nixl"):
@@ -61,7 +61,7 @@ def translated(what: str) -> Iterator[None]:
 
 
 def explained(error: BaseException) -> str:
-    """An error of NIXL, with what helps against it."""
+    """The text of an error of NIXL, with a hint at the remedy if one is known."""
     text = f"{type(error).__name__}: {error}"
     return text + next((f" ({hint})" for mark, hint in _HINTS.items() if mark in str(error).upper()), "")
 
@@ -71,9 +71,9 @@ def _checksum(metadata: bytes) -> bytes:
 
 
 class Agent:
-    """One NIXL agent. ``device`` is where its memory is, ``rank`` spreads agents over network devices.
+    """One NIXL agent. ``device`` is that of its memory; ``rank`` spreads agents over the network devices.
 
-    It has no thread of its own, which would spin for ever on a core of the engine's: who waits keeps it going.
+    It has no progress thread, which would spin for ever on a core of the engine: whoever waits drives the transfers.
     """
 
     def __init__(self, device: torch.device, rank: int):
@@ -81,7 +81,7 @@ class Agent:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
             raise UnsupportedOption(f"nixl is not installed here ({error}): pip install 'weightsync[nixl]'") from error
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which is not ours
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which belongs to the application
         self.name = f"weightsync-{os.getpid()}-{secrets.token_hex(6)}"
         self.nic = nic_for(device, rank)
         self.memory = "VRAM" if device.type == "cuda" else "DRAM"
@@ -94,22 +94,22 @@ class Agent:
             self.nixl.create_backend("UCX", {"device_list": self.nic} if self.nic else {})
 
     def metadata(self) -> bytes:
-        """What others need to reach this agent and the memory it has registered, with a checksum before it."""
+        """A checksum, followed by what others need to reach this agent and its registered memory."""
         found = bytes(self.nixl.get_agent_metadata())
         return _checksum(found) + found
 
     def register(self, memory: torch.Tensor) -> Any:
-        """Make ``memory``, 1-D uint8, reachable; what `deregister` takes."""
+        """Register ``memory`` (1-D uint8) and return what `deregister` takes."""
         with translated(f"{memory.numel()} bytes on {memory.device} could not be registered"):
             return self.nixl.register_memory([(memory.data_ptr(), memory.numel(), self._device_id, "")], self.memory)
 
     def deregister(self, registered: Any) -> None:
         """Undo `register`."""
-        with contextlib.suppress(Exception):  # what is left goes with the agent
+        with contextlib.suppress(Exception):  # anything left goes with the agent
             self.nixl.deregister_memory(registered)
 
     def handle(self, memory: torch.Tensor) -> NixlHandle:
-        """What another agent needs to read ``memory``, which is registered."""
+        """The handle with which another agent reads or writes ``memory``, which is registered."""
         return NixlHandle(
             agent=self.name,
             metadata=self.metadata(),
@@ -120,52 +120,55 @@ class Agent:
         )
 
     def add_peer(self, agent: str, metadata: bytes, who: str) -> None:
-        """Take another agent's metadata, beside what is known of it, and connect."""
-        # NIXL takes what it is given at its word: metadata that are damaged end the process.
+        """Load another agent's metadata, beside any loaded before, and connect. Raises `TransferFailed`."""
+        # NIXL does not validate metadata: damaged bytes crash the process.
         checksum, metadata = metadata[:_CHECKSUM_BYTES], metadata[_CHECKSUM_BYTES:]
         if checksum != _checksum(metadata) or not metadata:
-            raise TransferFailed(f"the NIXL metadata of {who} are not what NIXL made; install the same weightsync")
+            raise TransferFailed(
+                f"the NIXL metadata of {who} is damaged, or comes from another version of weightsync; install the same "
+                "version on both sides"
+            )
         with translated(f"{who} could not be reached over NIXL"):
             found = self.nixl.add_remote_agent(metadata)
             found = found.decode() if isinstance(found, bytes) else found
             if found != agent:
-                raise TransferFailed(f"{who} said it was the agent {agent!r}, its metadata are those of {found!r}")
+                raise TransferFailed(f"{who} gave its agent as {agent!r}, but its metadata is that of {found!r}")
             self.nixl.make_connection(agent)
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """What other agents have sent since; looking keeps transfers going."""
-        with translated("NIXL cannot go on"):
+        """The notifications received since the last call, by agent; the call also drives transfers."""
+        with translated("NIXL cannot continue"):
             found: dict[str, list[bytes]] = self.nixl.get_new_notifs()
             return found
 
-    def notify(self, agent: str, notice: bytes, who: str) -> None:
-        """Send a few bytes to another agent."""
+    def notify(self, agent: str, notification: bytes, who: str) -> None:
+        """Send a notification of a few bytes to another agent."""
         with translated(f"{who} could not be reached over NIXL"):
-            self.nixl.send_notif(agent, notice)
+            self.nixl.send_notif(agent, notification)
 
     def forget(self, agent: str) -> None:
-        """Drop what is known of another agent, and the connection."""
-        with contextlib.suppress(Exception):  # it was not known
+        """Drop another agent's metadata and the connection to it."""
+        with contextlib.suppress(Exception):  # it was unknown
             self.nixl.remove_remote_agent(agent)
 
 
 Spans = Sequence[Sequence[tuple[int, int, int]]]
-"""Of every bucket, what is moved: (offset there, offset here, bytes)."""
+"""For every bucket, the spans to transfer: (remote offset, local offset, bytes)."""
 
 
-def spans_of(parts: Subset, bucket_bytes: int, there: int, here: int) -> Spans:
-    """What is kept of a stream whose buckets lie in so many slots there, and here."""
+def spans_of(subset: Subset, bucket_bytes: int, there: int, here: int) -> Spans:
+    """The spans of ``subset``, where buckets lie in ``there`` remote slots and in ``here`` local ones."""
     return [
         [
             (at + (number % there - number) * bucket_bytes, at + (number % here - number) * bucket_bytes, nbytes)
             for at, nbytes in runs
         ]
-        for number, runs in enumerate(parts.cut(bucket_bytes))
+        for number, runs in enumerate(subset.cut(bucket_bytes))
     ]
 
 
 class Transfers:
-    """Requests that move spans of ``memory`` to or from another agent's memory, made once and posted for every push."""
+    """Transfers of spans of ``memory`` from or to another agent's memory: prepared once, posted in every push."""
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class Transfers:
         self._agent, self.remote = agent, remote
         self.memory = memory
         self._sides: list[Any] = []
-        #: One a bucket; None for one of which nothing is moved.
+        #: One for each bucket; None if nothing of the bucket is transferred.
         self._requests: list[Any] = []
         every = [span for those in spans for span in those]
         here = [(memory.data_ptr() + ours, nbytes, agent._device_id) for _, ours, nbytes in every]
@@ -199,16 +202,16 @@ class Transfers:
                 self._requests.append(made)
 
     def moves(self, bucket: int) -> bool:
-        """Whether anything of a bucket is moved."""
+        """Whether anything of a bucket is transferred."""
         return self._requests[bucket] is not None
 
-    def post(self, bucket: int, notice: bytes) -> None:
-        """Begin to move a bucket; ``notice`` reaches the other agent when that is done."""
-        if self.moves(bucket) and self._agent.nixl.transfer(self._requests[bucket], notice) == "ERR":
+    def post(self, bucket: int, notification: bytes) -> None:
+        """Start the transfer of a bucket; ``notification`` reaches the other agent when it has ended."""
+        if self.moves(bucket) and self._agent.nixl.transfer(self._requests[bucket], notification) == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND when posting")
 
     def done(self, bucket: int) -> bool:
-        """Whether a bucket that was posted has been moved. Raises what NIXL raises."""
+        """Whether the posted transfer of a bucket has ended. Raises the errors of NIXL."""
         if not self.moves(bucket):
             return True
         state = self._agent.nixl.check_xfer_state(self._requests[bucket])
@@ -217,40 +220,40 @@ class Transfers:
         return bool(state == "DONE")
 
     def release(self) -> None:
-        """Give the requests up, also those under way."""
+        """Release all requests, including those under way."""
         for held in (*self._requests, *self._sides):
-            with contextlib.suppress(Exception):  # NIXL frees what is under way when that has ended
+            with contextlib.suppress(Exception):  # NIXL frees a request under way once it has ended
                 held.release()
         self._requests.clear()
         self._sides.clear()
 
 
 class ConnectionWarmUp(threading.Thread):
-    """Sends a notice and waits for the answer: NIXL connects when it is first used."""
+    """Sends a notification and waits for the reply, because NIXL connects on first use."""
 
-    #: A thread inside of NIXL when the interpreter ends would take the process down with a signal.
+    #: A thread inside NIXL during interpreter shutdown would crash the process.
     running: ClassVar[set[ConnectionWarmUp]] = set()
 
     def __init__(self, agent: Agent, trainer: str, timeout_s: float):
         super().__init__(name="weightsync-warm-up", daemon=True)
-        self._agent, self._trainer, self._over = agent, trainer, threading.Event()
+        self._agent, self._trainer, self._cancelled = agent, trainer, threading.Event()
         self._until = time.monotonic() + timeout_s
         self.running.add(self)
         self.start()
 
     def run(self) -> None:
-        """Until the answer is here, or nobody waits for it any more."""
-        with contextlib.suppress(WeightSyncError):  # the trainer, who waits too, tells
+        """Run until the reply arrives, the time is up or `end` is called."""
+        with contextlib.suppress(WeightSyncError):  # the trainer, which waits too, reports it
             self._agent.notify(self._trainer, WARM, "the trainer")
-            while time.monotonic() < self._until and not self._over.is_set():
+            while time.monotonic() < self._until and not self._cancelled.is_set():
                 if self._trainer in self._agent.notifications():
                     break
                 time.sleep(SPIN_S)
         self.running.discard(self)
 
     def end(self) -> None:
-        """Give it up."""
-        self._over.set()
+        """Stop the thread."""
+        self._cancelled.set()
         self.join(_END_S)
 
 

@@ -1,4 +1,4 @@
-"""The engine end of NIXL, one a rank; see `trainer` for the other."""
+"""The engine end of the nixl transport, in every rank; `trainer` is the other end."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from weightsync.transports.nixl.messages import HANDLE, NixlHandle, RegisterNixl
 from weightsync.transports.nixl.nics import shares_memory
 from weightsync.transports.nixl.writing import KEPT
 
-#: How long a rank tries to connect before its first push.
+#: Seconds that a rank tries to connect before its first push.
 _WARM_S: Final = 30.0
 
 
 class NixlEngineEnd:
-    """Engine end, one a rank, see `base.EngineEnd`. ``device`` is where it receives."""
+    """Engine end of one rank, see `base.EngineEnd`. ``device`` is where it receives the bytes."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._control = EngineControl(remote=True)
         self.check, self.confirm = self._control.check, self._control.confirm
-        #: Lives from sender to sender, until a push fails.
+        #: Serves one sender after another, until a push fails.
         self._agent: Agent | None = None
         self._link: Link | None = None
 
-    def join(self, asked: Handshake, rank: int) -> http.RankJoined:
+    def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """See `base.EngineEnd`."""
-        if not isinstance(asked, RegisterNixl):
-            raise UnsupportedOption(f"nixl has no use for {type(asked).__name__}")
-        here = interface_of(way_to(rank, asked.address)) if asked.address else ""
+        if not isinstance(handshake, RegisterNixl):
+            raise UnsupportedOption(f"nixl takes a RegisterNixl, but was sent {type(handshake).__name__}")
+        here = interface_of(way_to(rank, handshake.address)) if handshake.address else ""
         self._drop()
         if self._agent is None:
             self._agent = Agent(self._device, rank)
         agent = self._agent
-        self._link = Link(agent, asked, self._device)
+        self._link = Link(agent, handshake, self._device)
         return http.RankJoined(
             rank=rank,
             device=str(self._device),
@@ -55,21 +55,21 @@ class NixlEngineEnd:
             metadata=agent.metadata(),
         )
 
-    def open(self, request: UpdateRequest, parts: Subset, rank: int, cancelled: Event) -> base.Incoming:
+    def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> base.Incoming:
         """See `base.EngineEnd`."""
         if self._link is None:
             raise TransferFailed(f"rank {rank} knows no NIXL agent: register_nixl comes before update_weights_via_nixl")
-        session, offer = self._control.open(request, parts, rank, self._link.known(), cancelled)
+        session, offer = self._control.open(request, subset, rank, self._link.known(), cancelled)
         if self._link.written:
-            return Written(self._link, session, request, parts, offer.arena, rank)
-        self._link.take(session, offer, min(parts.layout.nbytes, request.slots * request.bucket_bytes))
-        return Reading(self._link, session, request, parts, offer.arena, rank)
+            return Written(self._link, session, request, subset, offer.arena, rank)
+        self._link.take(session, offer, min(subset.layout.nbytes, request.slots * request.bucket_bytes))
+        return Reading(self._link, session, request, subset, offer.arena, rank)
 
     def fail(self, push: str, error: BaseException) -> None:
-        """See `base.EngineEnd`; what is still under way must find nobody, so the agent ends before its memory does."""
+        """See `base.EngineEnd`; the agent ends before its memory is freed, so that no transfer writes there later."""
         self._control.fail(push, error)
         if self._link is None or not self._link.moving:
-            return  # nor has the trainer cause to send its handshake again
+            return  # the trainer does not send its handshake again either
         held = self._link.held()
         self._drop()
         self._agent = None
@@ -96,64 +96,68 @@ class NixlEngineEnd:
 
 
 class Link:
-    """What a rank's ``agent`` shares with that of the trainer that sent the handshake ``asked``."""
+    """The connection of a rank's ``agent`` to the trainer that sent ``handshake``, and all that is prepared for it."""
 
-    def __init__(self, agent: Agent, asked: RegisterNixl, device: torch.device):
-        self._agent, self._trainer, self._device = agent, asked.agent, device
-        near = asked.host == arenas.host_id() and shares_memory()
-        #: Whether the trainer writes to this rank, which otherwise reads.
-        self.written = bool(asked.host) and not near and not (agent.nic and asked.rdma)
-        #: Whether anything may be on its way into this rank's memory.
+    def __init__(self, agent: Agent, handshake: RegisterNixl, device: torch.device):
+        self._agent, self._trainer, self._device = agent, handshake.agent, device
+        near = handshake.host == arenas.host_id() and shares_memory()
+        #: Whether the trainer writes to this rank; otherwise the rank reads.
+        self.written = bool(handshake.host) and not near and not (agent.nic and handshake.rdma)
+        #: Whether a transfer into this rank's memory may be under way.
         self.moving = False
-        agent.add_peer(asked.agent, asked.metadata, f"the trainer's agent {asked.agent}")
-        self._warming = ConnectionWarmUp(agent, asked.agent, min(asked.timeout_s, _WARM_S))
+        agent.add_peer(handshake.agent, handshake.metadata, f"the trainer's agent {handshake.agent}")
+        self._warming = ConnectionWarmUp(agent, handshake.agent, min(handshake.timeout_s, _WARM_S))
         #: The sender's arenas by name.
         self._arenas: dict[str, NixlHandle] = {}
-        #: READs by arena, place and size of the stage, size of the buckets and what is needed, the latest last.
+        #: READs by arena, address and size of the stage, bucket size and subset; the most recently used last.
         self._reads: dict[tuple[str, int, int, int, str], Transfers] = {}
-        #: What is registered, and the memory itself, by place and size.
+        #: Registrations, each with its memory, by address and size.
         self._registered: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._own: list[torch.Tensor] = []
 
     def known(self) -> tuple[str, ...]:
-        """Names of the arenas that this rank can read."""
+        """The names of the arenas that this rank can read."""
         return tuple(self._arenas)
 
     def take(self, session: RankSession, offer: Offer, nbytes: int) -> None:
-        """Reach the arena of ``offer``, of which ``nbytes`` will be read. Raises `TransferFailed`."""
+        """Take the handle of the arena in ``offer``, of which ``nbytes`` will be read. Raises `TransferFailed`."""
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]
             self._release({key for key in self._reads if key[0] == name})
         if (handle := control.handle_of(offer.handle, HANDLE, "the sender")) is not None:
             if handle.agent != self._trainer:
-                raise TransferFailed(f"the arena is of the agent {handle.agent}, registered is {self._trainer}")
+                raise TransferFailed(
+                    f"the arena belongs to the agent {handle.agent}, but this rank is connected to {self._trainer}"
+                )
             with session.explained():
                 self._agent.add_peer(handle.agent, handle.metadata, "the trainer's agent")
             self._arenas[offer.arena] = handle
         remote = self._arenas.get(offer.arena)
         if remote is None:
-            raise TransferFailed(f"the arena {offer.arena} was never offered here; push again")
+            raise TransferFailed(
+                f"this rank has no handle of the arena {offer.arena}, and got none with it; push again"
+            )
         if remote.nbytes < nbytes:
-            raise TransferFailed(f"the arena holds {remote.nbytes} bytes, its buckets take more")
+            raise TransferFailed(f"the arena has {remote.nbytes} bytes, but its buckets take {nbytes}")
 
-    def reads(self, arena: str, request: UpdateRequest, parts: Subset, stage: torch.Tensor | None) -> Transfers:
-        """The READs that fill ``stage``, or this link's own two buckets, made where they are not there yet."""
+    def reads(self, arena: str, request: UpdateRequest, subset: Subset, stage: torch.Tensor | None) -> Transfers:
+        """The READs that fill ``stage``, or this link's own two buckets; those of an earlier push if they fit."""
         self.moving = True
-        size, slots, layout = request.bucket_bytes, request.slots, parts.layout
+        size, slots, layout = request.bucket_bytes, request.slots, subset.layout
         memory = self.memory(request, stage)
-        key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size, parts.name)
+        key = (arena, memory.data_ptr(), layout.nbytes if stage is not None else -layout.nbytes, size, subset.name)
         found = self._reads.pop(key, None)
         if found is None:
             self._release(set(list(self._reads)[: max(0, len(self._reads) - KEPT + 1)]))
             self._register(memory)
             here = IN_FLIGHT if stage is None else layout.buckets(size)
-            spans = spans_of(parts, size, slots, here)
+            spans = spans_of(subset, size, slots, here)
             found = Transfers("READ", self._agent, self._arenas[arena], memory, spans)
         self._reads[key] = found
         return found
 
     def memory(self, request: UpdateRequest, stage: torch.Tensor | None) -> torch.Tensor:
-        """Where buckets are brought: ``stage``, or this link's own two."""
+        """The memory that receives the buckets: ``stage``, or this link's own two buckets."""
         if stage is not None:
             return stage
         nbytes = IN_FLIGHT * request.bucket_bytes
@@ -162,7 +166,7 @@ class Link:
         return self._own[0]
 
     def opened(self, memory: torch.Tensor) -> NixlHandle:
-        """What the trainer needs to write to ``memory``."""
+        """Register ``memory``, and return the handle with which the trainer writes to it."""
         self.moving = True
         while len(self._registered) > KEPT:
             self._agent.deregister(self._registered.pop(next(iter(self._registered)))[0])
@@ -170,11 +174,11 @@ class Link:
         return self._agent.handle(memory)
 
     def arrived(self) -> None:
-        """All of the push is here."""
+        """Note that the whole stream is here."""
         self.moving = False
 
     def notifications(self) -> list[bytes]:
-        """What the trainer has sent since, once the connection is warm; looking brings in what it writes."""
+        """The trainer's notifications since the last call, once the connection is warm; also drives its WRITEs."""
         if self._warming.is_alive():
             return []
         return self._agent.notifications().get(self._trainer, [])
@@ -196,7 +200,7 @@ class Link:
         return [*(memory for _, memory in self._registered.values()), *self._own]
 
     def close(self) -> None:
-        """Give back all of it; the agent is not referred to any more."""
+        """Release everything, and the reference to the agent."""
         self._warming.end()
         self._release(set(self._reads))
         while self._registered:

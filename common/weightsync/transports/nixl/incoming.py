@@ -1,4 +1,4 @@
-"""One push as a rank receives it over NIXL: by READs of its own, or written by the trainer."""
+"""One push as a rank receives it over NIXL: by its own READs, or by WRITEs of the trainer."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S, Transfers, translated
 from weightsync.transports.nixl.messages import NixlHandle
 
-#: Buckets that were posted and whose end was not seen yet: enough to hide the way of one message.
+#: Transfers under way at once: enough to hide the latency of one message.
 IN_FLIGHT: Final = 2
 
 
 class Link(Protocol):
-    """What `engine.Link` offers a push."""
+    """What a push uses of `engine.Link`."""
 
-    def reads(self, arena: str, request: UpdateRequest, parts: Subset, stage: torch.Tensor | None) -> Transfers:
-        """READs of what is kept of every bucket."""
+    def reads(self, arena: str, request: UpdateRequest, subset: Subset, stage: torch.Tensor | None) -> Transfers:
+        """The READs of what this rank needs of every bucket."""
 
     def memory(self, request: UpdateRequest, stage: torch.Tensor | None) -> torch.Tensor:
-        """Where buckets are brought."""
+        """The memory that receives the buckets."""
 
     def opened(self, memory: torch.Tensor) -> NixlHandle:
-        """What the trainer needs to write there."""
+        """The handle with which the trainer can write to ``memory``."""
 
     def notifications(self) -> list[bytes]:
-        """What the trainer's agent has sent."""
+        """The notifications from the trainer's agent since the last call."""
 
     def arrived(self) -> None:
-        """The last bucket is here, and nothing more under way."""
+        """Note that the last bucket is here, and no transfer is under way."""
 
 
 class _Push:
-    """What both ways have in common, see `base.Incoming`."""
+    """The base of `Reading` and `Written`, see `base.Incoming`."""
 
     whole: torch.Tensor | None = None
 
-    def __init__(self, link: Link, call: RankSession, request: UpdateRequest, parts: Subset, arena: str, rank: int):
-        self._link, self._call, self._request, self._parts, self._rank = link, call, request, parts, rank
-        self._layout = parts.layout
+    def __init__(self, link: Link, session: RankSession, request: UpdateRequest, subset: Subset, arena: str, rank: int):
+        self._link, self._session, self._request, self._subset, self._rank = link, session, request, subset, rank
+        self._layout = subset.layout
         self.arena = arena
         self._announced: list[BucketReady] = []
 
-    def _listen(self, wait_s: float) -> None:
-        """Hear of the next bucket that is full."""
-        message = self._call.heard(wait_s)
+    def _receive(self, timeout_s: float) -> None:
+        """Take the next announcement of a bucket, if one arrives within ``timeout_s``."""
+        message = self._session.receive(timeout_s)
         if message is not None:
-            self._announced.append(self._call.expect(message, len(self._announced)))
+            self._announced.append(self._session.expect(message, len(self._announced)))
         else:
             time.sleep(SPIN_S)
 
@@ -73,30 +73,30 @@ class _Push:
 
 
 class Reading(_Push):
-    """See `base.Incoming`; a bucket is read once it is announced, while the one before is still on its way."""
+    """See `base.Incoming`; reads a bucket once it is announced, while the one before is still under way."""
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
-        with self._call.explained():
-            reads = self._link.reads(self.arena, self._request, self._parts, stage)
-        # Without a stage the other buffer is still being looked at.
+        with self._session.explained():
+            reads = self._link.reads(self.arena, self._request, self._subset, stage)
+        # Without a stage the other buffer is still being read.
         ahead = IN_FLIGHT if stage is not None else 1
         posted = 0
         for number in range(count):
             while posted <= number or not self._here(reads, number):
-                self._call.check(f"bucket {number} to be read from {reads.remote.agent}")
+                self._session.check(f"bucket {number} to be read from {reads.remote.agent}")
                 while posted < min(len(self._announced), number + ahead):
-                    with self._call.explained(), translated(self._what(posted, reads)):
+                    with self._session.explained(), translated(self._what(posted, reads)):
                         reads.post(posted, control.pack(BucketDone(push=self._request.push, index=posted)))
                     posted += 1
-                self._listen(0.0 if posted > number else LOOK_UP_S)
+                self._receive(0.0 if posted > number else LOOK_UP_S)
             if not reads.moves(number):
-                self._call.taken(number)  # nothing was read, so NIXL has notified nobody
+                self._session.taken(number)  # nothing was read, so NIXL notifies nobody
             yield self._bucket(number, reads.memory, count if stage is not None else IN_FLIGHT)
 
     def _here(self, reads: Transfers, number: int) -> bool:
-        with self._call.explained(), translated(self._what(number, reads)):
+        with self._session.explained(), translated(self._what(number, reads)):
             return reads.done(number)
 
     def _what(self, bucket: int, reads: Transfers) -> str:
@@ -111,29 +111,29 @@ class Reading(_Push):
 
 
 class Written(_Push):
-    """See `base.Incoming`; the trainer is told where there is room, and NIXL says what it has written."""
+    """See `base.Incoming`; tells the trainer where to write, and NIXL notifies of every bucket written."""
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
         count = self._layout.buckets(self._request.bucket_bytes)
         memory, slots = self._link.memory(self._request, stage), count if stage is not None else IN_FLIGHT
         window = control.raw_handle(self._link.opened(memory))
-        self._call.say(WriteWindow(self._request.push, slots, slots, window))
-        here = self._parts.idle(self._request.bucket_bytes)
+        self._session.send(WriteWindow(self._request.push, slots, slots, window))
+        here = self._subset.idle(self._request.bucket_bytes)
         for number in range(count):
             while number >= len(self._announced) or number not in here:
-                self._call.check(f"bucket {number} to be written by the trainer")
+                self._session.check(f"bucket {number} to be written by the trainer")
                 here.update(self._arrived())
-                self._listen(0.0)
+                self._receive(0.0)
             yield self._bucket(number, memory, slots)
             if number + slots < count:
-                self._call.say(WriteWindow(self._request.push, slots, number + 1 + slots))
+                self._session.send(WriteWindow(self._request.push, slots, number + 1 + slots))
 
     def _arrived(self) -> Iterator[int]:
         for notice in self._link.notifications():
             try:
                 message = control.unpack_from_rank(notice)
             except msgspec.MsgspecError:
-                continue  # the answer to the warm-up, or nobody's
+                continue  # the reply to the warm-up, or a stray notification
             if isinstance(message, BucketDone) and message.push == self._request.push:
                 yield message.index

@@ -1,4 +1,4 @@
-"""What NIXL's ends tell each other: over HTTP before the first push, and in every push where memory is."""
+"""The messages of the nixl transport: the handshake before the first push, and memory handles in every push."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weightsync.protocol.http import Handshake, Timeout
 
 
 class RegisterNixl(Handshake, frozen=True):
-    """Have every rank make its NIXL agent, and connect it to the sender's agent, whose ``metadata`` this is.
+    """Have every rank make its NIXL agent and connect it to the sender's ``agent``, described by ``metadata``.
 
-    ``host`` is that of the sender, as `arenas.host_id` names it; ``rdma``: it has network devices that need no CPU.
+    ``host`` is the sender's `arenas.host_id`; ``rdma``: the sender has an RDMA device.
     """
 
     agent: Text
@@ -28,7 +28,7 @@ class RegisterNixl(Handshake, frozen=True):
 
 
 class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):
-    """What NIXL needs to reach another's memory: ``metadata`` of its agent, and where it is."""
+    """What NIXL needs to reach memory of another agent: the agent's ``metadata``, and the address."""
 
     agent: str
     metadata: bytes

@@ -1,4 +1,4 @@
-"""The RDMA device that a rank of NIXL's is given: one near its GPU, of those that are up and that it may use."""
+"""Chooses the RDMA device of a rank's NIXL agent: one near its GPU, among those that are up and allowed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 
-#: NIXL adds it to the name of a device that it is given.
+#: The port that NIXL appends to the name of a device.
 _PORT: Final = "1"
-#: What UCX calls transports through which processes of one host share memory, and those of RDMA devices.
+#: The names in UCX of transports over memory shared within a host, and of those over RDMA devices.
 _SHARED: Final = {"all", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem"}
 _RDMA: Final = {
     "all",
@@ -34,11 +34,11 @@ _RDMA: Final = {
 
 
 def nic_for(device: torch.device, rank: int, root: Path = Path("/")) -> str:
-    """The RDMA device that a rank is given, where the host has any; empty leaves the choice to UCX.
+    """The RDMA device for a rank; an empty string leaves the choice to UCX.
 
-    The one nearest to a GPU by its place on the PCI bus, else one after another by rank: left to themselves all ranks
-    of a host take the first. Those that ``UCX_NET_DEVICES`` or ``UCX_TLS`` leave out are left out here: what NIXL is
-    given goes before what UCX reads. So are those whose port is down, and those of which a container has no file.
+    It is one on the NUMA node of the GPU, if there is one; ranks take such devices in turn, since UCX would give all
+    ranks of a host the first. Left out are devices that ``UCX_NET_DEVICES`` or ``UCX_TLS`` exclude, which NIXL would
+    otherwise override, devices whose port is down, and devices that this container cannot open.
     """
     devices = [name for name in _devices(root) if _asked_for(name)] if may_use(_RDMA) else []
     if not devices:
@@ -49,7 +49,7 @@ def nic_for(device: torch.device, rank: int, root: Path = Path("/")) -> str:
 
 
 def shares_memory() -> bool:
-    """Whether UCX may reach other processes of this host through memory, or was told by ``UCX_TLS`` not to."""
+    """Whether ``UCX_TLS`` allows UCX to reach other processes of this host through shared memory."""
     return may_use(_SHARED)
 
 
@@ -65,7 +65,7 @@ def _class(root: Path) -> Path:
 
 
 def _devices(root: Path) -> list[str]:
-    """Those that can be opened here and whose port is up."""
+    """The devices that can be opened here and whose port is up."""
     usable = {
         _read(verbs / "ibdev")
         for verbs in (root / "sys/class/infiniband_verbs").glob("uverbs*")

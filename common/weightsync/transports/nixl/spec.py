@@ -1,4 +1,4 @@
-"""What is known of NIXL outside of this folder."""
+"""The `TransportSpec` of nixl."""
 
 from __future__ import annotations
 

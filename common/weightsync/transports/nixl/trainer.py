@@ -1,14 +1,14 @@
-"""Across hosts by NIXL: every rank READs the buckets from the trainer's registered arena into its registered stage.
+"""The trainer end of the nixl transport: every rank READs the buckets from the trainer's arena into its stage.
 
-The trainer only answers: it says which bucket is full, and is notified by NIXL when a rank has read it. Where the way
-is plain TCP, on which a READ keeps both sides busy and takes three times as long, the trainer WRITEs instead.
+The trainer announces each bucket, and NIXL notifies it when a rank has read one. Over plain TCP, where a READ keeps
+both sides busy and takes three times as long, the trainer WRITEs instead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -28,33 +28,33 @@ from weightsync.transports.nixl.agents import SPIN_S, WARM, Agent
 from weightsync.transports.nixl.messages import RegisterNixl
 from weightsync.transports.nixl.writing import Writer
 
-#: How long a rank tries to connect before its first push.
-_WARM_S: Final = 30.0
-
 
 class NixlTrainerEnd:
-    """Trainer end, see `base.TrainerEnd`. ``device`` is where the arena is, ``address`` this host's own by which the
-    ranks find it, if not that on the way to each."""
+    """Trainer end, see `base.TrainerEnd`.
+
+    ``device`` is where the arena lies. ``address`` is the IP address of this host that ranks dial; by default the one
+    on the route to each engine.
+    """
 
     def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
-        self._device, self._given = device, address
+        self._device, self._given_address = device, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
         self.agent = Agent(device, 0)
-        #: What is registered, by the name of the arena.
+        #: Registrations by the name of the arena.
         self._registered: dict[str, Any] = {}
         self._known: dict[str, str] = {}
         self.agents: dict[str, Peer] = {}
         self.writer = Writer(self.agent)
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """See `base.TrainerEnd`; an engine that was restarted is told again, the others are left alone."""
-        asked: dict[str, Handshake] = {}
-        check_ways(self._given, engines)
+        """See `base.TrainerEnd`; an engine that has restarted gets a new handshake."""
+        handshakes: dict[str, Handshake] = {}
+        check_ways(self._given_address, engines)
         for url, hello in engines.items():
             if self._known.get(url) != hello.instance:
                 self._known.pop(url, None)
-                asked[url] = RegisterNixl(
+                handshakes[url] = RegisterNixl(
                     agent=self.agent.name,
                     metadata=self.agent.metadata(),
                     timeout_s=timeout_s,
@@ -63,17 +63,17 @@ class NixlTrainerEnd:
                     host=arenas.host_id(),
                     rdma=bool(self.agent.nic),
                 )
-        return asked
+        return handshakes
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
-        """See `base.TrainerEnd`; returns once every rank has been heard of by NIXL itself, both ways."""
+        """See `base.TrainerEnd`; returns once NIXL itself has carried a notification both ways with every rank."""
         silent: dict[str, Peer] = {}
         for url, reply in replies.items():
             self.agents = {agent: peer for agent, peer in self.agents.items() if peer.engine != url}
             silent.update({rank.agent: Peer(url, rank.rank) for rank in reply.ranks})
             for rank in reply.ranks:
                 self.writer.drop(rank.agent)
-                self.agent.forget(rank.agent)  # its end of an older connection is gone
+                self.agent.forget(rank.agent)  # an older connection has lost its other end
                 self.agent.add_peer(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
         self.agents.update(silent)
         while silent:
@@ -88,7 +88,7 @@ class NixlTrainerEnd:
     ) -> NixlSending:
         """See `base.TrainerEnd`."""
         memory = {arena.name: arena.bytes for arena in arenas if isinstance(arena.bytes, torch.Tensor)}
-        assert len(memory) == len(arenas), "only ranks on this host read parameters where they are"
+        assert len(memory) == len(arenas), "only ipc_zmq shares parameters in place"
         for name in memory.keys() - self._registered.keys():
             self._registered[name] = self.agent.register(memory[name])
         session = PushSession(self._control, plan.push, layout, peers, deadline)
@@ -106,7 +106,7 @@ class NixlTrainerEnd:
         self._registered.clear()
 
     def close(self) -> None:
-        """Release registrations and socket; idempotent. The agent goes with its last reference."""
+        """Release the registrations and the socket; idempotent. The agent ends with its last reference."""
         self.forget()
         self._control.close()
 
@@ -125,7 +125,7 @@ class NixlSending:
         self._end, self._session, self._plan = end, session, plan
         self._alive, self._arena = tuple(memory), next(iter(memory))
         self._last = layout.buckets(plan.bucket_bytes) - 1
-        #: The buckets that each rank has read or does not need, and the last before which none is missing.
+        #: The buckets that each rank has read or does not need, and the last one up to which none is missing.
         self._ended: dict[Peer, set[int]] = {}
         self._read: dict[Peer, int] = {}
         self._writing = end.writer.begin(plan, layout, memory[self._arena])
@@ -144,28 +144,28 @@ class NixlSending:
             self._session.all_prepared("the ranks to reach the arena")
 
     def _await_bucket(self, bucket: int) -> None:
-        """Wait until every rank has a bucket: NIXL notifies."""
+        """Wait until every rank has a bucket."""
 
         def missing() -> set[Peer]:
-            self._look()
+            self._poll()
             return self._session.without(bucket)
 
         if bucket >= 0:
             self._session.wait(missing, f"bucket {bucket} to arrive", SPIN_S)
 
-    def _look(self) -> None:
-        """Looking is also what keeps transfers going, while the trainer packs too."""
+    def _poll(self) -> None:
+        """Handle notifications; this also drives transfers, so it is called while the trainer packs too."""
         writing, session = self._writing, self._session
-        heard = list(self._end.agent.notifications().items())
-        while not writing.heard.empty():
-            heard.append(writing.heard.get())
-        for agent, notifications in heard:
+        received = list(self._end.agent.notifications().items())
+        while not writing.received.empty():
+            received.append(writing.received.get())
+        for agent, notifications in received:
             for notification in notifications:
-                self._notified(self._end.agents.get(agent), notification)
+                self._handle_notification(self._end.agents.get(agent), notification)
         for peer, bucket in writing.arrived(session.windows, self._end.agents, session.needs).items():
             session.taken(peer, bucket)
 
-    def _notified(self, peer: Peer | None, notification: bytes) -> None:
+    def _handle_notification(self, peer: Peer | None, notification: bytes) -> None:
         try:
             message = control.unpack_from_rank(notification)
         except msgspec.MsgspecError:
@@ -173,7 +173,7 @@ class NixlSending:
         ended = self._ended.get(peer) if peer is not None else None
         if peer is None or ended is None or not isinstance(message, BucketDone) or message.push != self._plan.push:
             return
-        # READs that are under way together may end, and be notified of, in any order.
+        # READs under way together may end, and be notified, in any order.
         ended.add(message.index)
         while self._read.get(peer, -1) + 1 in ended:
             self._read[peer] = self._read.get(peer, -1) + 1
@@ -181,7 +181,7 @@ class NixlSending:
 
     def acquire(self, bucket: int) -> None:
         """See `base.Sending`."""
-        self._look()
+        self._poll()
         self._await_bucket(bucket - self._plan.slots)
 
     def needs(self) -> Iterable[Subset]:
@@ -192,7 +192,7 @@ class NixlSending:
         """See `base.Sending`."""
         self._session.announce(bucket, digests)
         self._writing.filled(bucket)
-        self._look()
+        self._poll()
 
     def finish(self) -> float:
         """See `base.Sending`."""
@@ -202,7 +202,7 @@ class NixlSending:
         return seconds
 
     def cancel(self, error: BaseException) -> None:
-        """See `base.Sending`; the ranks give up their agents, so that their engines are sent a handshake again."""
+        """See `base.Sending`; ranks end their agents, so their engines need a new handshake."""
         self._writing.stop()
         self._session.cancel(error)
         for peer in self._session.peers:

@@ -1,4 +1,4 @@
-"""Trainer side of WRITEs over NIXL: a thread keeps them going while the trainer packs, for the length of a push."""
+"""WRITEs of the trainer over NIXL: during a push, a thread drives them while the trainer packs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync.transports.nixl.agents import SPIN_S, Agent, Spans, Transfers, s
 from weightsync.transports.nixl.incoming import IN_FLIGHT
 from weightsync.transports.nixl.messages import HANDLE, NixlHandle
 
-#: Stages of a rank for which requests are kept: two, for each of two arenas.
+#: How many prepared sets of transfers are kept for each rank: two stages times two arenas.
 KEPT: Final = 4
 
 
@@ -37,16 +37,16 @@ class _Window:
 
 
 class Writer:
-    """Prepares WRITEs into the memory that ranks offer, and keeps them from push to push."""
+    """Prepares WRITEs into the memory that ranks offer, and keeps them for later pushes."""
 
     def __init__(self, agent: Agent):
         self._agent = agent
-        #: Prepared WRITEs, the latest last, by the agent and all else that they depend on.
+        #: Prepared WRITEs by agent and everything else that they depend on; the most recently used last.
         self._writes: dict[tuple[str, object], Transfers] = {}
         self._writing: Writing | None = None
 
     def begin(self, plan: UpdateRequest, layout: Layout, arena: torch.Tensor) -> Writing:
-        """A push whose stream will lie in ``arena``, which is registered; ends the one before."""
+        """Begin a push whose stream will lie in ``arena``, which is registered; stops the push before."""
         self._stop()
         self._writing = Writing(self, self._agent, plan, layout, arena)
         return self._writing
@@ -54,7 +54,7 @@ class Writer:
     def transfers(
         self, handle: NixlHandle, arena: torch.Tensor, spans: Callable[[], Spans], depends_on: object, peer: str
     ) -> Transfers:
-        """WRITEs of ``spans()`` from ``arena`` to ``handle``; those of an earlier push that ``depends_on`` the same."""
+        """WRITEs of ``spans()`` from ``arena`` to ``handle``, kept from an earlier push if ``depends_on`` is the same."""
         found = self._writes.pop((handle.agent, depends_on), None)
         if found is None:
             older = [key for key in self._writes if key[0] == handle.agent]
@@ -66,12 +66,12 @@ class Writer:
         return found
 
     def drop(self, agent: str) -> None:
-        """An agent has sent a new handshake: what was prepared for it holds no more."""
+        """Release what was prepared for an agent, which has answered a new handshake."""
         for key in [key for key in self._writes if key[0] == agent]:
             self._writes.pop(key).release()
 
     def forget(self) -> None:
-        """The arena is about to be given back."""
+        """Release everything prepared: the arenas are about to be freed."""
         self._stop()
         while self._writes:
             self._writes.popitem()[1].release()
@@ -82,30 +82,30 @@ class Writer:
 
 
 class Writing:
-    """Writes the stream of one push to the ranks that ask for it."""
+    """Writes the stream of one push to the ranks that offer a window."""
 
     def __init__(self, writer: Writer, agent: Agent, plan: UpdateRequest, layout: Layout, arena: torch.Tensor):
         self._writer, self._agent, self._plan, self._layout, self._arena = writer, agent, plan, layout, arena
         self._filled = 0
-        #: Only ever added to while the thread runs.
+        #: Entries are only added while the thread runs.
         self._windows: dict[Peer, _Window] = {}
         self._thread: threading.Thread | None = None
         self._cancelled = threading.Event()
-        #: What the thread was notified of: an agent, and what it sent.
-        self.heard: queue.SimpleQueue[tuple[str, list[bytes]]] = queue.SimpleQueue()
+        #: Notifications that the thread received: the agent, and what it sent.
+        self.received: queue.SimpleQueue[tuple[str, list[bytes]]] = queue.SimpleQueue()
         self._error: WeightSyncError | None = None
 
     def filled(self, bucket: int) -> None:
-        """A bucket, and all before it, may be written."""
+        """Allow a bucket and all before it to be written."""
         self._filled = bucket + 1
 
     def arrived(
         self, windows: Mapping[Peer, WriteWindow], agents: Mapping[str, Peer], needs: Mapping[Peer, Subset]
     ) -> dict[Peer, int]:
-        """The last bucket that each rank has, of those that ask to be written to; -1 for none.
+        """The last bucket that each rank with a window has; -1 for none.
 
-        ``agents`` are the ranks' own; ``needs`` is what each rank needs of the tensors. Raises `TransferFailed` with
-        the rank for a WRITE that failed.
+        ``agents`` maps agents' names to their ranks; ``needs`` has the subset of each rank. Raises `TransferFailed`,
+        naming the rank, if a WRITE failed.
         """
         for peer, asked in windows.items():
             window = self._windows.get(peer)
@@ -123,13 +123,13 @@ class Writing:
     def _run(self) -> None:
         try:
             while not self._cancelled.is_set():
-                # With nothing on its way there is still the notification of what was last.
+                # With nothing under way, the notification of the last transfer may still be to come.
                 time.sleep(0 if self._drive() else SPIN_S)
         except WeightSyncError as error:
             self._error = error
 
     def _drive(self) -> bool:
-        """Post what may be posted to every rank; returns whether anything is on its way."""
+        """Post every WRITE that may be posted; returns whether any is under way."""
         busy = False
         for peer, window in self._windows.items():
             with translated(f"bucket {window.arrived} could not be written to {peer}"):
@@ -141,27 +141,27 @@ class Writing:
                     window.posted += 1
             busy |= window.arrived < window.posted
         if not busy:
-            for heard in self._agent.notifications().items():
-                self.heard.put(heard)
+            for entry in self._agent.notifications().items():
+                self.received.put(entry)
         return busy
 
-    def _window(self, peer: Peer, asked: WriteWindow, agents: Mapping[str, Peer], parts: Subset) -> _Window:
-        """The memory that a rank has offered, ready to be written to. Raises `TransferFailed`."""
+    def _window(self, peer: Peer, asked: WriteWindow, agents: Mapping[str, Peer], subset: Subset) -> _Window:
+        """Prepare WRITEs to the memory that a rank has offered. Raises `TransferFailed`."""
         layout, size, slots = self._layout, self._plan.bucket_bytes, self._plan.slots
         handle = control.handle_of(asked.handle, HANDLE, str(peer))
         if handle is None or agents.get(handle.agent) != peer:
             raise TransferFailed(f"{peer} offers memory of an agent that is not its own; push again")
         if handle.nbytes < min(layout.nbytes, asked.slots * size):
-            raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, its buckets take more")
-        depends_on = (handle, self._arena.data_ptr(), layout.nbytes, size, slots, asked.slots, parts.name)
+            raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, fewer than its buckets take")
+        depends_on = (handle, self._arena.data_ptr(), layout.nbytes, size, slots, asked.slots, subset.name)
         made = self._writer.transfers(
-            handle, self._arena, lambda: spans_of(parts, size, asked.slots, slots), depends_on, str(peer)
+            handle, self._arena, lambda: spans_of(subset, size, asked.slots, slots), depends_on, str(peer)
         )
         return _Window(made, asked.upto)
 
     def stop(self) -> None:
-        """Nothing more is written; idempotent."""
+        """Stop writing; idempotent."""
         if self._thread is not None:
             self._cancelled.set()
-            self._thread.join()  # it looks every moment, and never waits for a peer
+            self._thread.join()  # it checks all the time, and never waits for a peer
             self._thread = None
