@@ -52,7 +52,8 @@ class SglangFrontEnd:
         reply: WeightsyncReqOutput = await compat.ask(self._manager, request)
         if reply.call != request.call:
             raise TransferFailed("the schedulers answered another call; push again", weights="unknown")
-        self._last = reply
+        if method == "weightsync_commit":  # one at a time; other calls may come in between
+            self._last = reply
         return reply.replies
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:

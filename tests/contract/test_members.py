@@ -99,10 +99,14 @@ def asked(backend="gloo", **more):
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
-        ({"master_address": "0.0.0.0"}, UnsupportedOption, "nobody's: give the trainer's own address"),
-        ({"master_address": "::"}, UnsupportedOption, "nobody's"),
+        ({"master_address": "0.0.0.0"}, UnsupportedOption, "cannot be dialled: give the trainer's own address"),
+        ({"master_address": "::"}, UnsupportedOption, "cannot be dialled"),
         ({}, TransferFailed, r"rank 0 cannot reach the trainer's store at 127.0.0.1 port 9 from lo \(127.0.0.1\)"),
-        ({"master_address": "no.such.host.invalid"}, TransferFailed, "there is no way from here to no.such.host"),
+        (
+            {"master_address": "no.such.host.invalid"},
+            TransferFailed,
+            "there is no route from this host to no.such.host",
+        ),
         ({"backend": "nccl"}, UnsupportedOption, "rank 0 is on cpu, where there is no NCCL: use gloo"),
     ],
 )

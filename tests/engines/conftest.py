@@ -21,8 +21,12 @@ from weightsync.errors import PluginNotLoaded
 
 PROMPT = list(b"Once upon a time there was a policy that ")
 NEW_TOKENS = 24
-#: Allowed difference of logprobs between a pushed engine and a fresh one of the same kind.
-SAME_ENGINE = 1e-3
+#: Allowed mean difference of logprobs between a pushed engine and a fresh one of the same kind. It is mostly 0, but now
+#: and then a server of either engine rounds otherwise than the others, without our plugin too: by 0.03 on average, and
+#: then two nearly tied tokens may change places. One stale tensor of these models moves it by 0.07 at least.
+SAME_ENGINE = 0.05
+#: So many tokens must be the same at any rate.
+SAME_TOKENS = 8
 #: Allowed mean difference of logprobs between an engine and transformers, which round bfloat16 in different orders.
 #: Correct weights differ by 0.02 to 0.04, single tokens by more if experts are nearly tied; other weights by 6.
 BF16_ROUNDING = 0.1
@@ -99,10 +103,11 @@ def ask(server):
     return Answers(servers.greedy(server, PROMPT, NEW_TOKENS), servers.greedy(server, long_prompt(), NEW_TOKENS))
 
 
-def assert_same(got, want, tolerance=SAME_ENGINE):
-    """Assert equal tokens, and logprobs that differ by ``tolerance`` at most."""
-    assert got[0] == want[0]
-    assert max(abs(x - y) for x, y in zip(got[1], want[1], strict=True)) <= tolerance
+def assert_same(got, want):
+    """Assert that two answers come from the same weights: equal tokens, to a near tie at least, and close logprobs."""
+    same = next((n for n, (x, y) in enumerate(zip(got[0], want[0], strict=True)) if x != y), len(want[0]))
+    assert same >= SAME_TOKENS, (got, want)
+    assert apart(got[1][:same], want[1][:same]) <= SAME_ENGINE, (got, want)
 
 
 def differ(got, want):

@@ -79,5 +79,5 @@ def test_a_forwarded_engine_is_reached_if_the_trainers_address_is_given(
 def test_an_address_of_another_host_is_refused(trainer, network, far, model_folder):
     said = trainer.push(far, model_folder("llama", 1), address=network.hosts["b"].address)
     assert said["error"] == "UnsupportedOption"
-    assert "is none of this host's" in said["message"]
+    assert "is not an address of this host" in said["message"]
     assert network.hosts["trainer"].address in said["message"]

@@ -125,6 +125,6 @@ def push_into(loading, checkpoint, push="push", *, stage=None):
     for entry in layout.entries:
         entry.view(stage).copy_(checkpoint[entry.spec.name])
     staged = Staged(push, Subset(layout, {}), stage)
-    loading.look_up(staged, push)
+    loading.prepare_load(staged, push)
     loading.load(staged)
     return staged

@@ -149,7 +149,7 @@ def test_a_sender_with_the_wrong_kind_of_address_is_refused_before_it_is_dialled
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("nccl", "rank 0 is in no group: init_nccl_group comes before update_weights_via_nccl"),
+        ("nccl", "rank 0 has joined no group: init_nccl_group comes before update_weights_via_nccl"),
         ("nixl", "rank 0 knows no NIXL agent: register_nixl comes before update_weights_via_nixl"),
     ],
 )

@@ -72,12 +72,12 @@ def test_a_loader_that_keeps_its_tensors_is_given_copies(act, apart):
     for number in (1, 2, 3):
         staged = push_into(loading, pushed(number))
         if apart:
-            staged = Staged("push", staged.parts, scattered(staged.layout, staged.data))
+            staged = Staged("push", staged.subset, scattered(staged.layout, staged.data))
             loading.load(staged)
         for entry in staged.layout.entries:
             entry.view(staged.data).fill_(77)  # as the sender overwrites it with the next push
         assert contents(model) == {name: bits(tensor) for name, tensor in pushed(number).items()}
-    assert loading.path.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it exchanges")
+    assert loading.path.startswith("the engine's own loader: it cannot be recorded (Unrecordable: it replaces")
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -88,7 +88,7 @@ def test_a_loader_that_secretly_keeps_its_tensors_is_detected_and_then_given_cop
     layout = loading.accept(SPECS)
     stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
     staged = Staged("push", Subset(layout, {}), scattered(layout, stage) if apart else stage)
-    loading.look_up(staged)
+    loading.prepare_load(staged)
     with pytest.raises(WrongState, match=r"did not copy (odd|table) but kept the tensor that it was given.*push again"):
         loading.load(staged)
     for number in (1, 2):

@@ -136,7 +136,7 @@ def test_experts_that_moved_get_their_weights_at_the_next_push(rank):
     assert loading.path.startswith("load plan, 7 copies"), "it was recorded again, and checked"
     fault = compared(loading, "what the loader does")
     assert fault.push == "third"
-    assert "the loader does not do what was recorded with experts." in fault.fault
+    assert "the loader no longer does what was recorded with experts." in fault.fault
     push_into(loading, checkpoint(4), "fourth")
     assert served(model) == wanted(4)
     assert compared(loading, "what the loader does").fault == ""
@@ -151,7 +151,7 @@ def test_experts_that_move_during_a_push_get_their_weights(rank):
     for entry in layout.entries:
         entry.view(staged.data).copy_(checkpoint(3)[entry.spec.name])
     staged = Staged("third", Subset(layout, {}), staged.data)
-    loading.look_up(staged, "third")
+    loading.prepare_load(staged, "third")
     loading.load(staged)
     assert served(model) == wanted(3)
 
@@ -193,12 +193,12 @@ def test_an_outdated_subset_is_refused_and_the_next_push_is_whole():
     loading = Loading(AdapterOf(model, load, SPECS))
     for number in (1, 2):
         staged = push_into(loading, checkpoint(number))
-    parts = loading.parts(staged.layout)
+    parts = loading.subset(staged.layout)
     assert parts.name
     model.slot = [1, 0, 2, 3, 4, 5]
     with pytest.raises(TransferFailed, match="push again"):
-        loading.look_up(Staged("third", parts, staged.data), "third")
-    assert loading.parts(loading.accept(SPECS)).name == ""
+        loading.prepare_load(Staged("third", parts, staged.data), "third")
+    assert loading.subset(loading.accept(SPECS)).name == ""
     push_into(loading, checkpoint(3))
     assert float(model.w[0][0]) == 301.0
 
@@ -216,7 +216,7 @@ def test_a_loader_that_starts_to_skip_tensors_after_prepare_is_refused_before_th
     loading.accept(SPECS)
     model.blind = True
     with pytest.raises(TransferFailed, match=r"does not load norm, w any more; push again"):
-        loading.look_up(staged, "third")
+        loading.prepare_load(staged, "third")
     loading.accept(SPECS)
     assert set(loading.accepted().unwritten) == {"norm", "w"}
     assert served(model) == wanted(2)
@@ -278,7 +278,7 @@ def test_memory_that_moves_during_a_load_gets_the_pushed_weights(move, when):
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
         name: bits(tensor) for name, tensor in two_of(3).items()
     }
-    assert loading.path == "the engine's own loader: its memory moves while it is loaded"
+    assert loading.path == "the engine's own loader: the memory of its model moves while it is loaded"
     assert compared(loading, "what is in the model").fault
 
 
@@ -288,7 +288,7 @@ def test_weights_that_come_to_be_processed_after_loading_are_loaded_by_the_engin
     push_into(loading, two_of(3), "third")
     assert bits(model.plain) == bits(two_of(3)["plain"])
     assert bits(model.odd) == bits(two_of(3)["odd"] * 2)
-    assert loading.path == ("the engine's own loader: odd is not what was copied to it: it is worked on after loading")
+    assert loading.path == ("the engine's own loader: odd is not what was copied to it: it is processed after loading")
     assert compared(loading, "what is in the model").push == "third"
 
 
@@ -308,14 +308,14 @@ def test_every_byte_of_a_large_model_is_eventually_compared(apart):
         adapter.after = Around.after
         staged = push_into(loading, pushed)
         if apart:
-            staged = Staged("push", staged.parts, scattered(staged.layout, staged.data))
+            staged = Staged("push", staged.subset, scattered(staged.layout, staged.data))
         adapter.after = lambda model, name=name, place=place: (
             model.get_parameter(name).data.view(-1)[place].neg_()
             if (name == "plain")
             else model.get_parameter(name).data[0, 7].neg_()
         )
         for _ in range(100):
-            loading.look_up(staged, "push")
+            loading.prepare_load(staged, "push")
             loading.load(staged)
             if not loading.path.startswith("load plan"):
                 break
@@ -333,12 +333,12 @@ def test_a_subset_in_memory_that_moves_during_a_load_is_an_error():
     loading = Loading(adapter)
     for number in (1, 2):
         staged = push_into(loading, {"plain": torch.full((8, 6), float(number))})
-    parts = loading.parts(staged.layout)
+    parts = loading.subset(staged.layout)
     assert parts.name
     adapter.before = lambda model: setattr(model, "plain", torch.nn.Parameter(model.plain.detach().clone()))
     staged = Staged("third", parts, staged.data)
-    loading.look_up(staged, "third")
-    with pytest.raises(WrongState, match="its memory moves while it is loaded"):
+    loading.prepare_load(staged, "third")
+    with pytest.raises(WrongState, match="the memory of its model moves while it is loaded"):
         loading.load(staged)
 
 

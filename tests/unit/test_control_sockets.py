@@ -57,7 +57,7 @@ def test_a_rank_reports_why_the_sender_gave_up_even_if_it_learns_it_later(remote
     with session_pair(remote) as (_, push_session, rank_session):
         later = Timer(0.2, push_session.cancel, [OSError("disk gone")])
         later.start()
-        with pytest.raises(TransferFailed, match="the sender: called off: disk gone"), rank_session.explained():
+        with pytest.raises(TransferFailed, match="the sender: cancelled: disk gone"), rank_session.explained():
             raise TransferFailed("NIXL_ERR_REMOTE_DISCONNECT")
         later.join()
 
@@ -100,7 +100,7 @@ def test_a_rank_that_listens_after_its_sender_closed_gets_the_final_message(remo
 def test_a_rank_notices_that_its_sender_ended_without_a_message(remote):
     with session_pair(remote) as (trainer, _, rank_session):
         trainer.close()
-        with pytest.raises(TransferFailed, match="the sender is gone; it was to announce bucket 0"):
+        with pytest.raises(TransferFailed, match="the sender is gone; this rank was waiting for bucket 0"):
             rank_session.next("bucket 0")
 
 

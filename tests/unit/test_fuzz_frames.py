@@ -207,11 +207,14 @@ def test_malformed_frames_from_a_remote_sender_end_only_that_push(rank, trained,
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        ({"agent": "another"}, "the arena is of the agent another, registered is weightsync-"),
-        ({"metadata": b""}, "the NIXL metadata of the trainer's agent are not what NIXL made"),
-        ({"metadata": b"x" * 4096}, "the NIXL metadata of the trainer's agent are not what NIXL made"),
-        ({"nbytes": 0}, "the arena holds 0 bytes, its buckets take more"),
-        ({"nbytes": -1}, "the arena holds -1 bytes, its buckets take more"),
+        ({"agent": "another"}, "the arena belongs to the agent another, but this rank is connected to weightsync-"),
+        ({"metadata": b""}, "the NIXL metadata of the trainer's agent is damaged, or comes from another version"),
+        (
+            {"metadata": b"x" * 4096},
+            "the NIXL metadata of the trainer's agent is damaged, or comes from another version",
+        ),
+        ({"nbytes": 0}, "the arena has 0 bytes, but its buckets take"),
+        ({"nbytes": -1}, "the arena has -1 bytes, but its buckets take"),
         ({"address": 4096}, "could not be prepared: .*NOT_FOUND"),
         ({"device_id": 7}, "could not be prepared: .*NOT_FOUND"),
         ({"memory": "VRAM"}, "could not be prepared: .*NOT_FOUND"),
@@ -246,7 +249,7 @@ def test_damaged_or_foreign_metadata_is_refused_and_intact_metadata_accepted(ran
     def run(at, cut, put):
         damaged = whole.metadata[:at] + put + whole.metadata[at + cut :]
         if damaged != whole.metadata:  # NIXL itself would abort the process
-            assert "are not what NIXL made" in refused(metadata=damaged)
+            assert "is damaged, or comes from another version" in refused(metadata=damaged)
 
     run()
     assert f"said it was the agent 'another', its metadata are those of '{agent.name}'" in refused(agent="another")

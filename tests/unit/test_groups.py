@@ -51,12 +51,20 @@ def test_a_trainer_may_take_the_first_ranks_of_the_group():
 @pytest.mark.parametrize(
     ("changes", "ranks", "said"),
     [
-        ({"members": (), "world_size": 2}, 2, "world_size 2 is too small: this engine's 2 ranks are 1 to 2, behind 1"),
-        ({"members": (), "rank_offset": 3}, 2, "world_size 4 is too small: this engine's 2 ranks are 3 to 4, behind 3"),
-        ({"world_size": 3}, 2, "world_size 3 is wrong: 3 ranks of engines are named.* at least 4"),
-        ({"world_size": 5}, 2, "rank_offset 1 is wrong: this engine has 2 ranks, and the group of 5 has room for 0"),
-        ({"rank_offset": 2}, 2, "rank_offset 2 is wrong: this engine has 2 ranks, and the group of 4 has room for 0"),
-        ({}, 1, "rank_offset 1 is wrong: this engine has 1 ranks, and the group of 4 has room for 2"),
+        ({"members": (), "world_size": 2}, 2, "world_size 2 is too small: this engine's 2 ranks are 1 to 2, after 1"),
+        ({"members": (), "rank_offset": 3}, 2, "world_size 4 is too small: this engine's 2 ranks are 3 to 4, after 3"),
+        ({"world_size": 3}, 2, "world_size 3 is wrong: members lists 3 engine ranks.* at least 4"),
+        (
+            {"world_size": 5},
+            2,
+            "rank_offset 1 is wrong: this engine has 2 ranks, and members of the group of 5 lists 0 ranks",
+        ),
+        (
+            {"rank_offset": 2},
+            2,
+            "rank_offset 2 is wrong: this engine has 2 ranks, and members of the group of 4 lists 0 ranks",
+        ),
+        ({}, 1, "rank_offset 1 is wrong: this engine has 1 ranks, and members of the group of 4 lists 2 ranks"),
         ({"rank_offset": 3}, 2, "world_size 4 is too small"),
     ],
 )
@@ -179,7 +187,7 @@ def end():
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0", "::", "*"])
 def test_a_wildcard_address_is_refused(end, address):
-    with pytest.raises(UnsupportedOption, match="is nobody's: give the trainer's own address"):
+    with pytest.raises(UnsupportedOption, match="cannot be dialled: give the trainer's own address"):
         end.join(asked(master_address=address), 0)
 
 
@@ -227,6 +235,6 @@ def test_an_engine_end_refuses_another_transports_handshake(end):
     register = RegisterNixl(agent="a", metadata=b"", timeout_s=5.0)
     for name, other in (("nccl", register), ("nixl", ASKED), ("ipc_zmq", ASKED), ("ipc_zmq", register)):
         made = end if name == "nccl" else registry.spec(name).engine_end(CPU)
-        with pytest.raises(UnsupportedOption, match=f"{name} has no use for {type(other).__name__}"):
+        with pytest.raises(UnsupportedOption, match=f"{name} takes .*, but was sent {type(other).__name__}"):
             made.join(other, 0)
         made.close()

@@ -62,7 +62,7 @@ def push(loading, checkpoint, again=None):
     for entry in layout.entries:
         entry.view(data).copy_(checkpoint[entry.spec.name])
     staged = Staged("push", Subset(layout, {}), data)
-    loading.look_up(staged)
+    loading.prepare_load(staged)
     loading.load(staged)
     return staged
 
@@ -126,7 +126,7 @@ def test_memory_that_moves_after_the_push_was_accepted_is_noticed(folder, checkp
     staged = push(loading, checkpoints[0])
     old = adapter.model.lm_head.weight.data
     adapter.model.lm_head.weight.data = torch.zeros_like(old)
-    loading.look_up(staged)
+    loading.prepare_load(staged)
     assert "checked by the first push" in loading.path
     loading.load(staged)
     assert adapter.digest() == digest_of(checkpoints[0].items())
@@ -192,8 +192,8 @@ class Says(Counting):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (WorkedOn, f"what it makes of {NAME} is not what was recorded: it is worked on after loading"),
-        (LaidOutAnew, "it lays the parameters out anew with every load"),
+        (WorkedOn, f"{NAME} is not what was recorded: it is processed after loading"),
+        (LaidOutAnew, "it moves the parameters with every load"),
         (Threads, "it cannot be recorded ("),
         (Says, "it packs layers"),
     ],
@@ -227,7 +227,7 @@ class Skips(Unknown):
 def test_without_a_checkpoint_a_push_is_complete_if_it_fills_the_model(folder, checkpoints):
     adapter = Skips(folder, CPU)
     loading, before = Loading(adapter), adapter.digest()
-    with pytest.raises(ManifestMismatch, match=f"nothing that was sent is loaded into {NAME};.*start the engine from"):
+    with pytest.raises(ManifestMismatch, match=f"no pushed tensor is loaded into {NAME};.*start the engine from"):
         loading.accept(specs(checkpoints[1], without={NAME}))
     with pytest.raises(ManifestMismatch, match=r"sent twice: lm_head\.weight"):
         loading.accept([*specs(checkpoints[1]), *specs(checkpoints[1])[-1:]])
@@ -247,7 +247,10 @@ def test_without_a_checkpoint_a_tensor_that_does_not_fit_is_refused_with_the_loa
         specs({**checkpoints[1], NAME: torch.zeros(3, 5)}),
         specs(checkpoints[1], **{"model.extra.weight": torch.zeros(2)}),
     ):
-        with pytest.raises(ManifestMismatch, match=r"nobody knows this model; nor does recording.*cannot be recorded"):
+        with pytest.raises(
+            ManifestMismatch,
+            match=r"nobody knows this model; and the engine.s loader does not show it.*cannot be recorded",
+        ):
             loading.accept(manifest)
     assert adapter.digest() == before
 
@@ -318,7 +321,7 @@ def test_an_engine_with_an_unknown_model_takes_complete_pushes_and_refuses_other
         before = sender.status(digest=True)[engine.url].ranks[0]
         assert before.loading == ""
         lacking = {name: tensor for name, tensor in checkpoints[1].items() if name != NAME}
-        with pytest.raises(ManifestMismatch, match=f"nothing that was sent is loaded into {NAME}") as raised:
+        with pytest.raises(ManifestMismatch, match=f"no pushed tensor is loaded into {NAME}") as raised:
             sender.push(lacking)
         assert raised.value.engines == {engine.url: "unchanged"}
         with pytest.raises(ManifestMismatch, match=r"no rank loads model\.extra\.weight") as raised:

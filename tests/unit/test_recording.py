@@ -126,8 +126,8 @@ OUTSIDE = torch.zeros(3)
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (exchange, "exchanges odd"),
-        (move, "exchanges odd"),
+        (exchange, "replaces odd"),
+        (move, "replaces odd"),
         (stash, "keeps odd beyond the load"),
         (lambda model, tensor: OUTSIDE.fill_(1), "memory that is no parameter"),
     ],

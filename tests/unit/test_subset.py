@@ -164,7 +164,7 @@ def checkpoint(seed):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_load_plan_knows_what_it_reads(rank):
     plan, _ = plan_for(half_model(), halves(rank), checkpoint(0))
-    assert dict(plan.parts.table()) == {
+    assert dict(plan.subset.table()) == {
         0: Box((rank * 8, 0), (8, 64)),
         1: Box((0, rank * 16384), (6, 16384)),
         4 - rank: Box((0, 0), (0, 0)),
@@ -177,7 +177,7 @@ def test_short_pieces_are_not_read_one_by_one():
             model.a.data.copy_(tensor[:, :3])
 
     plan, _ = plan_for(Model({"a": torch.zeros(5, 3)}), load, {"a": torch.randn(5, 6)})
-    assert plan.parts.name == ""
+    assert plan.subset.name == ""
 
 
 # --- two ranks, each with a half
@@ -320,7 +320,7 @@ def test_an_outdated_subset_is_refused_before_anything_is_written(pair):
     model = pair.adapters[0].model
     model.up.data = model.up.data.clone()  # it has moved
     request = http.CommitRequest(pair.plan.push, "2", "retract", SOON_S)
-    with pytest.raises(TransferFailed, match="rank 0 holds the parts that it read by a load plan which no longer"):
+    with pytest.raises(TransferFailed, match="rank 0 holds only what its load plan reads, which no longer"):
         pair.call(0, "weightsync_ready", request)
     pair.all("weightsync_abort", http.AbortRequest(push=pair.plan.push))
     assert pair.adapters[0].digest() == before

@@ -78,7 +78,8 @@ class Calls:
                 self.check_alive()
         if not call.done():
             raise PushTimeout(
-                f"the ranks did not answer {method} within {timeout_s:g} s{self.dead_ranks()}", weights="unknown"
+                f"the ranks did not answer {method} within {round(timeout_s, 1):g} s{self.dead_ranks()}",
+                weights="unknown",
             )
         return call.result()
 

@@ -57,8 +57,8 @@ class Busy(WrongState):
 class _Job:
     """One push on this rank, from prepare to commit or abort."""
 
-    def __init__(self, request: UpdateRequest, end: EngineEnd, parts: Subset):
-        self.request, self.transport, self.parts = request, end, parts
+    def __init__(self, request: UpdateRequest, end: EngineEnd, subset: Subset):
+        self.request, self.transport, self.subset = request, end, subset
         self.deadline = Deadline(request.timeout_s)
         self.cancelled, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
@@ -156,7 +156,7 @@ class Receiver:
         layout = self._loading.accept(request.manifest, request.known, request.push)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep
-        job = _Job(request, end, self._loading.parts(layout) if some else Subset(layout, {}))
+        job = _Job(request, end, self._loading.subset(layout) if some else Subset(layout, {}))
         if not request.keep:
             self._current = self._previous = None
         self._before = ("", None, None)
@@ -169,14 +169,14 @@ class Receiver:
     def _receive(self, job: _Job) -> None:
         try:
             try:
-                incoming = job.transport.open(job.request, job.parts, self._adapter.rank, job.cancelled)
+                incoming = job.transport.open(job.request, job.subset, self._adapter.rank, job.cancelled)
             except BaseException:
                 self._forget(None)  # the sender may already write
                 raise
             self._forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
-                staged, verify_s = self._stages.fill(incoming, job.request, job.parts, self._current)
+                staged, verify_s = self._stages.fill(incoming, job.request, job.subset, self._current)
             # Load plans bound to arenas that are no longer in use are dropped, and with them the memory.
             self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
             with self._lock:
@@ -229,7 +229,7 @@ class Receiver:
 
     def ready(self, request: CommitRequest) -> Ready:
         """Check that ``request`` can be applied. Raises `TransferFailed` without its push, `WrongState` out of turn."""
-        self._loading.look_up(self._wanted(request), request.push)
+        self._loading.prepare_load(self._wanted(request), request.push)
         return self._loading.ready()
 
     def _wanted(self, request: CommitRequest) -> Staged | None:
@@ -306,7 +306,7 @@ class Receiver:
                 self._loading.load(what)
             else:
                 assert what.incoming is not None
-                self._adapter.load(self._stages.stream(what.incoming, what.request, what.parts.layout))
+                self._adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
                 arenas.synchronize(self._adapter.device)
             if (
                 deep

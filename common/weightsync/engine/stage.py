@@ -1,4 +1,4 @@
-"""Engine side: memory for staged versions, filled from the buckets of a transport and verified on the way."""
+"""Stages: memory of a rank for one version, filled bucket by bucket from a transport and verified on arrival."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from weightsync.transports.base import Bucket, Incoming
 
 @dataclass
 class Staged:
-    """A version in memory: all of it, or the ``parts`` that this rank keeps.
+    """A version in memory, in full or only the ``subset`` that this rank needs.
 
-    ``arena`` names the memory of the sender that is called ``owner``, empty where the memory is this rank's own.
+    ``arena`` is the name of the memory of the sender ``owner``; empty if the memory is this rank's own.
     """
 
     push: str
-    parts: Subset
+    subset: Subset
     data: Stream
     arena: str = ""
     version: str = ""
@@ -36,8 +36,8 @@ class Staged:
 
     @property
     def layout(self) -> Layout:
-        """Where every tensor lies."""
-        return self.parts.layout
+        """The layout of the stream."""
+        return self.subset.layout
 
     def check(self) -> None:
         """Raise `TransferFailed` if this lies in memory that its owner may have written to since it was verified."""
@@ -45,89 +45,90 @@ class Staged:
             self.data.check()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that is kept as a whole by name, as a view of the stage."""
+        """Every tensor that is held in full, by name, as a view of the stage."""
         return (
             (entry.spec.name, entry.view(self.data))
             for entry in self.layout.entries
-            if self.parts.box(entry.number) is None
+            if self.subset.box(entry.number) is None
         )
 
 
-#: Stages that are hashed as they were before: two of this rank's own, or two arenas of a sender.
-_CHECKED: Final = 2
+#: How many stages keep their prepared hashes: two of this rank's own, or two arenas of a sender.
+_PREPARED: Final = 2
 
 
-class _Ready:
-    """What is hashed of a stage in host memory for every bucket, made ready once; None where it is in several pieces.
+class _Prepared:
+    """The hashes of a stage in host memory for every bucket, prepared once; None for a tensor in several pieces.
 
-    The stage is addressed, not held: it may be a sender's, who wants it back.
+    It has the addresses of the stage and no reference: the memory may be a sender's, who will free it.
     """
 
-    def __init__(self, stage: Stream, parts: Subset, request: UpdateRequest):
-        self._parts, self._how = parts, (request.bucket_bytes, request.digest, stage.device)
+    def __init__(self, stage: Stream, subset: Subset, request: UpdateRequest):
+        self._subset, self._settings = subset, (request.bucket_bytes, request.digest, stage.device)
         plain = stage.device.type == "cpu" and request.digest == "xxh3_64"
         self.buckets: list[Hashes | None] = []
-        for bucket in range(parts.layout.buckets(request.bucket_bytes)):
-            ended = [piece.entry for piece in parts.layout.pieces(bucket, request.bucket_bytes) if piece.last]
-            kept = [(entry, parts.box(entry.number)) for entry in ended if entry.nbytes]
-            kept = [(entry, box) for entry, box in kept if box is None or 0 not in box.shape]
-            places = [place(entry, box, entry.raw(stage).data_ptr()) for entry, box in kept]
-            pieces = [one for one in places if one is not None]
+        for bucket in range(subset.layout.buckets(request.bucket_bytes)):
+            ended = [piece.entry for piece in subset.layout.pieces(bucket, request.bucket_bytes) if piece.last]
+            needed = [(entry, subset.box(entry.number)) for entry in ended if entry.nbytes]
+            needed = [(entry, box) for entry, box in needed if box is None or 0 not in box.shape]
+            places = [place(entry, box, entry.raw(stage).data_ptr()) for entry, box in needed]
+            pieces = [found for found in places if found is not None]
             self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
 
-    def fits(self, stage: Stream, parts: Subset, request: UpdateRequest) -> bool:
-        """Whether this was made for such a push, at this address."""
-        same = parts is self._parts or (parts.layout is self._parts.layout and parts.name == self._parts.name)
-        return same and self._how == (request.bucket_bytes, request.digest, stage.device)
+    def fits(self, stage: Stream, subset: Subset, request: UpdateRequest) -> bool:
+        """Whether these are the hashes for this push, given that the stage has the same address."""
+        own = self._subset
+        same = subset is own or (subset.layout is own.layout and subset.name == own.name)
+        return same and self._settings == (request.bucket_bytes, request.digest, stage.device)
 
 
 @dataclass
 class Stages:
-    """One rank's memory for stages; it is taken once and used by one push after another."""
+    """One rank's memory for stages, allocated once and used by one push after another."""
 
     rank: int
     device: torch.device
     _own: list[torch.Tensor] = field(default_factory=list)
-    #: By stage.
-    _checked: dict[int, _Ready] = field(default_factory=dict)
+    #: By stage, see `scattered.key`.
+    _prepared: dict[int, _Prepared] = field(default_factory=dict)
 
     def fill(
-        self, incoming: Incoming, request: UpdateRequest, parts: Subset, kept: Staged | None
+        self, incoming: Incoming, request: UpdateRequest, subset: Subset, kept: Staged | None
     ) -> tuple[Staged, float]:
-        """Take every bucket; the stage, and the seconds that verifying it took.
+        """Receive and verify every bucket; return the stage, and the seconds that verifying took.
 
-        ``kept`` is a stage that must stay as it is. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
+        ``kept`` is a stage that must not be overwritten. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
         """
-        layout = parts.layout
+        layout = subset.layout
         own = self._provide(layout.nbytes, kept) if incoming.whole is None else None
         stage = incoming.whole if own is None else own
-        assert stage is not None, "one of the two"
-        check = _Check(self.rank, request, parts)
+        assert stage is not None, "own memory or the sender's"
+        check = _Check(self.rank, request, subset)
         try:
-            ready = self._ready(stage, parts, request) if check.algorithm else None
+            prepared = self._prepare(stage, subset, request) if check.algorithm else None
             for bucket in incoming.buckets(own):
-                if ready is not None and not check.are(bucket, ready.buckets[bucket.number]):
+                if prepared is not None and not check.is_same(bucket, prepared.buckets[bucket.number]):
                     pieces = layout.pieces(bucket.number, request.bucket_bytes)
                     ended = (piece.entry for piece in pieces if piece.last)
-                    check.compare(bucket, ((one, one.raw(stage)) for one in ended))
+                    check.compare(bucket, ((entry, entry.raw(stage)) for entry in ended))
         except BaseException:
-            # A transport that was interrupted may still write there: the next push gets other memory.
+            # An interrupted transport may still write there, so the next push gets other memory.
             self._own = [memory for memory in self._own if memory.data_ptr() != key(stage)]
             raise
         arena = incoming.arena if own is None else ""
-        return Staged(request.push, parts, stage, arena, owner=request.owner), check.seconds
+        return Staged(request.push, subset, stage, arena, owner=request.owner), check.seconds
 
-    def _ready(self, stage: Stream, parts: Subset, request: UpdateRequest) -> _Ready:
-        """How to hash this stage; what was made ready for the push before, where that still holds."""
-        found = self._checked.get(key(stage))
-        if found is None or not found.fits(stage, parts, request):
-            if len(self._checked) >= _CHECKED:
-                self._checked.clear()
-            found = self._checked[key(stage)] = _Ready(stage, parts, request)
+    def _prepare(self, stage: Stream, subset: Subset, request: UpdateRequest) -> _Prepared:
+        """The hashes of this stage, kept from an earlier push if they fit."""
+        found = self._prepared.get(key(stage))
+        if found is None or not found.fits(stage, subset, request):
+            if len(self._prepared) >= _PREPARED:
+                self._prepared.clear()
+            found = self._prepared[key(stage)] = _Prepared(stage, subset, request)
         return found
 
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name as soon as it is here and verified, in memory of its own. Raises as `fill`."""
+        """Yield every tensor by name, in memory of its own, once it has arrived and is verified. Raises as `fill`."""
         check = _Check(self.rank, request, Subset(layout, {}))
         part = torch.empty(0, dtype=torch.uint8, device=self.device)
         for bucket in incoming.buckets(None):
@@ -143,7 +144,7 @@ class Stages:
             arenas.synchronize(self.device)
             check.compare(bucket, done)
             done.reverse()
-            while done:  # the loader may keep a tensor, but we do not
+            while done:  # the loader may keep a reference, but this does not
                 entry, memory = done.pop()
                 yield entry.spec.name, memory.view(entry.dtype).view(entry.spec.shape)
 
@@ -152,52 +153,55 @@ class Stages:
         for memory in self._own:
             if memory.numel() >= nbytes and all(memory is not other for other in busy):
                 return memory[:nbytes]
-        self._own = busy  # what is too small is given back first
+        self._own = busy  # free memory that is too small before allocating more
         available = arenas.free_bytes(self.device)
         if nbytes > available:
             raise TransferFailed(
-                f"rank {self.rank}: the stage takes {nbytes} bytes and {available} are free on {self.device}; "
+                f"rank {self.rank}: the stage takes {nbytes} bytes, but {available} are free on {self.device}; "
                 'pass staging="none", a bucket_bytes of at least half the model, or free memory'
             )
         self._own.append(arenas.plain(nbytes, self.device))
         return self._own[-1]
 
     def release(self) -> None:
-        """Give back memory of this rank's own."""
+        """Free this rank's own memory."""
         self._own.clear()
-        self._checked.clear()
+        self._prepared.clear()
         native_copy.release()
 
 
 class _Check:
-    """Compares tensors with what the trainer held, unless the push is not to be verified."""
+    """Verifies tensors by the digests that the trainer announced, unless verification is off."""
 
-    def __init__(self, rank: int, request: UpdateRequest, parts: Subset):
-        self._rank, self._parts = rank, parts
+    def __init__(self, rank: int, request: UpdateRequest, subset: Subset):
+        self._rank, self._subset = rank, subset
         self.algorithm = "" if request.verify == "off" else request.digest
         if self.algorithm and self.algorithm not in digest.ALGORITHMS:
-            raise TransferFailed(f"rank {rank} knows no digest {self.algorithm!r}; install the same weightsync")
+            raise TransferFailed(
+                f"rank {rank} does not know the digest {self.algorithm!r}; install the same version of weightsync on "
+                "both sides"
+            )
         self.seconds = 0.0
 
-    def are(self, bucket: Bucket, hashes: Hashes | None) -> bool:
-        """Whether all that is hashed of a bucket is what was announced; False, too, where that cannot be told so."""
+    def is_same(self, bucket: Bucket, hashes: Hashes | None) -> bool:
+        """Whether a bucket has the announced digests; False also if there are no prepared ``hashes``."""
         start = time.perf_counter()
         same = hashes is not None and tuple(hashes.make()) == bucket.digests
         self.seconds += time.perf_counter() - start
         return same
 
     def compare(self, bucket: Bucket, ended: Iterable[tuple[Entry, torch.Tensor]]) -> None:
-        """Compare the tensors that end in a bucket. Raises `DigestMismatch` by name."""
+        """Verify the tensors that end in a bucket. Raises `DigestMismatch`, naming the tensor."""
         if not self.algorithm:
             return
         start = time.perf_counter()
         announced = iter(bucket.digests)
         for entry, raw in ended:
-            kept = self._parts.of(entry, raw) if entry.nbytes else None
-            if kept is None:
+            needed = self._subset.of(entry, raw) if entry.nbytes else None
+            if needed is None:
                 continue
             expected = next(announced, None)
-            if expected != digest.hashed(self.algorithm, kept).value():
+            if expected != digest.hashed(self.algorithm, needed).value():
                 raise DigestMismatch(
                     f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
                     f"({'its digest differs' if expected is not None else 'no digest came with it'})"

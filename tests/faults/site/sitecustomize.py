@@ -153,14 +153,14 @@ def arm_post_load(adapter):
 
 def engine_control(module):
     @around(module.EngineControl, "open")
-    def open_control(original, self, request, parts, rank, mapped, over):
+    def open_control(original, self, request, subset, rank, mapped, cancelled):
         self.fault_rank = rank
         at("rank meets", rank=rank)
-        call, offer = original(self, request, parts, rank, mapped, over)
-        call.fault_rank = rank
+        session, offer = original(self, request, subset, rank, mapped, cancelled)
+        session.fault_rank = rank
         if at("rank met", rank=rank) == "cut":
             self._sockets[0].disconnect(request.address)
-        return call, offer
+        return session, offer
 
     @around(module.EngineControl, "confirm")
     def confirm(original, self, push, verify_s):
@@ -201,11 +201,11 @@ def incoming(*names):
             @around(getattr(module, name), "buckets")
             def buckets(original, self, stage):
                 for bucket in original(self, stage):
-                    action = at("rank takes", bucket=bucket.number, rank=self._call.fault_rank)
+                    action = at("rank takes", bucket=bucket.number, rank=self._session.fault_rank)
                     if action == "flip":
                         bucket.data[bucket.data.numel() // 2] ^= 1
                     if action == "cut":
-                        self._call._socket.disconnect(self._request.address)
+                        self._session._socket.disconnect(self._request.address)
                     yield bucket
 
     return patch

@@ -1,1 +1,1 @@
-"""How a rank loads: through the engine's own loader, or by a plan of what that did."""
+"""Loading in a rank: by the engine's own loader, or by a plan recorded from it."""

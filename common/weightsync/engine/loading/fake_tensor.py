@@ -1,4 +1,4 @@
-"""Stand-ins for checkpoint tensors: they have no data and know which slice of which tensor they are."""
+"""Fake tensors: they stand for checkpoint tensors, have no data, and know which slice of which tensor they are."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 aten: Final = torch.ops.aten
 
-#: Operations that change nothing but where the values are.
+#: Operations that copy values to other memory and change nothing else.
 COPIES: Final = (aten.clone.default, aten.lift_fresh_copy.default)
-#: A copy that only changes how the tensor is seen, after which it is a view of the same values.
+#: Copies that only change the shape, and the views of the same values that replace them.
 RESHAPES: Final[dict[Any, Any]] = {
     aten._unsafe_view.default: aten.view.default,
     aten._reshape_copy.default: aten.view.default,
     aten.view_copy.default: aten.view.default,
 }
-#: Views by place in memory and not by index: they mean nothing for what a copy was made of.
+#: Views by place in memory, not by index: of a copy they cannot be applied to the original.
 _BY_PLACE: Final = (aten.as_strided.default, aten._reshape_alias.default)
-#: Casts that lose nothing.
+#: Lossless casts.
 _WIDER: Final = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
@@ -31,25 +31,25 @@ _WIDER: Final = {
 
 
 class Unrecordable(Exception):
-    """The loader did something that cannot be recorded, whatever the parameter."""
+    """The loader did something that cannot be recorded for any parameter."""
 
 
 class Record(Protocol):
-    """What stand-ins are noted in."""
+    """The recorder, as fake tensors know it."""
 
     thread: int
-    """The thread that is recorded."""
+    """The identity of the recorded thread."""
     broken: str
-    """Why the record is not to be used."""
+    """Why the recording must not be used; empty if it may."""
     made: list[tuple[str, weakref.ref[FakeTensor]]]
-    """Every stand-in that was made, by the name of a tensor that it stands for."""
+    """Every fake tensor, with the name of a checkpoint tensor that it stands for."""
 
 
 class FakeTensor(torch.Tensor):
-    """A checkpoint tensor, or what became of one, without data.
+    """A checkpoint tensor, or a result of operations on one, without data.
 
-    The loader sees shape, strides and dtype of ``seen`` on the rank's device. ``slice`` is the part of the checkpoint
-    tensor, itself a meta tensor, whose values these are after casts to ``dtypes``; None if they were computed.
+    The loader sees the shape, strides and dtype of ``seen``, on the rank's device. ``slice`` is the part of the
+    checkpoint tensor (a meta tensor) that the values come from, after casts to ``dtypes``; None if they are computed.
     """
 
     seen: torch.Tensor
@@ -87,13 +87,13 @@ class FakeTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = next(leaf for leaf in tensors_in(args, kwargs or {}) if isinstance(leaf, FakeTensor))
-        # The recorder sees its own thread alone: what else that one writes would not be noticed.
+        # The recorder sees its own thread only: writes of another one would go unnoticed.
         where = "in another thread" if threading.get_ident() != found.recorder.thread else "after the load"
         found.recorder.broken = f"it uses {min(found.names)} {where}"
         raise Unrecordable(found.recorder.broken)
 
     def follow(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a view or a copy of this is; the same shape of results as ``func`` has."""
+        """The result of a view or a copy of this, as ``func`` returns it: one fake tensor or a list of them."""
         seen = func(self.seen, *rest, **kwargs)
         slice_: Any = None
         if self.slice is self.seen and func not in RESHAPES:
@@ -102,7 +102,7 @@ class FakeTensor(torch.Tensor):
             try:
                 slice_ = RESHAPES.get(func, func)(self.slice, *rest, **kwargs)
             except RuntimeError:
-                slice_ = None  # another shape than the slice can be seen in without a copy
+                slice_ = None  # the slice cannot be viewed in this shape without a copy
         if isinstance(seen, torch.Tensor):
             return self.like(seen, slice_)
         slices = [None] * len(seen) if slice_ is None else slice_
@@ -111,14 +111,14 @@ class FakeTensor(torch.Tensor):
     def like(
         self, seen: torch.Tensor, slice_: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] | None = None
     ) -> FakeTensor:
-        """Another stand-in for the same tensors."""
+        """Another fake tensor for the same checkpoint tensors."""
         return FakeTensor(
             self.recorder, self.names, seen, slice_, self.dtypes if dtypes is None else dtypes, self.device
         )
 
 
 def tensors_in(values: Iterable[Any], named: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
-    """The tensors among arguments of an operation, those in lists too; many times as fast as torch's own way."""
+    """The tensors among the arguments of an operation, also in lists; many times as fast as torch's own function."""
     found: list[torch.Tensor] = []
     for value in (*values, *named.values()) if named else values:
         if isinstance(value, torch.Tensor):
@@ -129,7 +129,7 @@ def tensors_in(values: Iterable[Any], named: Mapping[str, Any] | None = None) ->
 
 
 def one_cast(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether casting from each to the next is the same as casting from the first to the last."""
+    """Whether casting through all ``dtypes`` in order equals one cast from the first to the last."""
     first = dtypes[0]
     for dtype, following in itertools.pairwise(dtypes[1:]):
         if dtype not in (first, following, *_WIDER.get(first, ())):

@@ -1,10 +1,11 @@
-"""A load plan: where an engine's own loader puts every slice of a checkpoint, done again as a few grouped copies.
+"""Load plans: where an engine's own loader puts every slice of a checkpoint, repeated as a few grouped copies.
 
-It is recorded at the first push of a manifest. That push still goes through the loader, and then every copy of the plan
-must find its source at its target, bit by bit: what was worked on or laid out anew after loading shows there. Later
-pushes are replayed, in one pass over bytes: neighbours are joined, contiguous runs are copied by the C library, the
-rest by one ``_foreach_copy_``, in lists that are made once for each arena, so that the cost hardly depends on the
-number of tensors. Steps that the engine needs around a load still run.
+A plan is recorded at the first push of a manifest. That push still goes through the loader, and then every copy of the
+plan must find its source at its target, bit by bit: any processing or new layout after loading shows there.
+
+Later pushes are replayed in one pass over the bytes: neighbours are joined, contiguous runs are copied by the C
+library, the rest by one ``_foreach_copy_``. The lists of copies are made once for each arena, so the cost hardly
+depends on the number of tensors. Steps that the engine needs around a load still run.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key
 from weightsync.tensors.subset import Subset, widened
 
-#: How much is compared in one go, in bytes.
+#: Bytes that are compared at once.
 _COMPARED_BYTES: Final = 64 << 20
-#: How much of the model is compared after every replay: about 4 MiB in pieces, others each time, which takes a
-#: millisecond at most. What takes a step of Python for each is looked at in fewer.
-_LOOKED_BYTES: Final = 4 << 20
-_LOOK_BYTES: Final = 64 << 10
-_LOOKS: Final = 512
-_SLOW_LOOKS: Final = 8
-#: A loader is recorded again with this part of the tensors, at least so many; the next time with others. It is so twice
-#: in every push, so that each tensor is in 16 pushes, or sooner, and costs some 30 microseconds for each.
+#: After every replay about 4 MiB of the model are compared, in pieces, others each time; that takes a millisecond at
+#: most. Fewer strided copies are compared, since each takes a step of Python.
+_SAMPLE_BYTES: Final = 4 << 20
+_PIECE_BYTES: Final = 64 << 10
+_SAMPLES: Final = 512
+_STRIDED_SAMPLES: Final = 8
+#: The loader is recorded again with one in `_SHARES` of the tensors, but at least `_SHARE` of them, others each time.
+#: That happens twice in a push, so every tensor has its turn within 16 pushes; it costs about 30 microseconds a tensor.
 _SHARES: Final = 32
 _SHARE: Final = 64
 
@@ -47,24 +48,26 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Bound(NamedTuple):
-    """A plan's copies out of one stage. What lies in host memory is addressed, not held: the stage's owner holds it.
+    """A plan's copies out of one stage. Host memory is addressed, not referenced: the stage's owner keeps it alive.
 
-    ``ends`` counts the pieces of `_LOOK_BYTES` of the runs up to the end of each; so many are ``looks`` after a replay.
+    ``ends`` counts the pieces of `_PIECE_BYTES` up to the end of each run; ``samples`` of them are compared after a
+    replay.
     """
 
     copies: Copies
     runs: list[Run]
     ends: list[int]
-    looks: int
+    samples: int
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
 
 class LoadPlan:
-    """How to load checkpoints of one layout into one model, as its loader would.
+    """Loads checkpoints of one layout into one model, as its loader would.
 
-    ``loader`` names what only the loader itself can load, for the parameters in ``fallen``, each with its reason;
-    `replay` does all else. Making one raises `Unrecordable`, or what the loader raises, and changes no weight.
+    ``loader`` has the names of the tensors that only the loader itself can load, into the parameters in ``fallen``,
+    each with its reason; `replay` does the rest. Construction raises `Unrecordable`, or what the loader raises, and
+    changes no weight.
     """
 
     def __init__(self, loader_hooks: LoaderHooks, layout: Layout, device: torch.device):
@@ -77,28 +80,32 @@ class LoadPlan:
         self.loader = frozenset(found.unfollowed).union(*(found.touched[owner] for owner in found.fallen))
         if any(not found.touched[owner] for owner in found.fallen):
             owner = next(owner for owner in found.fallen if not found.touched[owner])
-            raise Unrecordable(f"{owner.name}: {found.fallen[owner]}, and no tensor is known that it is loaded from")
+            raise Unrecordable(
+                f"{owner.name}: {found.fallen[owner]}, and it is unknown which tensors it is loaded from"
+            )
         self._check_loader_alone(loader_hooks)
         self.copies: list[Copy] = []
         for owner, copies in _by_owner(found).items():
             if owner not in found.fallen:
                 self.copies += copies
-        #: What of the checkpoint is read, by this and by the loader for ``loader``.
-        self.parts = Subset(layout, dict(self._read()))
-        self._constants = [one for one in found.constants if self.memory.owner(one.target) not in found.fallen]
+        #: What is read of the checkpoint, by the plan and by the loader.
+        self.subset = Subset(layout, dict(self._read()))
+        self._constants = [
+            constant for constant in found.constants if self.memory.owner(constant.target) not in found.fallen
+        ]
         self._runs, self._strided = self._compile()
         self._bound: dict[int, _Bound] = {}
-        #: Parameters that nothing is loaded into, or not all; and buffers that are loaded in part.
-        self._lacking = [
+        #: Parameters that are not loaded, or not as a whole, and buffers that are loaded in part.
+        self._incomplete = [
             owner
             for owner in self.memory.owners
             if (owner.parameter or owner in found.written) and self.memory.gaps(owner, found.written.get(owner, ()))
         ]
-        #: How often a part was compared: of what is in the model, of what the loader does.
-        self._looks = self._shares = 0
+        #: How many samples were compared: of the model, and of what the loader does.
+        self._comparisons = self._rerecorded = 0
 
     def _check_loader_alone(self, loader_hooks: LoaderHooks) -> None:
-        """The loader must do the same with ``loader`` alone as it does with the whole checkpoint."""
+        """Raise `Unrecordable` unless the loader does the same with ``loader`` alone as with the whole checkpoint."""
         if not self.loader:
             return
         specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
@@ -109,7 +116,7 @@ class LoadPlan:
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
 
     def _read(self) -> Iterator[tuple[int, Box]]:
-        """For every tensor that is not read as a whole, what is."""
+        """For every tensor that is not read as a whole, its number and the box that is read."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         read = {name: Box(none, none) for name, entry in entries.items() for none in [(0,) * len(entry.spec.shape)]}
         for copy in self.copies:
@@ -127,38 +134,38 @@ class LoadPlan:
                 yield entry.number, box
 
     def unread(self) -> list[str]:
-        """Names of tensors that nothing is loaded from on this rank."""
+        """Names of the tensors that this rank does not load from."""
         read = self._recording.read()
         return [entry.spec.name for entry in self.layout.entries if entry.spec.name not in read]
 
     def unwritten(self) -> list[str]:
-        """Names of parameters that are not loaded, or not as a whole; also of buffers, if they are in part."""
+        """Names of parameters that are not loaded, or not as a whole, and of buffers that are loaded in part."""
         scalars = bool(self._recording.unfollowed)
         return sorted(
             owner.name
-            for owner in self._lacking
+            for owner in self._incomplete
             if owner in self._recording.written or not (scalars and owner.end - owner.start <= _SCALAR)
         )
 
     def loads(self, tensor: torch.Tensor) -> bool:
-        """Whether this, a parameter or buffer, is written to by every push."""
+        """Whether every push writes to this parameter or buffer."""
         return self.memory.owner(tensor) in self._recording.written
 
     def unfilled(self) -> dict[str, set[int]]:
-        """Parameters that are not loaded as a whole, with the numbers of dimensions of what they are loaded from.
+        """Parameters that are not loaded as a whole, with the numbers of dimensions of the tensors loaded into them.
 
-        Scalars are left out: scales that a checkpoint need not have.
+        Scalars are left out: they are scales, which a checkpoint need not have.
         """
         found = self._recording
         dimensions = {entry.spec.name: len(entry.spec.shape) for entry in self.layout.entries}
         return {
             owner.name: {dimensions[name] for name in found.touched.get(owner, ())}
-            for owner in self._lacking
+            for owner in self._incomplete
             if owner.parameter and owner not in found.fallen and owner.end - owner.start > _SCALAR
         }
 
     def lost(self, other: Recording) -> list[str]:
-        """Names of parameters that are loaded as a whole by what was recorded there, and not by this."""
+        """Names of parameters that ``other`` loads as a whole, and this plan does not."""
         mine, theirs = self._recording.written, other.written
         return [
             owner.name
@@ -168,10 +175,10 @@ class LoadPlan:
             and self.memory.gaps(owner, mine.get(owner, ()))
         ]
 
-    # --- doing it again
+    # --- replay
 
     def _compile(self) -> tuple[list[Run], list[tuple[Copy, Entry]]]:
-        """Copies as runs of bytes, sources counted from the stage's first byte; and all others."""
+        """The copies that are runs of bytes, with sources relative to the stage's first byte; and all other copies."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         runs: list[Run] = []
         strided: list[tuple[Copy, Entry]] = []
@@ -185,7 +192,7 @@ class LoadPlan:
         return sorted(runs), strided
 
     def _runs_from(self, stage: Stream) -> list[Run]:
-        """The runs as addresses, neighbours joined."""
+        """The runs with the addresses of this stage, neighbours joined."""
         joined: list[Run] = []
         for at, target, nbytes in self._runs:
             run = Run(stage[at : at + nbytes].data_ptr(), target, nbytes)
@@ -197,35 +204,35 @@ class LoadPlan:
         return joined
 
     def bind(self, stage: Stream) -> None:
-        """Get ready to `replay` out of ``stage``, of the layout's bytes; nothing the second time."""
+        """Prepare to `replay` out of ``stage``, which holds the stream; a second call does nothing."""
         if key(stage) in self._bound:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._bound[key(stage)] = self._bind(stage)
 
     def _bind(self, stage: Stream) -> _Bound:
-        constants = [(one.target, one.value.expand(one.target.shape)) for one in self._constants]
+        constants = [(each.target, each.value.expand(each.target.shape)) for each in self._constants]
         strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
         pairs = [*constants, *strided]
         runs = self._runs_from(stage)
-        ends = list(itertools.accumulate(-(-run.nbytes // _LOOK_BYTES) for run in runs))
+        ends = list(itertools.accumulate(-(-run.nbytes // _PIECE_BYTES) for run in runs))
         nbytes = sum(run.nbytes for run in runs)
         return _Bound(
             Copies(runs),
             runs,
             ends,
-            min(_LOOKS, _LOOKED_BYTES * ends[-1] // nbytes) if nbytes else 0,
+            min(_SAMPLES, _SAMPLE_BYTES * ends[-1] // nbytes) if nbytes else 0,
             [target for target, _ in pairs],
             [source for _, source in pairs],
         )
 
     def keep(self, stages: Iterable[Stream]) -> None:
-        """Forget what was made ready for other memory than these stages, and let go of it."""
+        """Drop what was prepared for any other memory than these stages."""
         keys = set(map(key, stages))
         self._bound = {which: bound for which, bound in self._bound.items() if which in keys}
 
     def replay(self, stage: Stream) -> None:
-        """Copy every slice to where the loader would. Costs the bytes, and next to nothing for each tensor."""
+        """Copy every slice to where the loader would put it. The number of tensors hardly matters to the time."""
         self.bind(stage)
         bound = self._bound[key(stage)]
         bound.copies.make()
@@ -234,7 +241,7 @@ class LoadPlan:
                 torch._foreach_copy_(bound.targets, bound.sources)
 
     def differs(self, stage: Stream) -> str:
-        """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if all are."""
+        """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if there is none."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         alike = all(_memcmp(*run) == 0 for run in self._runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
@@ -249,51 +256,51 @@ class LoadPlan:
         return ""
 
     def strays(self, stage: Stream) -> str:
-        """Name of a parameter that is not, where it is looked at, what `replay` put there; every time elsewhere."""
-        bound, turn = self._bound[key(stage)], self._looks
-        self._looks += 1
-        for piece in _moving(bound.ends[-1] if bound.ends else 0, turn, bound.looks):
+        """Name of a parameter that is not, in a sample, what `replay` put there; another sample each time."""
+        bound, turn = self._bound[key(stage)], self._comparisons
+        self._comparisons += 1
+        for piece in _sample(bound.ends[-1] if bound.ends else 0, turn, bound.samples):
             at = bisect.bisect_right(bound.ends, piece)
             source, target, nbytes = bound.runs[at]
-            into = (piece - (bound.ends[at - 1] if at else 0)) * _LOOK_BYTES
-            if _memcmp(source + into, target + into, min(_LOOK_BYTES, nbytes - into)):
+            into = (piece - (bound.ends[at - 1] if at else 0)) * _PIECE_BYTES
+            if _memcmp(source + into, target + into, min(_PIECE_BYTES, nbytes - into)):
                 owner = self.memory.owner_at(target + into)
                 return owner.name if owner is not None else ""
         with torch.inference_mode(False), torch.no_grad():
-            for at in _moving(len(bound.targets), turn, _SLOW_LOOKS):
+            for at in _sample(len(bound.targets), turn, _STRIDED_SAMPLES):
                 if not _same(_rows(bound.sources[at], turn), _rows(bound.targets[at], turn)):
                     owner = self.memory.owner(bound.targets[at])
                     return owner.name if owner is not None else ""
         return ""
 
-    def redone(self, loader_hooks: LoaderHooks, share: bool) -> str:
-        """Name of something that the loader does otherwise than it did when this was made, recorded again.
+    def changed(self, loader_hooks: LoaderHooks, sample: bool) -> str:
+        """Record the loader again; returns the name of something that it now does differently, empty if nothing.
 
-        With a ``share`` only some of the tensors are, every time others. Raises as `record`.
+        With ``sample``, only with some of the tensors, others each time. Raises as `record`.
         """
         specs = [entry.spec for entry in self.layout.entries]
-        if not share:
+        if not sample:
             return self._recording.differs(record(loader_hooks, specs, self._device, self.memory))
         specs = [spec for spec in specs if spec.name not in self.loader]
-        specs = [specs[at] for at in _moving(len(specs), self._shares, max(_SHARE, len(specs) // _SHARES))]
+        specs = [specs[at] for at in _sample(len(specs), self._rerecorded, max(_SHARE, len(specs) // _SHARES))]
         names = frozenset(spec.name for spec in specs)
-        self._shares += 1
+        self._rerecorded += 1
         if not names:
             return ""
         return self._recording.differs(record(loader_hooks, specs, self._device, self.memory), names)
 
 
-def _moving(count: int, turn: int, most: int) -> range:
-    """At most so many of ``count`` places, spread over all of them; each of them once in as many turns as it takes."""
+def _sample(count: int, turn: int, most: int) -> range:
+    """At most ``most`` of ``count`` numbers, evenly spread; successive turns go through all of them."""
     step = max(1, -(-count // max(1, most)))
     return range(turn % step, count, step)
 
 
 def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Some of a tensor, another part with every turn."""
+    """Some rows of a tensor, others in every turn."""
     if not tensor.ndim or not tensor.numel():
         return tensor
-    rows = max(1, _LOOK_BYTES * len(tensor) // tensor.nbytes)
+    rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
     start = turn * rows % len(tensor)
     return tensor.narrow(0, start, min(rows, len(tensor) - start))
 
@@ -303,12 +310,12 @@ _SCALAR: Final = 8
 
 
 def _refuse_conflicts(found: Recording) -> None:
-    """Parameters that are written to twice in one place fall back: grouped copies have no order."""
+    """Leave parameters of which a part is written twice to the loader: grouped copies have no order."""
     for owner, copies in _by_owner(found).items():
         if owner in found.fallen:
             continue
         targets = [copy.target for copy in copies]
-        targets += [one.target for one in found.constants if found.memory.owner(one.target) == owner]
+        targets += [each.target for each in found.constants if found.memory.owner(each.target) == owner]
         try:
             if overlap(targets):
                 found.fallen[owner] = "a part of it is written twice"
@@ -317,7 +324,7 @@ def _refuse_conflicts(found: Recording) -> None:
 
 
 def _by_owner(found: Recording) -> dict[Owner, list[Copy]]:
-    """Copies by parameter, each once, and every parameter that constants are written to."""
+    """The copies by parameter, without duplicates."""
     groups: dict[Owner, dict[Any, Copy]] = {}
     for copy in found.copies:
         owner = found.memory.owner(copy.target)
@@ -353,7 +360,7 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _same(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether copying would change no bit."""
+    """Whether copying ``source`` to ``target`` would change no bit."""
     alike = source.dtype == target.dtype and source.device == target.device
     if alike and source.device.type == "cpu" and source.is_contiguous() and target.is_contiguous():
         return bool(_memcmp(source.data_ptr(), target.data_ptr(), target.nbytes) == 0)
@@ -361,9 +368,9 @@ def _same(source: torch.Tensor, target: torch.Tensor) -> bool:
         source, target = source.view(1), target.view(1)
     rows = max(1, _COMPARED_BYTES // max(1, math.prod(target.shape[1:]) * target.itemsize))
     pairs = zip(torch.split(source, rows), torch.split(target, rows), strict=True)
-    return all(torch.equal(_bits(one.to(device=other.device, dtype=other.dtype)), _bits(other)) for one, other in pairs)
+    return all(torch.equal(_bits(ours.to(device=own.device, dtype=own.dtype)), _bits(own)) for ours, own in pairs)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # Also where the only element of a dimension has a stride of its own.
+    # The clone also normalises the stride of a dimension with one element.
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

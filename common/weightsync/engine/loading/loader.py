@@ -1,9 +1,10 @@
-"""How one rank loads: what a complete push is, and whether its load plan or the engine's own loader brings it in.
+"""Loading in one rank: what a complete push is, and whether a load plan or the engine's own loader loads it.
 
-A plan is compared all along, outside of the pause: at prepare and before each commit with the model's addresses, the
-simple values of its modules and the environment, and with what the loader does to a few tensors, others each time. What
-differs is recorded anew, and that push goes through the loader. After a replay 4 MiB of the live parameters are
-compared with the stage; where they differ the loader brings the push in, and the plan is dropped.
+A plan is checked continually, outside of the pause. At prepare and before each commit it is compared with the model's
+addresses, the simple values of its modules and the environment, and with what the loader does to a few tensors, others
+each time. If anything differs, the loader is recorded again, and that push goes through the loader. After a replay, 4
+MiB of the live parameters are compared with the stage; if they differ, the loader loads the push, and the plan is
+dropped.
 """
 
 from __future__ import annotations
@@ -35,20 +36,18 @@ from weightsync.tensors.subset import Subset
 logger = logging.getLogger(__name__)
 
 _OWN: Final = "the engine's own loader"
-#: What a sample may cost in every look, in seconds of this thread; one that takes n times as long is made in every n-th
-#: look, and at the latest after so many.
+#: Seconds of this thread's CPU that a sample may take in every check. One that takes n times as long is taken in every
+#: n-th check, and at least in every `_RESTS`-th.
 _SAMPLE_S: Final = 0.05
 _RESTS: Final = 16
 
 
 class Loading:
-    """One rank's ways to load. Methods are called from the engine's loop; only `keep` may come from elsewhere.
+    """The ways of one rank to load. Only `keep` may be called from outside of the engine's loop.
 
-    A plan is recorded for the manifest of a push, before anything of it is accepted. The engine's loader brings in the
-    first push; the plan is trusted once all that it would have copied is found where it would have put it. Before it
-    is used again what the loader depends on is looked at, and a part of the tensors is recorded again; afterwards, a
-    part of the model is compared with what was pushed. A plan that is not right any more is dropped. `states.PLAN` says
-    what may follow what.
+    A plan is recorded for the manifest of a push before the push is accepted. The engine's loader loads the first push;
+    the plan is trusted once everything it would have copied is found where it would have put it. `states.PLAN` is its
+    state machine.
     """
 
     def __init__(self, adapter: Adapter):
@@ -61,33 +60,32 @@ class Loading:
         self._dependencies: Dependencies | None = None
         self._machine: Machine[PlanState] = Machine(PLAN, "unrecorded", f"the load plan of rank {adapter.rank}")
         self._why = ""
-        #: The loader was seen to keep tensors, or cannot be seen through: what it gets is its own.
-        self._gives_away = False
-        #: What the last manifest fills and leaves out, and how long the engine stood still to find out.
+        #: The loader keeps tensors, or may do so: it gets clones.
+        self._loads_clones = False
+        #: What the last manifest fills and leaves out, and how long the engine did not generate to find out.
         self._accepted, self._filled = Accepted(), ModelStatus()
         self._record_s = 0.0
-        #: Pushes that the plan has loaded, and by what was compared, the last comparison.
-        self._pushes = 0
-        self._looked = ""
-        #: So many looks are still to do without a sample.
-        self._rest = 0
-        self._compared: dict[str, Comparison] = {}
+        self._pushes = 0  # loaded by the plan
+        #: The push that was last checked before its commit.
+        self._checked_push = ""
+        self._rest = 0  # checks left to do without a sample
+        self._compared: dict[str, Comparison] = {}  # the last of each kind
 
     @property
     def path(self) -> str:
-        """For `http.RankStatus.loading`; empty before the first push."""
+        """How this rank loads, for `http.RankStatus.loading`; empty before the first push."""
         if self._plan is None:
             return f"{_OWN}: {self._why}" if self._why else ""
         if not self._machine.allows("replay"):
             return f"{_OWN}: the load plan is checked by the first push that commits"
         rest = [f"{name} ({why})" for name, why in self._plan.fallen.items()]
         rest += [] if self._plan.fallen else sorted(self._plan.loader)
-        parts = self._plan.parts
-        share = f", reads {100 * parts.nbytes / parts.layout.payload_bytes:.0f} % of a push" if parts.name else ""
+        subset = self._plan.subset
+        share = f", reads {100 * subset.nbytes / subset.layout.payload_bytes:.0f} % of a push" if subset.name else ""
         return f"load plan, {len(self._plan.copies)} copies{share}" + (f"; {_OWN} for {listed(rest)}" if rest else "")
 
     def status(self) -> ModelStatus | None:
-        """What the manifest that was accepted last fills, and what was compared; None before there is one."""
+        """What the last accepted manifest fills, and the last comparisons; None before the first manifest."""
         if self._layout is None:
             return None
         return structs.replace(self._filled, pushes=self._pushes, compared=tuple(self._compared.values()))
@@ -95,19 +93,19 @@ class Loading:
     # --- what is complete
 
     def accept(self, manifest: Sequence[TensorSpec], known: str = "", push: str = "") -> Layout:
-        """The layout of a push that is complete. Raises `ManifestMismatch` by name for one that is not.
+        """Return the layout of a complete push. Raises `ManifestMismatch`, naming tensors, if it is not complete.
 
-        What is complete says the checkpoint that the engine was started with; whether its loader passes over some of
-        it, the front end can tell from `accepted` of all ranks. Where nothing tells what that is, every parameter must
-        be loaded as a whole, and no tensor may be left unread by all ranks. An empty manifest is that of the push
-        before, if its layout has the name ``known``; else `ManifestUnknown` is raised.
+        The checkpoint that the engine was started with says what is complete; whether the loader skips some of it, the
+        front end can tell from `accepted` of all ranks. If there is no such checkpoint, every parameter must be loaded
+        as a whole, and no tensor may be left unread by all ranks. An empty manifest stands for that of the push before,
+        if the name of its layout is ``known``; otherwise `ManifestUnknown` is raised.
         """
         if known and not manifest:
             if self._layout is None or self._layout.name != known:
-                raise ManifestUnknown(f"rank {self._adapter.rank} knows no manifest {known}; send it")
+                raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
             manifest = self._manifest
         layout = self._layout if manifest == self._manifest else None
-        if layout is not None and not self._revised(layout, push, sample=True):
+        if layout is not None and not self._record_if_changed(layout, push, sample=True):
             return layout
         expected = self._known()
         self._layout = None
@@ -124,12 +122,12 @@ class Loading:
         return layout
 
     def accepted(self) -> Accepted:
-        """What to answer to a push that was accepted."""
+        """The reply to a push that was accepted."""
         found = self._accepted
         return Accepted(found.unread, found.skipped, found.unwritten, self.ready().record_s)
 
     def ready(self) -> Ready:
-        """What to answer once it was looked up; what recording took is told once."""
+        """The reply after `prepare_load`; the seconds that recording took are reported once."""
         seconds, self._record_s = self._record_s, 0.0
         return Ready(seconds)
 
@@ -159,7 +157,7 @@ class Loading:
             self._machine.move("recorded")
         except Exception as error:
             self._machine.move("sealed")
-            self._plan, self._gives_away = None, True
+            self._plan, self._loads_clones = None, True
             self._why = f"it cannot be recorded ({type(error).__name__}: {error})"
             logger.info("%s", self.path)
         finally:
@@ -183,22 +181,21 @@ class Loading:
 
     def _check_coverage(self, unknown: ManifestMismatch) -> None:
         if self._plan is None:
-            raise ManifestMismatch(f"{unknown}; nor does recording the engine's loader tell: {self._why}")
+            raise ManifestMismatch(f"{unknown}; and the engine's loader does not show it either: {self._why}")
         if unwritten := self._plan.unwritten():
             raise ManifestMismatch(
-                f"the push does not fit the engine's model: nothing that was sent is loaded into {listed(unwritten)}; "
-                "send the whole checkpoint, or start the engine from a folder that holds one, which then says what is "
-                "whole"
+                f"the push does not fit the engine's model: no pushed tensor is loaded into {listed(unwritten)}; send "
+                "the whole checkpoint, or start the engine from a folder with one, which then says what is complete"
             )
 
     def _check_optional(self, expected: Expected, manifest: Sequence[TensorSpec]) -> None:
-        """A tied tensor may be left out only where the engine gets its weights from the other one."""
+        """Raise `ManifestMismatch` if a tied tensor is left out and the engine does not load the other in its place."""
         if self._plan is None or self._hooks is None or len(manifest) == len(expected.specs):
             return
         try:
             whole = record(self._hooks, expected.specs, self._adapter.device, self._plan.memory)
         except Exception as error:
-            logger.info("what the engine's loader does with the whole checkpoint cannot be recorded: %s", error)
+            logger.info("loading the whole checkpoint cannot be recorded: %s", error)
             return
         if lost := self._plan.lost(whole):
             left_out = {spec.name for spec in expected.specs} - {spec.name for spec in manifest}
@@ -207,10 +204,10 @@ class Loading:
                 f"{listed(lost)}; send them too"
             )
 
-    # --- whether what was recorded still holds
+    # --- whether the recording still holds
 
     def _unmoved(self) -> bool:
-        """Whether the plan's memory is still the model's, or that there is no plan."""
+        """Whether the model's memory is where it was when the plan was recorded, or there is no plan."""
         if self._plan is None or self._hooks is None:
             return True
         hooks = self._adapter.loader_hooks()
@@ -218,18 +215,18 @@ class Loading:
             isinstance(hooks, LoaderHooks) and hooks.model is self._plan.memory.model and self._plan.memory.is_unmoved()
         )
 
-    def _revised(self, layout: Layout, push: str, *, sample: bool) -> bool:
-        """Whether the plan for this layout did not hold any more, and was made anew."""
+    def _record_if_changed(self, layout: Layout, push: str, *, sample: bool) -> bool:
+        """Record the loader again if the plan for this layout no longer holds; returns whether it did so."""
         if not self._unmoved():
             why = "the model's memory has moved"
-        elif not (why := self._strayed(push, sample)):
+        elif not (why := self._find_change(push, sample)):
             return False
         logger.warning("rank %d: %s; its load plan is recorded again", self._adapter.rank, why)
         self._record(layout)
         return True
 
-    def _strayed(self, push: str, sample: bool) -> str:
-        """Why a trusted plan is not what the loader does; empty if it is, as far as a cheap look can tell."""
+    def _find_change(self, push: str, sample: bool) -> str:
+        """Why a trusted plan no longer is what the loader does; empty if no cheap check finds a difference."""
         plan, hooks, dependencies = self._plan, self._hooks, self._dependencies
         if plan is None or hooks is None or dependencies is None or not self._machine.allows("replay"):
             return ""
@@ -240,9 +237,9 @@ class Loading:
             if not (changed or sample):
                 return ""
             with uncollected():
-                found = self._sampled(plan, hooks) if sample and not changed else "some"
-                # A loader may do with a few tensors what it does not do with all: only all of them decide.
-                found = found and plan.redone(hooks, share=False)
+                found = self._sample(plan, hooks) if sample and not changed else "some"
+                # With few tensors a loader may behave differently than with all: only a full recording decides.
+                found = found and plan.changed(hooks, sample=False)
             if changed and not found:
                 dependencies.was_harmless(changed)
         except Exception as error:
@@ -250,7 +247,7 @@ class Loading:
         finally:
             self._record_s += time.perf_counter() - start
         why = f"{listed(changed)} changed, and " if changed else ""
-        fault = f"{why}the loader does not do what was recorded with {found}" if found else ""
+        fault = f"{why}the loader no longer does what was recorded with {found}" if found else ""
         self._note("what the loader does", push, fault)
         return fault
 
@@ -258,25 +255,25 @@ class Loading:
         self._rest -= 1
         return self._rest < 0
 
-    def _sampled(self, plan: LoadPlan, hooks: LoaderHooks) -> str:
-        """As `LoadPlan.redone` of some tensors; where that costs much, the next looks do without."""
+    def _sample(self, plan: LoadPlan, hooks: LoaderHooks) -> str:
+        """As `LoadPlan.changed` with a sample; if that is expensive, the next checks do without."""
         start = time.thread_time()
-        found = plan.redone(hooks, share=True)
+        found = plan.changed(hooks, sample=True)
         self._rest = min(_RESTS, int((time.thread_time() - start) / _SAMPLE_S))
         return found
 
     def _note(self, what: str, push: str, fault: str) -> None:
         self._compared[what] = Comparison(what, push, fault)
 
-    def look_up(self, staged: Staged | None, push: str = "") -> None:
-        """Before generation stops to load this: get ready; what does not hold any more is recorded again."""
-        lacked = self._accepted.unwritten.keys()
+    def prepare_load(self, staged: Staged | None, push: str = "") -> None:
+        """Prepare to load, before generation stops; record a changed loader again. Raises `TransferFailed`."""
+        before = self._accepted.unwritten.keys()
         if self._layout is not None:
-            # Some engines ask once more when they are about to stop.
-            self._revised(self._layout, push, sample=push != self._looked or not push)
-            self._looked = push
-        if worse := self._accepted.unwritten.keys() - lacked:
-            self._layout = None  # so that the next push is compared anew, by all ranks
+            # Some engines call this twice for a push.
+            self._record_if_changed(self._layout, push, sample=push != self._checked_push or not push)
+            self._checked_push = push
+        if worse := self._accepted.unwritten.keys() - before:
+            self._layout = None  # so that all ranks check the next push in full
             raise TransferFailed(
                 f"rank {self._adapter.rank}: the engine's loader has changed since the push was accepted, and does not "
                 f"load {listed(worse)} any more; push again"
@@ -285,39 +282,41 @@ class Loading:
             return
         if self._plan is not None and self._replays(staged):
             self._plan.bind(staged.data)
-        elif staged.parts.name:
+        elif staged.subset.name:
             raise TransferFailed(
-                f"rank {self._adapter.rank} holds the parts that it read by a load plan which no longer fits its "
-                "model; push again"
+                f"rank {self._adapter.rank} holds only what its load plan reads, which no longer fits its model; "
+                "push again"
             )
 
     def _replays(self, staged: Staged) -> bool:
         plan = self._plan
         if plan is None or not self._machine.allows("replay") or staged.layout is not plan.layout:
             return False
-        return staged.parts.name in ("", plan.parts.name)
+        return staged.subset.name in ("", plan.subset.name)
 
-    def parts(self, layout: Layout) -> Subset:
-        """What this rank needs of a push that was accepted: what its load plan reads, once that is trusted."""
+    def subset(self, layout: Layout) -> Subset:
+        """What this rank needs of an accepted push: the subset that its load plan reads, once that is trusted."""
         plan = self._plan
         if plan is None or not self._machine.allows("replay") or plan.layout is not layout:
-            return Subset(layout, {})  # it may be the engine's loader that brings it in
-        return plan.parts if not plan.parts.name or self._unmoved() else Subset(layout, {})
+            return Subset(layout, {})  # the engine's loader may have to load it
+        return plan.subset if not plan.subset.name or self._unmoved() else Subset(layout, {})
 
     # --- loading
 
     def load(self, staged: Staged) -> None:
-        """Load a whole version. Raises whatever the engine raises, and as `Staged.check`."""
+        """Load a version. Raises whatever the engine raises, and as `Staged.check`."""
         self._load(staged)
-        # The sender takes its memory back on the reply: nothing may still be reading it.
+        # On the reply the sender may write to its memory again: nothing may still be reading it.
         arenas.synchronize(self._adapter.device)
         staged.check()
 
     def _load(self, staged: Staged) -> None:
         plan = self._plan
         if plan is None or not self._replays(staged):
-            if staged.parts.name:
-                raise WrongState(f"rank {self._adapter.rank} holds parts that no load plan is for")
+            if staged.subset.name:
+                raise WrongState(
+                    f"rank {self._adapter.rank} holds only parts of a version, and has no load plan for them"
+                )
             self._load_by_engine(staged)
             if plan is not None and staged.layout is plan.layout and self._machine.allows("alike"):
                 self._check(plan, staged)
@@ -329,51 +328,53 @@ class Loading:
             self._pushes += 1
             return
         self._drop(why)
-        if staged.parts.name:
-            raise WrongState(f"rank {self._adapter.rank} holds parts that no load plan is for any more: {why}")
+        if staged.subset.name:
+            raise WrongState(
+                f"rank {self._adapter.rank} holds only parts of a version, and its load plan no longer holds: {why}"
+            )
         self._load_by_engine(staged)
 
     def _replay(self, plan: LoadPlan, staged: Staged) -> str:
-        """Why what was pushed is not in the model after all; empty if it is, as far as it was looked at."""
+        """Replay the plan; returns why the model does not hold the push, empty if a sample of it does."""
         assert self._hooks is not None
         with self._hooks.around():
-            # What is done around a load may bring back other memory than was there when it was looked at.
+            # The steps around a load may have moved memory since the check.
             moved = not plan.memory.is_unmoved()
             if not moved:
                 plan.replay(staged.data)
                 if plan.loader:
                     self._hooks.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
         if moved or not plan.memory.is_unmoved():
-            return "its memory moves while it is loaded"
+            return "the memory of its model moves while it is loaded"
         arenas.synchronize(self._adapter.device)
         name = plan.strays(staged.data)
-        return f"{name} is not what was copied to it: it is worked on after loading" if name else ""
+        return f"{name} is not what was copied to it: it is processed after loading" if name else ""
 
     def _load_by_engine(self, staged: Staged) -> None:
-        """Through the engine's own path. Raises what that does, or `WrongState` if the model would be the sender's."""
+        """Load with the engine's loader. Raises what that raises, or `WrongState` if a parameter lies in the stage."""
         tensors = staged.tensors()
-        self._adapter.load(_given_away(tensors) if self._gives_away else tensors)
+        self._adapter.load(_cloned(tensors) if self._loads_clones else tensors)
         hooks = self._adapter.loader_hooks()
         taken = inside(hooks.model, spans(staged.data)) if isinstance(hooks, (LoaderHooks, Sealed)) else ""
         if taken:
-            self._gives_away = True
+            self._loads_clones = True
             raise WrongState(
                 f"the engine's loader did not copy {taken} but kept the tensor that it was given, which lies in memory "
-                "of the sender or of the next push; with the next push it gets memory of its own: push again"
+                "that the next push overwrites; from the next push on it gets clones: push again"
             )
 
     def _check(self, plan: LoadPlan, staged: Staged) -> None:
-        """The engine has loaded what the plan would have: trust the plan if the weights lie where it puts them."""
+        """After the engine's loader has loaded a version: trust the plan if every weight is where it would put it."""
         why = ""
         if not self._unmoved():
-            why = "it lays the parameters out anew with every load"
+            why = "it moves the parameters with every load"
         elif name := plan.differs(staged.data):
-            why = f"what it makes of {name} is not what was recorded: it is worked on after loading"
+            why = f"{name} is not what was recorded: it is processed after loading"
         else:
             try:
                 self._dependencies = Dependencies(plan.memory.model, plan.loads)
-            except Exception as error:  # the weights are right, and it is only the plan that nothing can be told of
-                why = f"what it depends on cannot be told ({type(error).__name__}: {error})"
+            except Exception as error:  # the weights are right, but the plan cannot be checked later
+                why = f"what it depends on cannot be determined ({type(error).__name__}: {error})"
         self._note("what the engine loaded", staged.push, why)
         if why:
             self._drop(why)
@@ -388,11 +389,11 @@ class Loading:
         self._plan, self._hooks, self._why = None, None, why
 
     def keep(self, stages: Iterable[Stream]) -> None:
-        """Let go of all memory but these stages."""
+        """Drop references to any other stage than these."""
         if (plan := self._plan) is not None:
             plan.keep(stages)
 
 
-def _given_away(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each in memory of its own, made when it is asked for."""
+def _cloned(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in memory of their own, each cloned when it is requested."""
     return ((name, tensor.clone()) for name, tensor in tensors)

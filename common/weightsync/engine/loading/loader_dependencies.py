@@ -1,6 +1,6 @@
-"""What a loader may depend on beside the tensors it is given: told apart from what it was by one cheap look.
+"""What a loader may depend on beside the tensors it is given, and a cheap check whether that has changed.
 
-They are simple values that modules hold, maps of experts and ranks among them, and the environment.
+That is the environment, and the simple values that modules hold, such as maps of experts and ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy
 import torch
 
-#: What torch itself keeps in every module; parameters and submodules are watched by `model_memory.Memory`.
+#: The attributes of torch in every module; `model_memory.Memory` watches parameters and submodules.
 _TORCHS: Final = frozenset(torch.nn.Module().__dict__)
-#: Larger lists, dictionaries and tensors are not looked at: maps of experts and ranks are small.
+#: Larger lists, dictionaries and tensors are not watched: maps of experts and ranks are small.
 _LARGEST_BYTES: Final = 64 << 10
 _LARGEST: Final = 4096
-#: How often something may change while the loader goes on as before, until it is no longer looked at.
+#: After so many changes without an effect on the loader, a value is no longer watched.
 _HARMLESS: Final = 3
 
 _SIMPLE: Final = (
@@ -41,11 +41,11 @@ _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunct
 
 
 class Dependencies:
-    """Simple values that a model's modules hold, and what they refer to one step further; and the environment.
+    """Simple values of a model's modules and of the objects that these refer to, and the environment.
 
-    These are numbers, names, and small lists, dictionaries and tensors of integers: what says which expert is where.
-    ``loaded`` tells of a buffer whether pushes write to it. A look costs less than a microsecond for each attribute
-    of modules, in C, and some for each list, dictionary or tensor.
+    Simple values are numbers, strings, and small lists, dictionaries and integer tensors, such as say which expert is
+    where. ``loaded`` tells whether pushes write to a buffer. A check takes less than a microsecond for each attribute,
+    in C, and some microseconds for each list, dictionary or tensor.
     """
 
     def __init__(self, model: torch.nn.Module, loaded: Callable[[torch.Tensor], bool]):
@@ -54,10 +54,10 @@ class Dependencies:
         self.take()
 
     def take(self) -> None:
-        """What there is now is what it is compared with from here on."""
-        #: By dictionary: where it is, what it holds by which keys, and how many entries it has.
+        """Take the present values as those to compare with."""
+        #: For each dictionary: where it is, the watched keys, how to get their values, the values, its length.
         self._values: list[tuple[str, dict[str, Any], tuple[str, ...], Any, tuple[Any, ...], int]] = []
-        #: What takes a step of Python: where it is, its dictionary and key, how it is compared and with what.
+        #: Values that take a step of Python: where, the dictionary and key, how to compare, and with what.
         self._others: list[tuple[str, dict[str, Any], str, Callable[[Any, Any], bool], Any]] = []
         self._objects: set[int] = set()
         for name, module in self._model.named_modules():
@@ -77,8 +77,8 @@ class Dependencies:
                 continue
             elif _is_flat(value):
                 self._others.append((name, held, key, _is_equal, copy.copy(value)))
-            elif (made := _made_of(value)) is not None:
-                self._others.append((name, held, key, _is_made_so, made))
+            elif (snapshot := _snapshot(value)) is not None:
+                self._others.append((name, held, key, _is_unchanged, snapshot))
             elif deeper and _is_object(value):
                 self._others.append((name, held, key, operator.is_, value))
                 if id(value) not in self._objects:
@@ -89,14 +89,14 @@ class Dependencies:
             self._values.append((where, held, tuple(keys), get, get(held), len(held)))
 
     def changed(self) -> list[str]:
-        """Where something is not what it was."""
-        found = [name for name, held, key, kind, made in self._others if not kind(held.get(key), made)]
+        """Where a value is not what it was."""
+        found = [name for name, held, key, kind, snapshot in self._others if not kind(held.get(key), snapshot)]
         for where, held, keys, get, values, count in self._values:
             try:
                 if get(held) == values and (len(held) == count or self._seen[where] >= _HARMLESS):
                     continue
             except Exception:
-                pass  # something is gone, or is now something that cannot be compared
+                pass  # a key is gone, or its value cannot be compared any more
             found += self._which(where, held, keys, values) or [where]
         if dict(os.environ) != self._environment:
             names = os.environ.keys() | self._environment.keys()
@@ -111,17 +111,17 @@ class Dependencies:
         return [f"{where}.{key}" if where else key for key in changed]
 
     def was_harmless(self, names: list[str]) -> None:
-        """These have changed, and the loader does what it did. What changes all the time is looked at no more."""
+        """Note that the loader does what it did although these changed; stop watching those that keep changing."""
         self._seen.update(names)
         self.take()
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it holds plain values and nothing else: most lists and dictionaries do, and are compared in C."""
+    """Whether it holds plain values only: most lists and dictionaries do, and are compared in C."""
     if type(value) not in (tuple, list, dict, set, frozenset) or len(value) > _LARGEST:
         return False
     inside = (*value, *value.values()) if isinstance(value, dict) else value
-    return all(type(one) in _SIMPLE for one in inside)
+    return all(type(element) in _SIMPLE for element in inside)
 
 
 def _is_equal(value: Any, kept: Any) -> bool:
@@ -129,21 +129,21 @@ def _is_equal(value: Any, kept: Any) -> bool:
         same: bool = type(value) is type(kept) and value == kept
         return same
     except Exception:
-        return False  # it holds something by now that cannot be compared
+        return False  # it now holds something that cannot be compared
 
 
-def _is_made_so(value: Any, made: tuple[Any, ...]) -> bool:
-    return _made_of(value) == made
+def _is_unchanged(value: Any, snapshot: tuple[Any, ...]) -> bool:
+    return _snapshot(value) == snapshot
 
 
 def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (*_OPAQUE, torch.Tensor, torch.nn.Module))
 
 
-def _made_of(value: Any) -> tuple[Any, ...] | None:
-    """Something that is equal as long as a list, dictionary or tensor is; None for all others, and what is large."""
+def _snapshot(value: Any) -> tuple[Any, ...] | None:
+    """A tuple that is equal as long as the list, dictionary or tensor is; None for anything else or larger."""
     if isinstance(value, torch.Tensor):
-        return _made_of_tensor(value)
+        return _snapshot_of_tensor(value)
     if isinstance(value, numpy.ndarray):
         few = value.dtype.kind in "biu" and value.nbytes <= _LARGEST_BYTES
         return ("array", value.shape, value.tobytes()) if few else None
@@ -155,7 +155,7 @@ def _made_of(value: Any) -> tuple[Any, ...] | None:
         return None
 
 
-def _made_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _snapshot_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes > _LARGEST_BYTES:
         return None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.is_meta:
@@ -168,19 +168,19 @@ def _made_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 class _NotPlain(Exception):
-    """Something else than plain values is in there."""
+    """A container holds something other than plain values."""
 
 
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, (set, frozenset)):
-        if not all(type(one) in _SIMPLE for one in value):
+        if not all(type(element) in _SIMPLE for element in value):
             raise _NotPlain
         yield frozenset(value)
         return
-    for one in value.items() if isinstance(value, dict) else value:
-        if type(one) in _SIMPLE or isinstance(one, enum.Enum):
-            yield one
-        elif (made := _made_of(one)) is not None:
-            yield made
+    for element in value.items() if isinstance(value, dict) else value:
+        if type(element) in _SIMPLE or isinstance(element, enum.Enum):
+            yield element
+        elif (snapshot := _snapshot(element)) is not None:
+            yield snapshot
         else:
             raise _NotPlain

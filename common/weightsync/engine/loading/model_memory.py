@@ -1,4 +1,4 @@
-"""Where a model's parameters and buffers lie, and whether they still do."""
+"""The memory of a model's parameters and buffers, and whether it has moved."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy
 import numpy.typing
 import torch
 
-#: More pieces than this of one parameter are not looked at one by one.
+#: The largest number of pieces of one tensor that are handled one by one.
 _PIECES: Final = 1 << 22
 
-#: Pairs of addresses, from and to, in order.
+#: Pairs of addresses: start, and end (exclusive).
 Spans = numpy.typing.NDArray[numpy.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """Memory of one parameter or buffer, or of several that share it; ``name`` is the first one's.
+    """The memory of one parameter or buffer, or of several that share it; ``name`` is that of the first.
 
-    Compared by identity: each belongs to one `Memory`.
+    Owners are compared by identity: each belongs to one `Memory`.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Owner:
 
 
 class Memory:
-    """The memory of every parameter and buffer of a model, by address, as it is when this is made."""
+    """The memory of every parameter and buffer of a model, by address, at the time of construction."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        #: Every link from a module to what it holds: the dictionary, the key in it, the value.
+        #: For everything that a module holds: the dictionary, the key in it, the value.
         self._links: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._values: list[Any] = []
@@ -57,7 +57,7 @@ class Memory:
                         self._tensors.append(value)
                         self._names.append(f"{prefix}.{key}" if prefix else key)
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        #: Keeps the memory, so that an address cannot come to mean something else.
+        #: References that keep the memory, so that no address is used again.
         self._held = [tensor.detach() for tensor in self._tensors]
         self.owners = list(self._merged())
         self._starts = [owner.start for owner in self.owners]
@@ -87,19 +87,19 @@ class Memory:
         return Owner(self._names[min(tensors)], start, end, parameter)
 
     def gaps(self, owner: Owner, parts: Iterable[torch.Tensor]) -> bool:
-        """Whether some of what the tensors of ``owner`` hold is in none of ``parts``, views of it."""
+        """Whether ``parts``, views of the memory of ``owner``, leave out some of its tensors' bytes."""
         parts = list(parts)
         if any(part.data_ptr() == owner.start and _dense_bytes(part) == owner.end - owner.start for part in parts):
             return False
         low, high = bisect.bisect_left(self._sorted, owner.start), bisect.bisect_left(self._sorted, owner.end)
         whole = merged(self._held[at] for at in self._order[low:high])
         covered = merged(parts)
-        # Every run of the whole must lie in one run of what is covered.
+        # Every run of the whole must lie within one covered run.
         at = numpy.searchsorted(covered[:, 0], whole[:, 0], side="right") - 1
         return bool(numpy.any(at < 0) or numpy.any(covered[numpy.maximum(at, 0), 1] < whole[:, 1]))
 
     def owner(self, tensor: torch.Tensor) -> Owner | None:
-        """Whose memory a tensor is in; None if it is nobody's, or has no data."""
+        """The owner of a tensor's memory; None if the model does not own it, or the tensor has no data."""
         if tensor.device.type == "meta" or tensor.numel() == 0:
             return None
         try:
@@ -108,19 +108,19 @@ class Memory:
             return None  # a tensor without memory of its own
 
     def owner_at(self, address: int) -> Owner | None:
-        """Whose memory this byte is in; None if it is nobody's."""
+        """The owner of the byte at an address; None if the model does not own it."""
         at = bisect.bisect_right(self._starts, address) - 1
         return self.owners[at] if at >= 0 and address < self.owners[at].end else None
 
     def is_unmoved(self) -> bool:
-        """Whether every module still holds the same tensors at the same addresses. Runs no Python for each."""
+        """Whether every module still holds the same tensors at the same addresses. Takes no step of Python for each."""
         return (
             all(map(operator.is_, map(dict.get, self._links, self._keys), self._values))
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         )
 
     def put_back(self) -> str:
-        """Undo what exchanged tensors of the model; the name of one, empty if nothing was."""
+        """Put back the model's own tensors where others replaced them; returns the name of one, or empty."""
         if self.is_unmoved():
             return ""
         found = ""
@@ -134,7 +134,7 @@ class Memory:
 
 
 def inside(model: torch.nn.Module, taken: Sequence[tuple[int, int]]) -> str:
-    """Name of a parameter or buffer that begins in one of these spans of addresses; empty if none does."""
+    """Name of a parameter or buffer that begins in one of these address ranges; empty if there is none."""
     starts, ends = zip(*sorted(taken), strict=True) if taken else ((), ())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta or not tensor.numel():
@@ -142,7 +142,7 @@ def inside(model: torch.nn.Module, taken: Sequence[tuple[int, int]]) -> str:
         try:
             address = tensor.data_ptr()
         except RuntimeError:
-            continue  # it has no memory of its own
+            continue  # it has no memory
         at = bisect.bisect_right(starts, address) - 1
         if at >= 0 and address < ends[at]:
             return name
@@ -150,7 +150,7 @@ def inside(model: torch.nn.Module, taken: Sequence[tuple[int, int]]) -> str:
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first byte of a tensor to behind its last."""
+    """Bytes from the first to the last of a tensor, gaps included."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -158,12 +158,12 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor that lies in one piece, in order; else 0."""
+    """Bytes of a contiguous tensor; 0 for any other."""
     return tensor.nbytes if tensor.is_contiguous() else 0
 
 
 def spans(tensor: torch.Tensor) -> Spans:
-    """The bytes of a tensor: addresses in pairs, in no order. Raises `ValueError` for one in too many pieces."""
+    """The runs of bytes of a tensor, in no order. Raises `ValueError` for one in too many pieces."""
     run = 1
     outer: list[tuple[int, int]] = []
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -183,14 +183,14 @@ def spans(tensor: torch.Tensor) -> Spans:
 
 
 def ordered(tensors: Iterable[torch.Tensor]) -> Spans:
-    """The bytes of several tensors, one run after the other by address. Raises as `spans`."""
+    """The runs of bytes of several tensors, ordered by address. Raises as `spans`."""
     found = numpy.concatenate([numpy.zeros((0, 2), dtype=numpy.int64), *map(spans, tensors)])
     by_address: Spans = found[numpy.argsort(found[:, 0], kind="stable")]
     return by_address
 
 
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether some byte is in two of the tensors, or in one twice. Raises as `spans`."""
+    """Whether some byte belongs to two of the tensors, or twice to one. Raises as `spans`."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return False
     found = ordered(tensors)
@@ -198,7 +198,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def merged(tensors: Iterable[torch.Tensor]) -> Spans:
-    """As `ordered`, with runs that touch or overlap made one."""
+    """As `ordered`, with runs that touch or overlap joined."""
     found = ordered(tensors)
     if not len(found):
         return found

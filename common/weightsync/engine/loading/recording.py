@@ -1,12 +1,11 @@
-"""What an engine's loader does with a checkpoint, noted while it runs on tensors that have no data.
+"""Records what an engine's loader does with a checkpoint, by running it on tensors without data.
 
-The loader runs as it always does, on stand-ins that know which slice of which checkpoint tensor they are. Views and
-casts of them are followed, copies into the model are noted; nothing is written. What is more than that is told of the
-parameter it happens to: its name and why.
+The loader itself runs, on fake tensors that know which slice of which checkpoint tensor they are. Views and casts of
+them are followed, and copies into the model are recorded; nothing is written.
 
-A parameter that takes more than copies (arithmetic, a look at a value, two writes to one place, two roundings) is left
-to the loader, with the tensors that it is loaded from. A loader that uses threads, keeps tensors, exchanges parameters
-or raises is left alone altogether.
+A parameter that takes more than copies (arithmetic, reading a value, two writes to one place, two roundings) is left to
+the loader, with the tensors that it is loaded from and the reason. A loader that uses threads, keeps tensors, replaces
+parameters or raises cannot be recorded at all.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from weightsync.tensors.layout import DTYPES
 
 aten: Final = torch.ops.aten
 
-#: How often a loader is run again without the tensors whose values it asked for.
+#: How often the loader is run again without the tensors whose values it read.
 _ATTEMPTS: Final = 8
 
 
@@ -57,7 +56,7 @@ class Copy(NamedTuple):
     target: torch.Tensor
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for copies of the same to the same place."""
+        """Equal for copies of the same slice to the same place."""
         return (*self[:4], *_place(self.target))
 
 
@@ -80,28 +79,28 @@ class Recording:
     copies: list[Copy] = field(default_factory=list)
     constants: list[Constant] = field(default_factory=list)
     fallen: dict[Owner, str] = field(default_factory=dict)
-    """Parameters whose loading is more than views, casts and copies, and what it is."""
+    """Parameters whose loading takes more than views, casts and copies, each with the reason."""
     touched: dict[Owner, set[str]] = field(default_factory=dict)
-    """By parameter, the tensors that it is loaded from."""
+    """By parameter, the names of the tensors that it is loaded from."""
     unfollowed: dict[str, str] = field(default_factory=dict)
-    """Tensors that could not be followed at all, and why."""
+    """Tensors that could not be followed at all, each with the reason."""
     written: dict[Owner, list[torch.Tensor]] = field(default_factory=dict)
-    """By parameter, the parts that something is written to."""
+    """By parameter, the parts that are written."""
 
     def read(self) -> set[str]:
-        """Names of the tensors that something is loaded from."""
+        """Names of the tensors that are loaded from."""
         return set(self.unfollowed).union(*self.touched.values())
 
     def differs(self, again: Recording, names: Collection[str] | None = None) -> str:
-        """Name of something that the loader does otherwise, recorded ``again`` with the same memory; else empty.
+        """Name of something that the loader does differently in ``again``, recorded with the same memory; else empty.
 
-        ``names`` are the tensors that it was given then, if not all.
+        ``names`` are the tensors that it was given for ``again``; None for all.
         """
         mine = {copy.key(): copy.name for copy in self.copies if names is None or copy.name in names}
         theirs = {copy.key(): copy.name for copy in again.copies}
         for key in mine.keys() ^ theirs.keys():
             return mine.get(key) or theirs[key]
-        before, after = ({one.key(): one.target for one in found.constants} for found in (self, again))
+        before, after = ({each.key(): each.target for each in found.constants} for found in (self, again))
         for key in (before.keys() ^ after.keys()) if names is None else ():
             owner = self.memory.owner(before[key] if key in before else after[key])
             return owner.name if owner is not None else ""
@@ -112,10 +111,10 @@ class Recording:
 def record(
     loader_hooks: LoaderHooks, specs: Sequence[TensorSpec], device: torch.device, memory: Memory | None = None
 ) -> Recording:
-    """Run the loader on data-free tensors like ``specs``, said to be on ``device``.
+    """Run the loader on fake tensors like ``specs``, which appear to be on ``device``.
 
-    Changes no weight: what would be written is noted instead, and parameters that are exchanged are put back. Raises
-    `Unrecordable`, or whatever the loader raises. ``memory`` is that of the model, if it was found already.
+    Changes no weight: writes are recorded instead, and replaced parameters are put back. Raises `Unrecordable`, or
+    whatever the loader raises. ``memory`` is that of the model, if the caller has it already.
     """
     memory = memory or Memory(loader_hooks.model)
     unfollowed: dict[str, str] = {}
@@ -128,16 +127,16 @@ def record(
             if not recorder.stopped:
                 raise
         finally:
-            exchanged = memory.put_back()
+            replaced = memory.put_back()
         if not recorder.stopped:
-            if exchanged or recorder.broken:
-                raise Unrecordable(recorder.broken or f"it exchanges {exchanged} for another tensor")
+            if replaced or recorder.broken:
+                raise Unrecordable(recorder.broken or f"it replaces {replaced} by another tensor")
             if kept := recorder.kept():
                 raise Unrecordable(f"it keeps {kept} beyond the load")
             return recorder.recording
         unfollowed |= recorder.stopped
         if any(not spec.shape or spec.shape == (1,) for spec in specs if spec.name in recorder.stopped):
-            # Where one scalar's value is asked for, so are the others'.
+            # A loader that reads the value of one scalar reads those of the others too.
             reason = next(iter(recorder.stopped.values()))
             unfollowed |= {spec.name: reason for spec in specs if spec.shape in ((), (1,))}
     raise Unrecordable(next(iter(unfollowed.values())))
@@ -145,7 +144,7 @@ def record(
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, nobody looks for garbage: a recording makes many objects, all of which stay, and each look reads them."""
+    """Switch the garbage collector off: a recording makes many lasting objects, which every collection would read."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -156,27 +155,28 @@ def uncollected() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of the loader's thread, in place of the operation."""
+    """Intercepts every torch operation of the loader's thread."""
 
     def __init__(self, recording: Recording):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self.thread = recording, threading.get_ident()
         self.broken = ""
-        #: Tensors whose values the loader asked for, and how; the load is to be recorded without them.
+        #: Tensors whose values the loader read, and how; the loader is to be recorded again without them.
         self.stopped: dict[str, str] = {}
         self.made: list[tuple[str, weakref.ref[FakeTensor]]] = []
         self._current = ""
-        #: Memory that the loader made, by address, kept so that no address comes twice; with it what was written there.
+        #: Memory that the loader allocated, by address, referenced so that no address is used again; and the names
+        #: of the tensors that were written there.
         self._fresh: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would import its compiler to say that nothing here is to be compiled; nothing is while a model loads.
+        # Otherwise torch would import its compiler, only to find that there is nothing to compile here.
         return False
 
     def feed(self, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the loader gets to read."""
-        # One that has no data does for all that are alike: nothing is done to it in place.
+        """Yield the fake tensors for the loader, by name."""
+        # One meta tensor serves all of a shape and dtype: nothing changes it in place.
         alike: dict[tuple[Any, ...], torch.Tensor] = {}
         for spec in specs:
             self._current = spec.name
@@ -188,9 +188,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current = ""
 
     def kept(self) -> str:
-        """Name of a tensor that the loader holds on to after it has ended; empty if there is none."""
+        """Name of a tensor that the loader references after it has returned; empty if there is none."""
         if any(found() is not None for _, found in self.made):
-            gc.collect()  # what only refers to itself is not held
+            gc.collect()  # reference cycles do not count
         return next((name for name, found in self.made if found() is not None), "")
 
     def __torch_dispatch__(
@@ -198,24 +198,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
-        standins = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if targets := list(_written(func, args, kwargs)):
             return self._write(func, args, kwargs, targets)
-        if standins:
-            return self._follow(func, args, kwargs, tensors, standins)
+        if fakes:
+            return self._follow(func, args, kwargs, tensors, fakes)
         result = func(*args, **kwargs)
         if not is_view(func):
-            names = self._behind(tensors)
+            names = self._written_to(tensors)
             for tensor in tensors:
                 if (owner := self.recording.memory.owner(tensor)) is not None:
-                    self._fall(owner, f"{_called(func)} reads it", ())
+                    self._fall(owner, f"{_name(func)} reads it", ())
             for tensor in tensors_in((result,)):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr():
                     self._fresh.setdefault(storage.data_ptr(), (storage, set()))[1].update(names)
         return result
 
-    # --- what is read
+    # --- reads
 
     def _follow(
         self,
@@ -223,9 +223,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
-        standins: list[FakeTensor],
+        fakes: list[FakeTensor],
     ) -> Any:
-        first = standins[0]
+        first = fakes[0]
         alone = len(tensors) == 1 and args and args[0] is first
         if alone and (is_view(func) or func in COPIES or func in RESHAPES):
             if func in COPIES:
@@ -233,12 +233,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return first.follow(func, args[1:], kwargs)
         if alone and func is aten._to_copy.default:
             return self._cast(first, kwargs)
-        names = frozenset().union(*(one.names for one in standins), self._behind(tensors))
+        names = frozenset().union(*(fake.names for fake in fakes), self._written_to(tensors))
         if any("Tensor" not in str(found.type) for found in func._schema.returns):
-            self._stop(names, f"{_called(func)} asks for its values")
+            self._stop(names, f"{_name(func)} reads its values")
         for tensor in tensors:
             if (owner := self.recording.memory.owner(tensor)) is not None:
-                self._fall(owner, f"{_called(func)} reads it", names)
+                self._fall(owner, f"{_name(func)} reads it", names)
 
         def without_data(leaf: Any) -> Any:
             if isinstance(leaf, FakeTensor):
@@ -249,7 +249,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             seen = func(*tree_map(without_data, args), **tree_map(without_data, kwargs))
         except Exception:
-            self._stop(names, f"{_called(func)} needs its values")
+            self._stop(names, f"{_name(func)} needs its values")
         return tree_map(
             lambda leaf: (
                 FakeTensor(self, names, leaf, None, (), first.device) if isinstance(leaf, torch.Tensor) else leaf
@@ -271,19 +271,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stopped |= dict.fromkeys(names, what)
         raise Unrecordable(what)
 
-    def _behind(self, tensors: Iterable[torch.Tensor]) -> set[str]:
-        """Names of the checkpoint tensors that went into memory of the loader's own."""
+    def _written_to(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        """Names of the checkpoint tensors that were written to these tensors, in memory of the loader."""
         found: set[str] = set()
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 found |= self._fresh.get(tensor.untyped_storage().data_ptr(), (None, set[str]()))[1]
         return found
 
-    # --- what is written
+    # --- writes
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]) -> Any:
         sources = [leaf for leaf in tensors_in(args, kwargs) if all(leaf is not target for target in targets)]
-        names = self._behind(sources).union(*(one.names for one in sources if isinstance(one, FakeTensor)))
+        names = self._written_to(sources).union(*(leaf.names for leaf in sources if isinstance(leaf, FakeTensor)))
         into = [self._place(target) for target in targets]
         if all(place == "fresh" for place in into) and not names:
             func(*args, **kwargs)
@@ -299,7 +299,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _place(self, target: torch.Tensor) -> Owner | str:
         if isinstance(target, FakeTensor):
-            return "standin"
+            return "fake"
         if (owner := self.recording.memory.owner(target)) is not None:
             return owner if target.data_ptr() + extent_bytes(target) <= owner.end else "foreign"
         if target.numel() == 0 or target.untyped_storage().data_ptr() in self._fresh:
@@ -308,21 +308,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write_one(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], names: set[str]) -> None:
         place = self._place(target)
-        if place == "standin":
+        if place == "fake":
             assert isinstance(target, FakeTensor)
-            self._stop(target.names, f"{_called(func)} changes it")
+            self._stop(target.names, f"{_name(func)} changes it")
         elif place == "fresh":
             if target.numel():
                 self._fresh[target.untyped_storage().data_ptr()][1].update(names)
         elif place == "foreign":
-            self.broken = f"{_called(func)} writes to memory that is no parameter, or more than one"
+            self.broken = f"{_name(func)} writes to memory that is no parameter, or more than one"
         elif target.numel():
             assert isinstance(place, Owner)
             self.recording.written.setdefault(place, []).append(target)
             self._note(func, place, target, args, names)
 
     def _note(self, func: Any, owner: Owner, target: torch.Tensor, args: tuple[Any, ...], names: set[str]) -> None:
-        """``target``, a part of a parameter, is written to."""
+        """Record a write to ``target``, a part of a parameter."""
         source: Any = args[1] if len(args) > 1 else None
         touched = self.recording.touched.setdefault(owner, set())
         touched |= names
@@ -347,11 +347,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = source.to(device=target.device, dtype=target.dtype, copy=True)
             self.recording.constants.append(Constant(value, target.detach()))
         else:
-            self._fall(owner, f"{_called(func)} writes to it", names)
+            self._fall(owner, f"{_name(func)} writes to it", names)
 
     def _fall(self, owner: Owner, why: str, names: Iterable[str]) -> None:
         self.recording.fallen.setdefault(owner, why)
-        # What is in the loader's hands at this moment has to do with it, at the least.
+        # At least the tensor that the loader is reading at this moment belongs to it.
         self.recording.touched.setdefault(owner, set()).update(names or filter(None, (self._current,)))
 
 
@@ -363,7 +363,7 @@ _writes: dict[Any, list[tuple[int, str]]] = {}
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operation writes to."""
+    """Yield the tensors that an operation writes to."""
     if func not in _writes:
         _writes[func] = [
             (at, argument.name)
@@ -375,5 +375,5 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         yield from tensors_in((found,))
 
 
-def _called(func: Any) -> str:
+def _name(func: Any) -> str:
     return str(func.overloadpacket.__name__)

@@ -88,7 +88,7 @@ class NixlTrainerEnd:
     ) -> NixlSending:
         """See `base.TrainerEnd`."""
         memory = {arena.name: arena.bytes for arena in arenas if isinstance(arena.bytes, torch.Tensor)}
-        assert len(memory) == len(arenas), "only ipc_zmq shares parameters in place"
+        assert len(memory) == len(arenas), "parameters in place are for ranks that can map them"
         for name in memory.keys() - self._registered.keys():
             self._registered[name] = self.agent.register(memory[name])
         session = PushSession(self._control, plan.push, layout, peers, deadline)

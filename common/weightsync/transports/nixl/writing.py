@@ -54,7 +54,7 @@ class Writer:
     def transfers(
         self, handle: NixlHandle, arena: torch.Tensor, spans: Callable[[], Spans], depends_on: object, peer: str
     ) -> Transfers:
-        """WRITEs of ``spans()`` from ``arena`` to ``handle``, kept from an earlier push if ``depends_on`` is the same."""
+        """WRITEs of ``spans()`` from ``arena`` to ``handle``; an earlier push's if ``depends_on`` is the same."""
         found = self._writes.pop((handle.agent, depends_on), None)
         if found is None:
             older = [key for key in self._writes if key[0] == handle.agent]
