@@ -11,7 +11,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """``sglang.srt.plugins`` entry point, run in every SGLang process: places the hooks."""
+    """``sglang.srt.plugins`` entry point, run in every SGLang process: installs the hooks."""
     from sglang_weightsync import plugin
 
-    plugin.place()
+    plugin.install()

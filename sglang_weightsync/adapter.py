@@ -1,4 +1,4 @@
-"""One SGLang scheduler rank as a sink of weights."""
+"""Loads weights into one SGLang scheduler rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SglangAdapter:
         return expected_of(*compat.model_source(self._scheduler))
 
     def loader_hooks(self) -> LoaderHooks | str:
-        """The model's own loader, within a begin/end session."""
+        """The model's own loader, inside a begin/end session."""
         found = compat_loading.recordable(self._scheduler)
         if isinstance(found, str):
             return found
@@ -37,9 +37,9 @@ class SglangAdapter:
         compat_loading.load(self._scheduler, weights)
 
     def digest(self) -> str:
-        """Of every parameter and buffer."""
+        """The digest of every parameter and buffer."""
         return compat_loading.digest(self._scheduler)
 
     def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """`digest` of a scheduler freshly started on these weights."""
+        """The `digest` of a scheduler that was started on these weights."""
         return compat_loading.fresh_digest(self._scheduler, weights)

@@ -1,6 +1,6 @@
-"""Every name of SGLang that is not documented as stable, in one place, checked at start.
+"""Every name of SGLang that this package uses and SGLang does not document as stable, checked when the server starts.
 
-Written against SGLang 0.5.23. If a name is gone, `SGLANG.check` says so in every process at start, and pushes are
+Written against SGLang 0.5.23. If a name is missing, `SGLANG.check` says so in every process at start, and pushes are
 refused.
 """
 
@@ -20,10 +20,10 @@ from weightsync.engine.private_names import Names, PrivateNames
 SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.23")
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
-#: While requests are being aborted, new ones may slip in until the lock is had: look again this often.
+#: Seconds between two rounds of aborting requests: new ones may arrive until the lock is taken.
 _ABORT_AGAIN_S: Final = 0.05
 
-#: module -> attributes that this package leans on.
+#: The names that this package uses, by module.
 NEEDED: Final[Names] = {
     "sglang.srt.plugins.hook_registry": (
         "HookRegistry.register",
@@ -77,7 +77,7 @@ NEEDED: Final[Names] = {
     "sglang.utils": ("TypeBasedDispatcher",),
 }
 
-#: What ``verify="deep"`` needs too.
+#: The names that ``verify="deep"`` uses too.
 DEEP: Final[Names] = {
     "sglang.srt.model_executor.model_runner_components.load_model_utils": ("load_kv_cache_scales",),
     "sglang.srt.model_loader.loader": ("DefaultModelLoader._get_all_weights", "DefaultModelLoader.load_model"),
@@ -89,7 +89,7 @@ DEEP: Final[Names] = {
     "sglang.srt.utils.offloader": ("NoopOffloader", "get_offloader", "set_offloader"),
 }
 
-#: Attributes that exist on a scheduler that has been made; those of the second line for ``verify="deep"``.
+#: Attributes of a scheduler, which exist only after it has been made; `_SCHEDULER_DEEP` is for ``verify="deep"``.
 _SCHEDULER: Final = (
     "tp_group.rank_in_group",
     "tp_cpu_group",
@@ -105,9 +105,10 @@ _SCHEDULER_DEEP: Final = ("tp_worker.model_runner.loader", "tp_worker.model_runn
 
 
 def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_scheduler: Callable[[Any], None]) -> None:
-    """Make a typed request known to all processes, and be called before HTTP is served and when a scheduler is made.
+    """Register a request type and its reply type in all processes, and the hooks of this package.
 
-    ``on_http`` gets the server arguments and the tokenizer manager, ``on_scheduler`` the scheduler.
+    ``on_http`` is called before HTTP is served, with the server arguments and the tokenizer manager; ``on_scheduler``
+    is called with every new scheduler.
     """
     from sglang.srt.managers import io_struct, tokenizer_control_mixin
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -137,7 +138,7 @@ def app_routes() -> list[Any]:
 
 
 def serve_by_workers(server_args: Any, path: str) -> bool:
-    """Where HTTP is served by several workers, which load no plugins: have them import their app from ``path``."""
+    """Return whether several workers serve HTTP; they load no plugins, so make them import their app from ``path``."""
     from sglang.srt.environ import envs
 
     several = bool(server_args.tokenizer_worker_num > 1)
@@ -147,7 +148,7 @@ def serve_by_workers(server_args: Any, path: str) -> bool:
 
 
 def worker_arguments() -> Any:
-    """The server arguments, in such a worker."""
+    """The server arguments, in one of several HTTP workers."""
     from sglang.srt.entrypoints import http_server
 
     return http_server._global_state.tokenizer_manager.server_args
@@ -157,24 +158,24 @@ def worker_arguments() -> Any:
 
 
 def lacking(scheduler: Any) -> str:
-    """Empty, or what this scheduler lacks."""
+    """What this scheduler lacks; empty if nothing."""
     return SGLANG.check_object(scheduler, _SCHEDULER)
 
 
 def lacking_for_deep(scheduler: Any) -> str:
-    """Empty, or what ``verify="deep"`` lacks here."""
+    """What this scheduler lacks for ``verify="deep"``; empty if nothing."""
     return SGLANG.check_object(scheduler, _SCHEDULER_DEEP, DEEP)
 
 
 def not_now(scheduler: Any) -> str:
     """Why weights cannot be loaded at this moment; empty if they can."""
     if scheduler.weight_updater._session is not None:
-        return "a weight-update session of somebody else is open: end it with /end_weight_update first"
+        return "another weight-update session is open: end it with /end_weight_update first"
     return ""
 
 
 def refused(scheduler: Any) -> str:
-    """Why a push into this scheduler is refused, and what to do; empty if it is not. Nothing has been stopped."""
+    """Why a push into this scheduler is refused, and what to do; empty if it is not."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
     if GPU_MEMORY_TYPE_WEIGHTS in scheduler.weight_updater.offload_tags:
@@ -184,8 +185,8 @@ def refused(scheduler: Any) -> str:
         )
     if scheduler.enable_hicache_storage:
         return (
-            "a storage back end of HiCache is attached, which keeps KV of the old weights under keys that do not tell "
-            "the version: detach it, or start the engine without --hicache-storage-backend"
+            "a storage back end of HiCache is attached, which keeps KV of the old weights under keys without a "
+            "version: detach it, or start the engine without --hicache-storage-backend"
         )
     return ""
 
@@ -196,7 +197,7 @@ def asleep(scheduler: Any) -> list[str]:
 
 
 def is_idle(scheduler: Any) -> bool:
-    """Whether nothing holds KV, requests that merely wait aside."""
+    """Whether nothing holds KV; requests that are only queued do not count."""
     return bool(scheduler.is_fully_idle(ignore_waiting=True))
 
 
@@ -211,12 +212,12 @@ def cpu_group(scheduler: Any) -> Any:
 
 
 def device_of(scheduler: Any) -> torch.device:
-    """Where the scheduler's weights live."""
+    """The device of the scheduler's weights."""
     return next(model(scheduler).parameters()).device
 
 
 def model_source(scheduler: Any) -> tuple[str, str | None, object]:
-    """Path or hub name of the served model, its revision and its dtype."""
+    """The served model's path or hub name, revision and dtype."""
     config = scheduler.model_config
     return str(config.model_path), getattr(config, "revision", None), config.dtype
 
@@ -228,14 +229,14 @@ def model(scheduler: Any) -> torch.nn.Module:
 
 
 def handle(scheduler: Any, request: type, handler: Callable[[Any], Any]) -> None:
-    """Have the scheduler answer requests of this type."""
+    """Make the scheduler pass requests of this type to ``handler``."""
     from sglang.utils import TypeBasedDispatcher
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(request, handler)])
 
 
 def flush_cache(scheduler: Any) -> bool:
-    """Drop the KV that the old weights produced, and their embeddings of images; false if requests still hold some."""
+    """Drop KV and image embeddings of the old weights; returns False if requests still hold some."""
     from sglang.srt.managers import mm_schedule
 
     if not scheduler.flush_cache(empty_cache=False):
@@ -247,7 +248,7 @@ def flush_cache(scheduler: Any) -> bool:
 
 
 def set_rank_version(scheduler: Any, version: str) -> None:
-    """Label what this rank generates from now on."""
+    """Set the version label of what this rank generates from now on."""
     scheduler.record_weight_version_change(new_version=version)
 
 
@@ -260,7 +261,7 @@ def has_prefix_cache(server_args: Any) -> bool:
 
 
 def model_path(server_args: Any) -> str:
-    """The model as it was named on the command line."""
+    """The model's path or name on the command line."""
     return str(server_args.model_path)
 
 
@@ -270,9 +271,9 @@ def waits_for_initial_weights(server_args: Any) -> bool:
 
 
 def not_ready_from_start() -> None:
-    """Before HTTP is served: let the server not be ready before `release_first`.
+    """Before HTTP is served, keep the server from becoming ready until `release_first`.
 
-    SGLang's own option delays its readiness only: it would answer requests all the same, and be ready in two minutes.
+    SGLang's own option delays readiness for two minutes only, and does not keep the server from answering requests.
     """
     from sglang.srt.entrypoints import http_server
 
@@ -280,29 +281,29 @@ def not_ready_from_start() -> None:
 
 
 def release_first(tokenizer_manager: Any) -> None:
-    """The first push has been committed: let the server warm up and become ready."""
+    """After the first push, let the server warm up and become ready."""
     tokenizer_manager.initial_weights_loaded = True
 
 
 async def ask(tokenizer_manager: Any, request: Any) -> Any:
-    """Send a typed request to the schedulers; the first rank's reply. Has no deadline of its own."""
+    """Send a typed request to the schedulers; returns the first rank's reply. It has no deadline of its own."""
     tokenizer_manager.auto_create_handle_loop()
     return (await tokenizer_manager.weightsync_communicator(request))[0]
 
 
 def served_version(tokenizer_manager: Any) -> str:
-    """Label of the served weights."""
+    """The version label of the served weights."""
     return str(tokenizer_manager.config_value("weight_version"))
 
 
 def set_served_version(tokenizer_manager: Any, version: str) -> None:
-    """Label new responses; the schedulers have set theirs."""
+    """Set the version label of new responses; the schedulers have set theirs."""
     tokenizer_manager._update_weight_version_if_provided(version)
 
 
 @contextlib.asynccontextmanager
 async def drained(tokenizer_manager: Any, *, abort: bool) -> AsyncIterator[None]:
-    """Inside, no request is in flight and new ones wait; ``abort`` ends those in flight instead of waiting."""
+    """Drain requests, and hold new ones back; ``abort`` ends requests in flight instead of waiting for them."""
     lock = tokenizer_manager.model_update_lock.writer_lock
     entering = asyncio.ensure_future(lock.__aenter__())
     try:
@@ -311,7 +312,7 @@ async def drained(tokenizer_manager: Any, *, abort: bool) -> AsyncIterator[None]
             await asyncio.wait([entering], timeout=_ABORT_AGAIN_S)
         await asyncio.shield(entering)
     except BaseException:
-        # Cancelled while waiting: leave the queue, or give the lock back if it was had at the last moment.
+        # Cancelled while waiting: leave the queue, or release the lock if it was taken at the last moment.
         if not entering.cancel() and not entering.cancelled():
             await lock.__aexit__(None, None, None)
         raise

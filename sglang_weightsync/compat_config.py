@@ -1,4 +1,4 @@
-"""As `compat`: what an engine was started with that weights cannot be pushed into, or that a push leaves as it is."""
+"""As `compat`: settings of an engine with which pushes are refused, or which a push does not reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.engine.private_names import missing_below
 
 
 def unsupported(server_args: Any) -> str:
-    """Why a push is refused, which setting that is, and what to do; empty if it is not."""
+    """Why pushes are refused, with the setting and what to do; empty if they are not."""
     return next(_reasons(server_args), "")
 
 
@@ -22,8 +22,8 @@ def _reasons(args: Any) -> Iterator[str]:
     for name in ("dp_size", "pp_size"):
         if getattr(args, name) > 1:
             yield (
-                f"--{name.replace('_', '-')} {getattr(args, name)}: only the ranks of one tensor-parallel group are "
-                "reached; start one server per replica and name them all"
+                f"--{name.replace('_', '-')} {getattr(args, name)}: a push reaches only the ranks of one "
+                "tensor-parallel group; start one server per replica, and give all their URLs to the Sender"
             )
     if args.tokenizer_worker_num > 1:
         yield refusals.several_servers("--tokenizer-worker-num", args.tokenizer_worker_num)
@@ -39,7 +39,7 @@ def _reasons(args: Any) -> Iterator[str]:
 
 
 def _kv_elsewhere(args: Any) -> Iterator[str]:
-    """KV and embeddings of the old weights that a push cannot drop."""
+    """Settings with which KV or embeddings of the old weights stay where a push cannot drop them."""
     if args.disaggregation_mode != "null" or args.enable_pd_role_switch:
         mode = f"--disaggregation-mode {args.disaggregation_mode}"
         yield refusals.travelling_kv(mode if args.disaggregation_mode != "null" else "--enable-pd-role-switch")
@@ -48,7 +48,7 @@ def _kv_elsewhere(args: Any) -> Iterator[str]:
     for name in ("encoder_only", "language_only", "enable_mm_global_cache"):
         if getattr(args, name):
             yield (
-                f"--{name.replace('_', '-')}: embeddings of the old weights would stay with other processes; start it "
+                f"--{name.replace('_', '-')}: embeddings of the old weights would stay in other processes; start it "
                 "without"
             )
     for name in ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
@@ -57,11 +57,11 @@ def _kv_elsewhere(args: Any) -> Iterator[str]:
     if args.hicache_storage_backend is not None:
         yield f"--hicache-storage-backend {args.hicache_storage_backend}: {_KEEPS}; start it without a storage back end"
     if args.radix_cache_backend is not None:
-        yield f"--radix-cache-backend {args.radix_cache_backend}: {_UNTOLD}; start it without"
+        yield f"--radix-cache-backend {args.radix_cache_backend}: {_UNKNOWN}; start it without"
 
 
-_KEEPS = "KV of the old weights stays there under keys that do not tell the version"
-_UNTOLD = "nothing tells that it drops all KV of the old weights"
+_KEEPS = "KV of the old weights stays there under keys without a version"
+_UNKNOWN = "it is not known to drop all KV of the old weights"
 _ASKED = (
     "dp_size",
     "pp_size",
@@ -86,14 +86,14 @@ _ASKED = (
 )
 
 
-def is_of_its_own(draft: str | None, target: str) -> bool:
-    """Whether a draft model has a checkpoint of its own; else its weights are in the target's (NEXTN, MTP)."""
+def has_own_checkpoint(draft: str | None, target: str) -> bool:
+    """Whether a draft model has its own checkpoint; otherwise its weights are in the target's (NEXTN, MTP)."""
     return draft is not None and os.path.realpath(draft) != os.path.realpath(target)
 
 
 def left_as_it_is(server_args: Any) -> dict[str, str]:
-    """What a push does not reach, by name, and why."""
-    if not is_of_its_own(server_args.speculative_draft_model_path, server_args.model_path):
+    """What a push does not reach: the reasons by name."""
+    if not has_own_checkpoint(server_args.speculative_draft_model_path, server_args.model_path):
         return {}
     option = f"--speculative-draft-model-path ({server_args.speculative_algorithm})"
     return {"draft model": refusals.draft_model(option)}

@@ -1,4 +1,4 @@
-"""As `compat`, which checks the names: how SGLang loads weights, and builds the model it computes with."""
+"""Loading weights into SGLang's models, and building a fresh model. `compat` checks the names."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weightsync.tensors.layout import digest_of
 
 logger = logging.getLogger(__name__)
 
-#: SGLang's wrapper around experts, of `sglang.srt.lora.layers`; only processes that have LoRA import that.
+#: SGLang's LoRA wrapper of experts, in `sglang.srt.lora.layers`, which only processes with LoRA import.
 _EXPERT_LORA: Final = "FusedMoEWithLoRA"
 
 
 def _runners(scheduler: Any) -> list[Any]:
-    """Those whose models are loaded: a draft model too, unless it has a checkpoint of its own."""
+    """The runners of the models to load: also of a draft model, unless it has its own checkpoint."""
     from sglang.srt.runtime_context import get_model, get_spec
 
-    own = compat_config.is_of_its_own(get_spec().speculative_draft_model_path, get_model().model_path)
+    own = compat_config.has_own_checkpoint(get_spec().speculative_draft_model_path, get_model().model_path)
     return [runner for _, runner in scheduler.weight_updater._select_runners("target" if own else "all")]
 
 
 def refused(scheduler: Any) -> str:
-    """Why SGLang would not let weights be written to one of the models, or could not tell where they go."""
+    """Why weights cannot be loaded into one of the models; empty if they can."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     for runner in _runners(scheduler):
@@ -49,12 +49,10 @@ def refused(scheduler: Any) -> str:
 
 
 def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole checkpoint in one begin/end session, with draft models whose weights are in it.
+    """Load a whole checkpoint, with draft models whose weights are in it, in one begin/end session.
 
-    The session is opened on the runners themselves: it begins and ends inside one scheduler handler, so that nothing
-    can come in between, and a rank that fails leaves no other waiting in the session's barrier.
-
-    A model reads each tensor before it asks for the next. Several models read them all in turn.
+    The session is opened on the runners themselves: it begins and ends within one call of the scheduler's handler, so
+    nothing can come in between, and a rank that fails leaves no other waiting in the session's barrier.
     """
     runners = _runners(scheduler)
     named = weights if len(runners) == 1 else list(weights)
@@ -67,19 +65,19 @@ def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 @contextlib.contextmanager
 def _session(runner: Any, *, run_post_load: bool) -> Iterator[None]:
-    """Inside, weights may be written. A load that fails ends it as well: the next one would begin a second time."""
+    """Weights may be written inside. The session also ends if the load fails, so that the next load can begin one."""
     runner.weight_updater.begin_weight_update()
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # half-loaded weights need not go through it
+        with contextlib.suppress(Exception):  # half-loaded weights may not survive its checks
             runner.weight_updater.end_weight_update(run_post_load=False)
         raise
     runner.weight_updater.end_weight_update(run_post_load=run_post_load)
 
 
 def recordable(scheduler: Any) -> tuple[torch.nn.Module, Callable[[Any], Any]] | str:
-    """The model and its loader, or why what the loader does cannot be done in its place."""
+    """The model and its loader; or why no load plan is possible."""
     runners = _runners(scheduler)
     if len(runners) != 1:
         return "a draft model is loaded with the model"
@@ -88,13 +86,13 @@ def recordable(scheduler: Any) -> tuple[torch.nn.Module, Callable[[Any], Any]] |
 
 
 def written_by_others(scheduler: Any) -> AbstractContextManager[None]:
-    """Around writing all weights past the loader: what SGLang does before and after, and the loader at its end."""
+    """The steps of SGLang around a load plan's writes, which do not go through the loader."""
     (runner,) = _runners(scheduler)
     return _session(runner, run_post_load=True)
 
 
 def digest(scheduler: Any) -> str:
-    """Hash of the weights the scheduler computes with, in hex."""
+    """The hash, in hex, of the weights that the scheduler computes with."""
     return digest_of(_weights(compat.model(scheduler)))
 
 
@@ -104,14 +102,14 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fresh_digest(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What `digest` would give had this rank been started on a checkpoint of these weights.
+    """The `digest` that this rank would have if it had been started on a checkpoint of these weights.
 
-    Builds a second instance of the model beside the served one, so it needs the memory of both for that long.
+    Builds a second instance of the model for the time of the call, which takes the memory of both.
     """
     device = compat.device_of(scheduler)
 
     def make() -> torch.nn.Module:
-        # A scheduler handles requests in inference mode; a start does not, and what it makes must be like it.
+        # A scheduler handles requests in inference mode, but the served model was built outside of it.
         with torch.inference_mode(False), _apart_from_live(device):
             return _fresh_model(scheduler.tp_worker.model_runner, weights)
 
@@ -119,7 +117,7 @@ def fresh_digest(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
-    """The model as `ModelRunner.load_model` makes it at a start, from these weights instead of files."""
+    """Build the model as `ModelRunner.load_model` does at start, from these weights instead of files."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadFormat
     from sglang.srt.model_executor.model_runner_components.load_model_utils import load_kv_cache_scales
@@ -128,7 +126,7 @@ def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     from sglang.srt.runtime_context import get_model
     from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
-    # A loader that quantizes is kept; one that makes weights up (dummy) is not.
+    # Keep a loader that quantizes; replace one that invents weights (dummy).
     kept = issubclass(type(runner.loader), DefaultModelLoader)
     asked = False
 

@@ -1,8 +1,8 @@
-"""As `compat`, which checks the names: stopping SGLang for a push, and leaving the pauses of others alone.
+"""Stopping SGLang for a push without interfering with users' pauses. `compat` checks the names.
 
-What a user orders while a push holds the engine is remembered, and holds afterwards. While the engine holds weights
-that it must not serve, nobody resumes it: the process that serves HTTP says so to who asks, and the schedulers, where
-an exception would end the server, log it.
+A pause or resume that a user requests during a push is remembered, and takes effect afterwards. While the engine has
+weights that it must not serve, it cannot be resumed: the HTTP server refuses the request, and a scheduler, which an
+exception would end, logs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATTRIBUTE: Final = "_weightsync_held"
 
 
 class _Held:
-    """A scheduler that a push has stopped; ``paused``: users want it paused."""
+    """The hold of a push on a scheduler; ``paused``: users want it paused."""
 
     def __init__(self, scheduler: Any):
         self.paused = bool(scheduler._engine_paused)
@@ -31,22 +31,22 @@ def _held(scheduler: Any) -> _Held | None:
 
 
 def around_pause(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
-    """Around `Scheduler.pause_generation`."""
+    """Hook around `Scheduler.pause_generation`."""
     if (held := _held(scheduler)) is not None:
         held.paused = True
     return original(scheduler, *args)
 
 
 def around_continue(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
-    """Around `Scheduler.continue_generation`."""
+    """Hook around `Scheduler.continue_generation`."""
     if _held(scheduler) is None:
         return original(scheduler, *args)
-    logger.error("not resumed: a push failed half-way here; push a full version")
+    logger.error("not resumed: a push failed while it was loading here; push a full version")
     return None
 
 
 def hold(scheduler: Any, *, retract: bool) -> None:
-    """Stop generating for a push; with ``retract`` the requests in flight give up their KV and will recompute it."""
+    """Stop generating for a push; with ``retract``, requests in flight drop their KV and recompute it later."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     held = _held(scheduler) or _Held(scheduler)
@@ -57,7 +57,7 @@ def hold(scheduler: Any, *, retract: bool) -> None:
 
 
 def let_go(scheduler: Any) -> None:
-    """Go on generating, unless users want the scheduler paused."""
+    """End `hold`: generate again, unless users want the scheduler paused."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
     held = scheduler.__dict__.pop(_ATTRIBUTE, None)
@@ -69,7 +69,7 @@ def let_go(scheduler: Any) -> None:
 
 
 class Gate:
-    """Whether a tokenizer manager lets requests through. ``closed`` says why it does not; empty if users decide."""
+    """Lets requests through a tokenizer manager, or not. ``closed`` is the reason why not; empty if users decide."""
 
     def __init__(self, tokenizer_manager: Any):
         self._manager = tokenizer_manager
@@ -96,16 +96,16 @@ class Gate:
         return await self._continue(*args, **kwargs)
 
     def close_at_start(self, why: str) -> None:
-        """As `close`, before HTTP is served."""
+        """Close the gate before HTTP is served."""
         self.closed, self._manager.is_pause = why, True
 
     async def close(self, why: str) -> None:
-        """Keep new requests from the schedulers, and let nobody resume."""
+        """Keep new requests from the schedulers, and refuse to resume."""
         self._paused, self.closed = self.paused, why
         await self._hold(True)
 
     async def open(self) -> None:
-        """Users decide again; what they ordered meanwhile holds."""
+        """Open the gate; what users have requested meanwhile takes effect."""
         if self.closed:
             paused, self.closed = self._paused, ""
             await self._hold(paused)

@@ -1,4 +1,4 @@
-"""SGLang's side of the routes: one typed request to the schedulers a call."""
+"""SGLang's front end: every call is one typed request to the schedulers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SglangFrontEnd:
         return compat.served_version(self._manager)
 
     async def call(self, method: str, payload: bytes) -> Sequence[bytes]:
-        """Through the schedulers' request dispatchers."""
+        """See `EngineFrontEnd`; goes through the schedulers' request dispatchers."""
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
         request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload)
@@ -57,9 +57,9 @@ class SglangFrontEnd:
         return reply.replies
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
-        """Drain if asked to, then everything in one step of the schedulers."""
+        """See `EngineFrontEnd`: drain if asked to, then do the rest between two steps of the schedulers."""
         begin = time.perf_counter()
-        # Requests of an engine that is stopped already, by whomever, would never finish.
+        # If the engine is stopped already, its requests would never finish.
         async with self._held(request, stopped or self._gate.paused):
             held_s = time.perf_counter() - begin
             await self._apply(request, call)
@@ -71,7 +71,7 @@ class SglangFrontEnd:
         return http.CommitReply(request.version, held_s + last.pause_s, seconds, tuple(last.asleep))
 
     async def stay_stopped(self, why: str) -> None:
-        """The schedulers have stopped by themselves; no request reaches them, and whoever resumes is told why."""
+        """Keep requests from the schedulers, which have stopped by themselves; resuming is refused with ``why``."""
         await self._gate.close(why)
 
     async def _apply(self, request: http.CommitRequest, call: Calls) -> None:

@@ -1,4 +1,4 @@
-"""Every rank's reply on every rank, by a deadline and without pickle."""
+"""Gathers the replies of all ranks on every rank, without pickle and with a deadline."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-#: Ranks differ by how long they load, not by how long a push may take. A gather that gives up leaves the group, which
-#: is SGLang's own, out of step for good: so this is only for a rank that will never come.
+#: A gather that times out leaves the group, which is SGLang's own, out of step for good. So this is far longer than
+#: ranks differ in loading, and is only reached if a rank will never come.
 _DEADLINE: Final = timedelta(seconds=600)
 
 
 def all_replies(mine: bytes, group: Any) -> list[bytes]:
-    """All ranks' bytes in rank order. ``group`` is a gloo group; raises `RuntimeError` if a rank does not come."""
+    """The bytes of all ranks in rank order; ``group`` uses gloo. Raises `RuntimeError` if a rank does not come."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return [mine]

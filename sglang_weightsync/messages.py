@@ -14,7 +14,7 @@ else:
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):
-    """Run ``method`` of `weightsync.engine.rank_methods.handle` on every rank; ``call`` comes back with the reply."""
+    """Run ``method`` of `weightsync.engine.rank_methods.handle` on every rank; the reply repeats ``call``."""
 
     call: str
     method: str
@@ -22,10 +22,10 @@ class WeightsyncReqInput(BaseReq, kw_only=True):
 
 
 class WeightsyncReqOutput(BaseReq, kw_only=True):
-    """Every rank's reply, gathered by the first; ``pause_s`` and ``apply_s`` are seconds of a commit.
+    """The replies of all ranks; ``pause_s`` and ``apply_s`` are seconds of a commit.
 
-    ``restored``: the commit failed, and every rank has the version before again. ``dirty``: it failed, and the ranks do
-    not generate any more. ``asleep``: SGLang's tags of the memory that sleeps.
+    ``restored``: the commit failed, and every rank has the previous version again. ``dirty``: it failed, and the ranks
+    have stopped generating. ``asleep``: SGLang's tags of the memory that sleeps.
     """
 
     call: str

@@ -1,6 +1,6 @@
-"""What is hooked into SGLang.
+"""Installs the hooks in SGLang.
 
-SGLang loads this in its CLI, server, scheduler and detokenizer processes, and logs failures without stopping.
+SGLang loads plugins in its CLI, server, scheduler and detokenizer processes, and logs their failures.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from sglang_weightsync import compat
 logger = logging.getLogger(__name__)
 
 
-def place() -> None:
-    """Register the message types and the hooks; SGLang calls it once a process."""
+def install() -> None:
+    """Register the message types and the hooks; SGLang calls it once in each process."""
     if reason := compat.SGLANG.check(compat.NEEDED):
-        logger.error("%s; the routes of weightsync are absent", reason)
+        logger.error("%s; this server has no routes of weightsync", reason)
         return
     from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
 

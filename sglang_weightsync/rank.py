@@ -1,8 +1,8 @@
-"""What a scheduler rank does with our request. No exception leaves here: one would take the whole server down.
+"""The handler of our request in a scheduler rank. It never raises: an exception would end the server.
 
-A commit happens inside one call of the handler on every rank. Ranks exchange the outcome of each step over their gloo
-group, so that all decide alike. Retract, begin, load, end, flush, version and continue lie between two steps of the
-scheduler; to wait and to abort, the tokenizer manager is drained first.
+A commit is one call of the handler on every rank, between two steps of the scheduler: retract, begin, load, end, flush,
+set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all decide
+alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 class Handler:
     """One rank's handler of `WeightsyncReqInput`, called from the scheduler's loop.
 
-    Whatever a rank does in a step it does under `_exchange`: it catches its own exceptions and then takes part in the
-    gather, so that no rank waits for another's reply and all decide alike. What all are in is `states.TOGETHER`'s to
-    say.
+    Every step runs under `_exchange`, which catches exceptions and then takes part in the gather, so that no rank waits
+    for the reply of another in vain. `states.TOGETHER` is the state machine of all ranks together.
     """
 
     def __init__(self, scheduler: Any):
@@ -40,7 +39,7 @@ class Handler:
         self._together: Machine[TogetherState] = Machine(TOGETHER, "serving", "the schedulers")
 
     def __call__(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
-        """Run it on this rank, and answer with every rank's reply."""
+        """Run the request on this rank; returns the replies of all ranks."""
         try:
             if request.method == "weightsync_commit":
                 return self._commit(request)
@@ -66,7 +65,7 @@ class Handler:
         return self._gather(handle(receiver, method, request.payload))
 
     def _check(self, method: str, payload: bytes) -> None:
-        """Raise `UnsupportedOption` for what SGLang would refuse or get wrong once a push is under way."""
+        """Raise `UnsupportedOption` for anything with which a push would fail, or do harm, later on."""
         if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler):
             raise UnsupportedOption(reason)
         if method.startswith(http.UPDATE):
@@ -86,10 +85,10 @@ class Handler:
         return gather.all_replies(mine, compat.cpu_group(self._scheduler))
 
     def _commit(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
-        """Every rank ready, stop, apply, drop caches, set the version, go on: between two steps of the scheduler.
+        """Commit between two steps of the scheduler: stop, load, drop caches, set the version, continue.
 
-        A rank that is not ready or cannot stop leaves all as they were. After a later failure they stay stopped, unless
-        all could be brought back.
+        If a rank is not ready or cannot stop, nothing changes. After a later failure the ranks stay stopped, unless all
+        could load the previous version again.
         """
         asked = http.from_json(request.payload, http.CommitRequest)
         replies = self._everywhere(request, "weightsync_ready")
@@ -110,14 +109,14 @@ class Handler:
             if not any_failed(replies):
                 replies = self._exchange(lambda: self._finish(asked, asked.version))
                 event = "broken" if any_failed(replies) else "applied"
-            elif not any_failed(self._brought_back(request, asked, replies)):
+            elif not any_failed(self._restore(request, asked, replies)):
                 event = "untouched"
         finally:
             self._together.move(event)
         if self._together.state == "serving":
             compat_pause.let_go(self._scheduler)
         else:
-            # Requests that were to keep their KV cannot: SGLang's watchdog takes a paused batch for a hung one.
+            # Requests cannot keep their KV here: SGLang's watchdog takes a long-paused batch for a hung one.
             compat_pause.hold(self._scheduler, retract=True)
         return WeightsyncReqOutput(
             call=request.call,
@@ -129,10 +128,8 @@ class Handler:
             asleep=compat.asleep(self._scheduler),
         )
 
-    def _brought_back(
-        self, request: WeightsyncReqInput, asked: http.CommitRequest, replies: list[bytes]
-    ) -> list[bytes]:
-        """After a commit that failed on some rank: what came of loading the version before on every one."""
+    def _restore(self, request: WeightsyncReqInput, asked: http.CommitRequest, replies: list[bytes]) -> list[bytes]:
+        """After a commit that failed on some rank, load the previous version on all; returns their replies."""
         if not all_unchanged(replies):
             restored = self._everywhere(request, "weightsync_restore")
             if any_failed(restored):
@@ -145,8 +142,8 @@ class Handler:
         compat_pause.hold(self._scheduler, retract=asked.pause != "keep")
         if asked.pause != "keep" and not compat.is_idle(self._scheduler):
             raise TransferFailed(
-                "requests hold KV that cannot be given up now (grammars being compiled, for one); nothing was changed, "
-                "push again"
+                "requests hold KV that cannot be dropped now (while a grammar is compiled, for example); nothing was "
+                "changed, push again"
             )
 
     def _finish(self, asked: http.CommitRequest, version: str) -> None:

@@ -1,6 +1,6 @@
-"""SGLang's HTTP app as each of several tokenizer workers serves it: with our routes, which say why nothing is pushed.
+"""SGLang's HTTP app for several tokenizer workers, with routes that refuse every push and say why.
 
-Plugins are not loaded in these workers; they import the app from where they are told to.
+These workers do not load plugins; they import this module's ``app`` instead.
 """
 
 from __future__ import annotations

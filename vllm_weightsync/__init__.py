@@ -22,9 +22,9 @@ def endpoint_plugin() -> object:
 
 
 def general_plugin() -> None:
-    """``vllm.general_plugins`` entry point, run in every process: what a push asks of the engine core and of workers.
+    """``vllm.general_plugins`` entry point, run in every process: adds methods to the engine core and to workers.
 
-    vLLM does not guard the call. What went wrong is told by the routes, which then refuse every push.
+    An exception would end the process, so a failure is logged; the routes then refuse every push.
     """
     try:
         from vllm_weightsync import compat_pause, compat_workers
@@ -32,4 +32,4 @@ def general_plugin() -> None:
         compat_workers.install()
         compat_pause.install()
     except Exception:
-        logging.getLogger(__name__).exception("weightsync's part of the engine core and of the workers is not in place")
+        logging.getLogger(__name__).exception("weightsync could not add its methods to vLLM's engine core and workers")

@@ -1,8 +1,8 @@
-"""One vLLM worker as a sink of weights.
+"""Loads weights into one vLLM worker.
 
-A version is applied by the worker's own ``reload_weights``, which unpacks, loads and repacks layer by layer. Two things
-that vLLM 0.32's reload misses on a CPU are mended in `compat`: an output layer that is tied to the embedding keeps a
-packed copy of the old weight, and experts are packed at start alone.
+The worker's own ``reload_weights`` unpacks, loads and repacks layer by layer. `compat` works around two defects of it
+in vLLM 0.32 on a CPU: an output layer that is tied to the embedding keeps a packed copy of the old weight, and experts
+are packed only when the engine starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VllmAdapter:
         return expected_of(*compat.model_source(self._worker))
 
     def loader_hooks(self) -> Sealed:
-        """Nothing but the reload path knows how layers are packed."""
+        """Only the reload path knows how layers are packed."""
         return Sealed(compat.model(self._worker), compat.why_reload(self._worker))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -41,9 +41,9 @@ class VllmAdapter:
         compat.reload(self._worker, weights)
 
     def digest(self) -> str:
-        """Of every weight, packed ones included."""
+        """The digest of every weight, packed ones included."""
         return compat.digest(self._worker)
 
     def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """`digest` of a worker freshly started on these weights."""
+        """The `digest` of a worker that was started on these weights."""
         return compat.fresh_digest(self._worker, weights)

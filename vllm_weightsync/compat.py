@@ -1,6 +1,6 @@
-"""Every name of vLLM that is not documented as stable, in one place, checked at start.
+"""Every name of vLLM that this package uses and vLLM does not document as stable, checked when the server starts.
 
-Written against vLLM 0.32. If a name is gone, `VLLM.check` says so when the server starts, and pushes are refused.
+Written against vLLM 0.32. If a name is missing, `VLLM.check` says so at start, and pushes are refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from weightsync.tensors.layout import digest_of
 VLLM: Final = PrivateNames("vLLM", "vllm", "0.32")
 
 _WAIT: Final = "wait_for_initial_weights"
-#: How often a call that takes long is checked for a dead engine.
+#: Seconds between two checks, during a call, whether the engine has died.
 _LOOK_UP_S: Final = 0.5
 
-#: Where the routes run: module -> attributes that this package leans on.
+#: Names used in the API server, by module.
 SERVER: Final[Names] = {
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.collective_rpc",
@@ -47,7 +47,7 @@ SERVER: Final[Names] = {
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase.init_worker",),
 }
 
-#: Where the weights are.
+#: Names used in a worker.
 WORKER: Final[Names] = {
     "vllm.v1.worker.gpu_worker": ("Worker.reload_weights",),
     "vllm.model_executor.model_loader.reload.layerwise": (
@@ -57,7 +57,7 @@ WORKER: Final[Names] = {
     ),
 }
 
-#: What ``verify="deep"`` needs there too.
+#: Names used in a worker for ``verify="deep"``.
 DEEP: Final[Names] = {
     "vllm.config": ("LoadConfig", "set_current_vllm_config"),
     "vllm.model_executor.model_loader.default_loader": (
@@ -75,31 +75,31 @@ def worker_rank(worker: Any) -> int:
 
 
 def worker_device(worker: Any) -> torch.device:
-    """Where the worker's weights live."""
+    """The device of the worker's weights."""
     return torch.device(worker.device)
 
 
 def model_source(worker: Any) -> tuple[str, str | None, object]:
-    """Path or hub name of the served model, its revision and its dtype."""
+    """The served model's path or hub name, revision and dtype."""
     config = worker.vllm_config.model_config
     return config.model, config.revision, config.dtype
 
 
 def why_reload(worker: Any) -> str:
-    """Why weights are brought in by vLLM's reload and not copied into place."""
+    """Why vLLM's reload loads the weights, and no load plan does."""
     if worker_device(worker).type == "cpu":
-        return "on a CPU vLLM packs layers after loading, which its reload does again"
-    return "vLLM's reload is the only way in on an accelerator as yet"
+        return "on a CPU vLLM packs layers after loading, and only its reload repeats that"
+    return "load plans are not supported for vLLM on an accelerator"
 
 
 def model(worker: Any) -> torch.nn.Module:
-    """What the worker computes with."""
+    """The served model."""
     found: torch.nn.Module = worker.model_runner.get_model()
     return found
 
 
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks what was packed at start."""
+    """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks packed layers."""
     model = worker.model_runner.get_model()
     if worker_device(worker).type == "cpu":
         _rebuild_moe_kernels(model)
@@ -112,9 +112,9 @@ def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _abandon_reload(model: torch.nn.Module) -> None:
-    """After a reload that failed half-way: forget what it had gathered, layer by layer.
+    """After a failed reload, discard what it had collected for each layer.
 
-    vLLM leaves that to the next reload, which would then complete a layer from the weights of both.
+    vLLM does not, and the next reload would complete a layer from the weights of both.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -132,8 +132,8 @@ def _abandon_reload(model: torch.nn.Module) -> None:
 def _rebuild_moe_kernels(model: torch.nn.Module) -> None:
     """Make vLLM pack the experts again when they are reloaded.
 
-    On a CPU it packs them only when it first builds a layer's kernel; a reload would leave them as they are in the
-    checkpoint, under a kernel that reads them packed.
+    On a CPU it packs them only when it first builds a layer's kernel. A reload would leave them unpacked, under a
+    kernel that reads them packed.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -144,8 +144,8 @@ def _rebuild_moe_kernels(model: torch.nn.Module) -> None:
 def _retie_packed(model: torch.nn.Module) -> None:
     """Give each tied layer the packed weight of the layer that was loaded.
 
-    vLLM's reload brings a tied weight to one of its layers only. On a CPU both pack it for their own use, and an output
-    layer tied to the embedding would go on computing with the old one.
+    vLLM's reload loads a tied weight into one of its layers only. On a CPU each layer has its own packed copy, and an
+    output layer tied to the embedding would keep computing with the old one.
     """
     loaded: dict[int, torch.nn.Module] = {}
     for module in model.modules():
@@ -158,20 +158,20 @@ def _retie_packed(model: torch.nn.Module) -> None:
 
 
 def digest(worker: Any) -> str:
-    """Hash of the weights the worker computes with, in hex."""
+    """The hash, in hex, of the weights that the worker computes with."""
     return digest_of(_weights(worker.model_runner.get_model()))
 
 
 def fresh_digest(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What `digest` would give had this rank been started on a checkpoint of these weights.
+    """The `digest` that this rank would have if it had been started on a checkpoint of these weights.
 
-    Builds a second instance of the model beside the served one, so it needs the memory of both for that long.
+    Builds a second instance of the model for the time of the call, which takes the memory of both.
     """
     return fresh_model.fresh_digest(lambda: _fresh_model(worker, weights), _weights, worker_device(worker))
 
 
 def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
-    """The model as vLLM makes it at a start, from these weights instead of files."""
+    """Build the model as vLLM does when it starts, from these weights instead of files."""
     from vllm.config import LoadConfig, set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -185,7 +185,7 @@ def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
 
 
 def _fresh_config(live: Any) -> Any:
-    """The served model's configuration with registries of its own, which layers enter by name when they are made."""
+    """A copy of the served model's configuration, with new registries, in which layers enter their names when built."""
     config = copy.copy(live)
     config.compilation_config = copy.copy(live.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -204,13 +204,13 @@ def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of the model by name, and what packed copies of it compute."""
+    """Yield every weight of the model by name, and every packed copy in unpacked form."""
     for prefix, module in model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             yield f"{prefix}.{name}", tensor
         if hasattr(module, "cpu_linear"):
-            # The CPU back end packs linear weights into an opaque handle. Applied to the identity it gives the weight
-            # back exactly: every sum has one term that is not zero.
+            # The CPU back end packs linear weights into an opaque handle. Applied to the identity matrix it returns
+            # the exact weight: every sum has one term that is not zero.
             yield f"{prefix}.cpu_linear", _applied_to_identity(module)
 
 
@@ -235,8 +235,8 @@ def has_prefix_cache(engine_client: Any) -> bool:
 def waits_for_initial_weights(engine_client: Any) -> bool:
     """Whether the engine was told not to generate before its first push.
 
-    vLLM's way to give a plugin options: ``--additional-config '{"weightsync": {"wait_for_initial_weights": true}}'``.
-    Raises `ValueError` for options of ours that are not known: a typo would serve weights that nobody pushed.
+    The option is ``--additional-config '{"weightsync": {"wait_for_initial_weights": true}}'``. Raises `ValueError` for
+    an unknown option of weightsync: with a misspelt one the engine would serve weights that were not pushed.
     """
     given = engine_client.vllm_config.additional_config
     ours = given.get("weightsync", {}) if isinstance(given, dict) else {}
@@ -246,31 +246,31 @@ def waits_for_initial_weights(engine_client: Any) -> bool:
 
 
 def can_ask_core() -> bool:
-    """Whether the general plugin is in place; core and workers load the plugins that this process does."""
+    """Whether the general plugin is loaded; the engine core and the workers load the same plugins as this process."""
     from vllm.v1.engine.core import EngineCore
 
     return hasattr(EngineCore, compat_pause.HOLD)
 
 
 async def pause(engine_client: Any) -> None:
-    """Pause as any user may; whoever resumes the engine ends it."""
+    """Pause as a user would; anybody may resume the engine."""
     await engine_client.pause_generation(mode="keep", clear_cache=False)
 
 
 async def hold(engine_client: Any, mode: str, refused: str, timeout_s: float) -> None:
-    """Stop the engine for a push, or keep it stopped; see `compat_core`. Raises as `answer`."""
+    """Stop the engine for a push, or keep it stopped; see `compat_pause`. Raises as `answer`."""
     call = engine_client.engine_core.call_utility_async(compat_pause.HOLD, mode, refused)
     await answer(engine_client, call, compat_pause.HOLD, timeout_s)
 
 
 async def let_go(engine_client: Any, timeout_s: float) -> None:
-    """Have the engine do again what its users have ordered: generate, or be paused. Raises as `answer`."""
+    """End `hold`: the engine generates, or is paused if users want that. Raises as `answer`."""
     call = engine_client.engine_core.call_utility_async(compat_pause.LET_GO)
     await answer(engine_client, call, compat_pause.LET_GO, timeout_s)
 
 
 async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
-    """Which of the engine's memory sleeps, by vLLM's tags. Raises as `answer`."""
+    """vLLM's tags of the memory that sleeps. Raises as `answer`."""
     call = engine_client.engine_core.call_utility_async(compat_pause.ASLEEP)
     return [str(tag) for tag in await answer(engine_client, call, compat_pause.ASLEEP, timeout_s)]
 
@@ -278,7 +278,8 @@ async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
 async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:
     """Run a worker method on every worker. Raises as `answer`.
 
-    The call itself gets no timeout: replies carry no number, and after a late one every call gets its predecessor's.
+    vLLM's own call gets no timeout: its replies have no number, and after a late one every call would get the reply to
+    the call before.
     """
     call = engine_client.collective_rpc(compat_workers.CALL, args=(method, payload))
     replies: Sequence[str] = await answer(engine_client, call, method, COMMIT_CALL_S)
@@ -286,9 +287,9 @@ async def call_workers(engine_client: Any, method: str, payload: str) -> Sequenc
 
 
 async def answer(engine_client: Any, call: Awaitable[Any], what: str, timeout_s: float) -> Any:
-    """What the engine core answers. Raises `EngineUnreachable` once it has died, `PushTimeout` if it is late.
+    """Wait for a reply of the engine core. Raises `EngineUnreachable` if it has died, `PushTimeout` if it is late.
 
-    vLLM forgets the calls that are pending when its core dies, and its server then waits for our route for ever.
+    vLLM drops pending calls when its engine core dies, so a plain await would never return.
     """
     waiting, end = asyncio.ensure_future(call), time.monotonic() + timeout_s
     while not waiting.done() and not engine_client.errored and (left_s := end - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""As `compat`: what an engine was started with that weights cannot be pushed into, or that a push leaves as it is."""
+"""As `compat`: settings of an engine with which pushes are refused, or which a push does not reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from weightsync.engine import refusals
 from weightsync.engine.private_names import missing_below
 
-#: Connectors whose `reset_cache` says whether all the KV that they hold is gone.
+#: Connectors whose `reset_cache` reports whether all their KV is dropped.
 _RESETTABLE: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _ASKED: Final = (
     "parallel_config.data_parallel_size",
@@ -25,7 +25,7 @@ _WITHOUT_MODEL: Final = ("ngram", "ngram_gpu", "suffix")
 
 
 def switched_off() -> list[str]:
-    """Installed plugins that vLLM leaves out because its allow-list does not name them."""
+    """Installed plugins that vLLM does not load because VLLM_PLUGINS does not name them."""
     if "VLLM_PLUGINS" not in os.environ:
         return []
     allowed = os.environ["VLLM_PLUGINS"].split(",")
@@ -38,7 +38,7 @@ def switched_off() -> list[str]:
 
 
 def unsupported(config: Any, servers: int) -> str:
-    """Why a push is refused, which setting that is, and what to do; empty if it is not. ``servers``: API servers."""
+    """Why pushes are refused, with the setting and what to do; empty if they are not. ``servers``: API servers."""
     return next(_reasons(config, servers), "")
 
 
@@ -51,14 +51,14 @@ def _reasons(config: Any, servers: int) -> Iterator[str]:
         yield refusals.several_servers("--api-server-count", servers)
     if parallel.data_parallel_size > 1:
         yield (
-            f"--data-parallel-size {parallel.data_parallel_size}: replicas inside one engine are not reached; start "
-            "one server per replica and name them all"
+            f"--data-parallel-size {parallel.data_parallel_size}: a push does not reach the replicas inside one "
+            "engine; start one server per replica, and give all their URLs to the Sender"
         )
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:
         yield (
-            "--ec-transfer-config: encoder outputs of the old weights would stay with other engines; start this one "
+            "--ec-transfer-config: encoder outputs of the old weights would stay in other engines; start this one "
             "without it"
         )
     if (transfer := config.kv_transfer_config) is not None and transfer.kv_connector is not None:
@@ -78,8 +78,8 @@ def _connectors(transfer: Any) -> Iterator[str]:
     for name, module, options in children:
         if name not in _RESETTABLE or module is not None:
             yield (
-                f"--kv-transfer-config ({name}): nothing tells that it drops all KV of the old weights; start the "
-                f"engine without it, or with one of {', '.join(_RESETTABLE)}"
+                f"--kv-transfer-config ({name}): it is not known to drop all KV of the old weights; start the engine "
+                f"without it, or with one of {', '.join(_RESETTABLE)}"
             )
         spec = (options or {}).get("spec_name", "CPUOffloadingSpec")
         if name == "OffloadingConnector" and spec != "CPUOffloadingSpec":
@@ -90,7 +90,7 @@ def _connectors(transfer: Any) -> Iterator[str]:
 
 
 def left_as_it_is(config: Any) -> dict[str, str]:
-    """What a push does not reach, by name, and why."""
+    """What a push does not reach: the reasons by name."""
     speculative = config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_MODEL:
         return {}

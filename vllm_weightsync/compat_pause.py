@@ -1,7 +1,7 @@
-"""As `compat`, which checks the names: vLLM's engine core, where requests are scheduled and memory is put to sleep.
+"""Stopping vLLM's engine core for a push without interfering with users' pauses. `compat` checks the names.
 
-`install` gives every engine core methods that the front end calls as vLLM's own utilities. They let a push stop the
-engine without taking part in the pauses of others: what a user orders meanwhile is remembered, and holds afterwards.
+`install` adds methods to the engine core, which the front end calls like vLLM's own utilities. A pause or resume that a
+user requests during a push is remembered, and takes effect afterwards.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ _ATTRIBUTE: Final = "_weightsync_held"
 
 
 class HeldScheduler:
-    """A scheduler that a push has stopped, or that must not go on after one that failed.
+    """A scheduler that a push has stopped, or that must stay stopped after a failed push.
 
-    Every way to pause and to resume in vLLM ends in the scheduler's ``set_pause_state``: while this is there, it is
-    answered here. ``refused`` says why nobody may resume; where it is empty, whoever does is heard when the push ends.
+    Every pause and resume in vLLM ends in the scheduler's ``set_pause_state``, which this replaces for the time. A
+    resume raises the reason ``refused`` if that is set; otherwise it takes effect when the push ends.
     """
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
         self._set: Callable[[Any], None] = scheduler.set_pause_state
-        self._ordered = scheduler.pause_state
+        self._requested = scheduler.pause_state
         self._ours = False
         self.refused = ""
-        scheduler.set_pause_state = self._order
+        scheduler.set_pause_state = self._on_request
 
-    def _order(self, state: Any) -> None:
+    def _on_request(self, state: Any) -> None:
         if self._ours:
             self._set(state)
             return
         if state == type(state).UNPAUSED and self.refused:
             raise RuntimeError(f"weightsync: {self.refused}")
-        self._ordered = state
+        self._requested = state
 
     def pause(self, core: Any, mode: str) -> Future[Any] | None:
-        """Pause as vLLM does it; the future is done when no request is in flight that was to finish first."""
-        if mode == "wait" and self._scheduler.pause_state == type(self._ordered).PAUSED_ALL:
-            mode = "keep"  # somebody has frozen the requests: they finish when that one resumes
+        """Pause as vLLM does; the future is done when every request that was to finish first has finished."""
+        if mode == "wait" and self._scheduler.pause_state == type(self._requested).PAUSED_ALL:
+            mode = "keep"  # a user has frozen the requests: they finish only after that user resumes
         self._ours = True
         try:
             paused: Future[Any] | None = core.pause_scheduler(mode=mode, clear_cache=False)
@@ -51,17 +51,17 @@ class HeldScheduler:
         return paused
 
     def freeze(self) -> None:
-        """Nothing runs any more, whatever pause it was."""
-        self._set(type(self._ordered).PAUSED_ALL)
+        """Stop everything, whatever the pause was."""
+        self._set(type(self._requested).PAUSED_ALL)
 
     def end(self) -> None:
-        """The scheduler does again what users have ordered."""
+        """Give the scheduler back, in the state that users have requested."""
         del self._scheduler.set_pause_state
-        self._set(self._ordered)
+        self._set(self._requested)
 
 
 def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
-    """Stop for a push, in vLLM's pause ``mode``; or, where that is empty, stay stopped because of ``refused``."""
+    """Stop for a push with vLLM's pause ``mode``; if that is empty, stay stopped for the reason ``refused``."""
     held: HeldScheduler | None = self.__dict__.get(_ATTRIBUTE)
     if held is None:
         held = self.__dict__[_ATTRIBUTE] = HeldScheduler(self.scheduler)
@@ -73,19 +73,19 @@ def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
 
 
 def _let_go(self: Any) -> None:
-    """The push is over."""
+    """End the hold."""
     held = self.__dict__.pop(_ATTRIBUTE, None)
     if held is not None:
         held.end()
 
 
 def _asleep(self: Any) -> list[str]:
-    """Tags of the memory that sleeps. vLLM's own ``is_sleeping`` is true of an engine that is merely paused."""
+    """Tags of the memory that sleeps. vLLM's own ``is_sleeping`` is also true of an engine that is only paused."""
     return sorted(self.model_executor.sleeping_tags)
 
 
 def install() -> None:
-    """Once or more in every process of vLLM, before an engine core is made."""
+    """Add the methods to the engine core; called in every process of vLLM, maybe more than once."""
     from vllm.v1.engine.core import EngineCore
 
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):

@@ -1,7 +1,7 @@
-"""The worker methods on vLLM's worker wrapper, so that they need no slot for an extension class.
+"""Adds the worker methods to vLLM's worker wrapper, so that they do not take the slot for an extension class.
 
-Every executor calls methods of the wrapper, which hands those that it lacks to its worker. The worker's own class will
-not do: vLLM refuses an extension class that shares a name with it.
+Every executor calls the wrapper, which passes unknown methods on to its worker. They cannot be added to the worker's
+own class: vLLM refuses an extension class that has a method of the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _call(self: Any, method: str, payload: str = "{}") -> str:
 
 def _method(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Other packages have worker extensions with a method of this name: their own calls go there.
+        # Worker extensions of other packages may have a method of this name, for calls of their own.
         own = getattr(self.worker, name, None)
         return run(self.worker, name, *args, **kwargs) if own is None else own(*args, **kwargs)
 
@@ -32,7 +32,7 @@ def _method(name: str) -> Any:
 
 
 def install() -> None:
-    """Once or more in every process of vLLM, before a worker is made."""
+    """Add the methods to the wrapper; called in every process of vLLM, maybe more than once."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     setattr(WorkerWrapperBase, CALL, _call)

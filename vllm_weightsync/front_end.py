@@ -1,4 +1,4 @@
-"""The routes in vLLM's API server, and the commit as vLLM does it."""
+"""vLLM's front end: the routes in the API server, and the steps of a commit."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weightsync.protocol import auth, http
 
 logger = logging.getLogger(__name__)
 
-#: The engine core answers within a step, unless it is loading weights.
+#: Seconds: the engine core answers within a step, unless it is loading weights.
 _LOOK_S = 2.0
-#: A trainer waits for the error.
+#: Seconds: a trainer is waiting for the error.
 _TELL_S = 0.5
 _KEEP_REASON = refusals.old_kv("prefix cache", "--no-enable-prefix-caching")
 
@@ -38,7 +38,10 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._found: FrontEnd | None = None
         if left_out := compat_config.switched_off():
-            logger.warning("VLLM_PLUGINS does not name these plugins, which vLLM leaves out: %s", ", ".join(left_out))
+            logger.warning(
+                "vLLM does not load these installed plugins, because VLLM_PLUGINS does not name them: %s",
+                ", ".join(left_out),
+            )
 
     def attach_router(self, app: Starlette) -> None:
         """Add the admin routes; without a key there are none."""
@@ -85,14 +88,14 @@ class VllmFrontEnd:
             logger.error("%s; pushes will be refused", self._unsupported)
 
     async def hold_from_start(self) -> None:
-        """Let an engine that waits for its first push generate nothing before."""
+        """Stop an engine that waits for its first push."""
         if self.waits and compat.can_ask_core():
             await self._hold("keep", refusals.FIRST_PUSH)
         elif self.waits:
             await compat.pause(self._client)
 
     async def version(self) -> str:
-        """vLLM's own weight version; what it was last where the engine core is loading, or frozen."""
+        """vLLM's own weight version; the last known one while the engine core is loading, or frozen."""
         with contextlib.suppress(PushTimeout):
             self._version = str(await self._answer(self._client.get_weight_version(), "get_weight_version", _LOOK_S))
         return self._version
@@ -104,8 +107,8 @@ class VllmFrontEnd:
         await compat.hold(self._client, mode, refused, timeout_s)
 
     async def call(self, method: str, payload: bytes) -> Sequence[str]:
-        """Through the worker methods that the general plugin brings."""
-        # Before any worker is called: a call that workers do not know would upset vLLM's own bookkeeping of replies.
+        """See `EngineFrontEnd`; calls the worker methods of the general plugin."""
+        # Check before any worker is called: a call of an unknown method would leave replies in vLLM's queues.
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
         if method.startswith(http.UPDATE) or method == "weightsync_ready":
@@ -113,7 +116,7 @@ class VllmFrontEnd:
         return await compat.call_workers(self._client, method, payload.decode())
 
     async def _check_awake(self) -> None:
-        # KV may sleep: it is dropped anyway.
+        # Sleeping KV does not matter: it is dropped anyway.
         self._asleep = tuple(await compat.asleep(self._client, COMMIT_CALL_S))
         if "weights" in self._asleep:
             raise UnsupportedOption(
@@ -122,7 +125,7 @@ class VllmFrontEnd:
             )
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
-        """Pause, reload, drop caches, set the version, resume."""
+        """See `EngineFrontEnd`: pause, reload, drop caches, set the version, resume."""
         begin = time.perf_counter()
         seconds: dict[str, float] = {}
         if not stopped:
@@ -140,7 +143,7 @@ class VllmFrontEnd:
         seconds["apply"] = time.perf_counter() - mark
         mark = time.perf_counter()
         try:
-            # Also after a drain: an engine that somebody else has paused may hold requests that do not finish.
+            # Also after a drain: an engine that a user has paused may hold requests that do not finish.
             await self._drop_caches(stopped or failed is not None or request.pause != "keep", request.pause)
             if failed is None:
                 await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
@@ -158,14 +161,14 @@ class VllmFrontEnd:
         return http.CommitReply(request.version, end - begin, seconds, self._asleep)
 
     async def stay_stopped(self, why: str) -> None:
-        """Hold the engine core, and have it say why to whoever resumes it."""
+        """Hold the engine core; a request to resume it raises ``why``."""
         try:
             await self._hold("", why, _TELL_S)
-        except Exception as error:  # it stays held, and hears why as soon as it listens
-            logger.error("vLLM's engine core was not told yet why it stays stopped: %s", error)
+        except Exception as error:  # it stays held, and gets the reason as soon as it handles calls again
+            logger.error("vLLM's engine core does not know yet why it stays stopped: %s", error)
 
     async def _pause(self, request: http.CommitRequest) -> None:
-        # "retract": vLLM keeps the requests, and dropping their KV below makes it recompute them.
+        # "retract": vLLM keeps the requests, and recomputes their KV, which is dropped below.
         mode = "keep" if request.pause == "retract" else request.pause
         try:
             await self._hold(mode, timeout_s=request.timeout_s)

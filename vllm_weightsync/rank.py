@@ -1,9 +1,9 @@
-"""weightsync's methods on every vLLM worker, callable through ``collective_rpc``, and as an extension class.
+"""The methods of a vLLM worker, callable through ``collective_rpc``, and the extension class that has them.
 
-Imports nothing of vLLM, so that a user's own extension class can derive from it anywhere.
+Imports nothing of vLLM, so that a user's own extension class can derive from `WorkerExtension` anywhere.
 
-The methods never raise: in the multi-process executor an exception of one rank leaves the replies of the others queued,
-and the next call would get them.
+The methods never raise: in the multi-process executor, an exception of one rank leaves the replies of the others queued
+for the next call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ATTRIBUTE = "_weightsync_receiver"
 
 
 def run(worker: Any, method: str, payload: str = "{}") -> str:
-    """Run one of `METHODS` on this worker of vLLM's; the JSON of a `http.RankReply`."""
+    """Run one of `METHODS` on a vLLM worker; returns the JSON of a `http.RankReply`."""
 
     def receiver() -> Receiver:
         found: Receiver | None = worker.__dict__.get(_ATTRIBUTE)
         if found is None:
-            # vLLM is imported by now, and the worker has loaded its model.
+            # By now vLLM is imported, and the worker has loaded its model.
             from vllm_weightsync.adapter import VllmAdapter
 
             found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmAdapter(worker))
@@ -42,13 +42,13 @@ def run(worker: Any, method: str, payload: str = "{}") -> str:
 class WorkerExtension:
     """For ``--worker-extension-cls``, alone or as a base of your own extension class, which may override its methods.
 
-    The general plugin brings the same methods without it. vLLM appends it to the worker's bases and never runs its
-    ``__init__``. Every method takes the JSON of a message of
-    `weightsync.protocol.http` and returns that of a `http.RankReply`. None raises: when one rank raises, vLLM's
-    multi-process executor leaves the other ranks' replies in their queues, and hands them to the next call.
+    The general plugin adds the same methods without it. vLLM adds this class to the worker's bases and never runs its
+    ``__init__``. Every method takes the JSON of a message of `weightsync.protocol.http`, returns the JSON of a
+    `http.RankReply`, and never raises.
 
-    Beside those below it has, for every transport that is registered, ``update_weights_via_NAME``, which checks a
-    `http.UpdateRequest` and starts fetching the bytes in a thread while generation goes on, and its set-up method.
+    Beside the methods below it has two for every registered transport: ``update_weights_via_NAME``, which checks a
+    `http.UpdateRequest` and receives the bytes in a thread while the engine generates, and the set-up method, if the
+    transport has one.
     """
 
     def weightsync_open(self, payload: str = "{}") -> str:
@@ -68,11 +68,11 @@ class WorkerExtension:
         return run(self, "weightsync_commit", payload)
 
     def weightsync_restore(self, payload: str) -> str:
-        """Load the version before again, for a `http.CommitRequest` that failed on another rank."""
+        """Load the previous version again, after a `http.CommitRequest` that failed on another rank."""
         return run(self, "weightsync_restore", payload)
 
     def weightsync_abort(self, payload: str = "{}") -> str:
-        """Forget the push of a `http.AbortRequest`."""
+        """Drop the push of a `http.AbortRequest`."""
         return run(self, "weightsync_abort", payload)
 
 

@@ -75,7 +75,7 @@ def embeddings():
 
 def pauses():
     """Whether a scheduler is paused after each step of a push, and of a user who pauses it."""
-    plugin.place()
+    plugin.install()
     HookRegistry.apply_hooks()
     go_on, pause = ContinueGenerationReqInput(torch_empty_cache=False), PauseGenerationReqInput(mode="in_place")
     said = {}

@@ -142,7 +142,7 @@ def test_another_clients_open_session_is_left_alone(served):
         pytest.skip("weight-update sessions are SGLang's: sglang configurations run this")
     served.push(served.a)
     assert requests.post(f"{served.server.url}/begin_weight_update", json={}, timeout=PATIENCE_S).ok
-    with pytest.raises(TransferFailed, match="session of somebody else is open") as raised:
+    with pytest.raises(TransferFailed, match="another weight-update session is open") as raised:
         served.push(served.b)
     assert raised.value.weights == "unchanged"
     assert served.state().state == "serving"
