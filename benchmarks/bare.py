@@ -1,4 +1,4 @@
-"""The transports' libraries with nothing of ours around them: what the benchmark compares the transports with.
+"""The bare libraries below the transports, with which the benchmark compares the transports.
 
 Both processes use the same classes, the trainer as rank 0 or as the owner of the memory. All on the CPU and on the
 loopback interface alone; nothing but torch, NIXL and the C library is called while a clock runs.
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-#: Between two looks of whoever keeps an agent going, in seconds.
+#: Seconds between two polls by the process that drives an agent.
 LOOK_S = 0.0001
-#: Requests or broadcasts that are under way at once.
+#: Requests or broadcasts under way at once.
 IN_FLIGHT = 2
 _LOOPBACK = "127.0.0.1"
 _LIMIT = timedelta(seconds=300)
@@ -30,7 +30,7 @@ Requests = list[Any]
 
 
 def digest_of(parts: Sequence[torch.Tensor]) -> int:
-    """One number for the bytes of 1-D uint8 tensors one after the other."""
+    """A digest of the concatenated bytes of 1-D uint8 tensors."""
     found = xxhash.xxh3_64()
     for part in parts:
         found.update(part.numpy().data)
@@ -45,10 +45,10 @@ def memcpy(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 class Pieces(NamedTuple):
-    """What a transfer moves: ``count`` pieces of ``nbytes``, ``per_request`` of them in each request.
+    """The pieces of a transfer: ``count`` pieces of ``nbytes``, ``per_request`` of them in each request.
 
-    At the trainer they lie ``stride`` bytes apart from ``start`` on, at the rank one after the other. Where both sides
-    have no gaps NIXL makes one descriptor of all pieces of a request.
+    At the trainer they are ``stride`` bytes apart from ``start`` on, at the rank without gaps. If neither side has
+    gaps, NIXL makes one descriptor of all pieces of a request.
     """
 
     nbytes: int
@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
 
 
 class Agent:
-    """A NIXL agent without a thread of its own, with one registered piece of memory. ``name`` is trainer or rank."""
+    """A NIXL agent without a progress thread, with one registered piece of memory. ``name`` is trainer or rank."""
 
     def __init__(self, name: Literal["trainer", "rank"], memory: torch.Tensor):
         from nixl._api import nixl_agent, nixl_agent_config
@@ -72,7 +72,7 @@ class Agent:
         self.drive = self._nixl.get_new_notifs
 
     def card(self) -> dict[str, Any]:
-        """What the other agent is to `meet`, as JSON has it."""
+        """What the other agent needs for `meet`, for JSON."""
         metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode()
         return {"name": self._name, "metadata": metadata, "address": self._memory.data_ptr()}
 
@@ -83,7 +83,7 @@ class Agent:
         self._nixl.make_connection(card["name"])
 
     def prepare(self, operation: Literal["READ", "WRITE"], pieces: Pieces) -> Requests:
-        """Requests that move the pieces from the trainer to the rank; to be run as often as one likes."""
+        """Prepare the requests that move the pieces from the trainer to the rank; they can be run repeatedly."""
         here, there = self._memory.data_ptr(), self._peer["address"]
         trainer, rank = (here, there) if self._name == "trainer" else (there, here)
         sides = {
@@ -100,7 +100,7 @@ class Agent:
         return requests
 
     def run(self, requests: Requests, look_s: float = 0.0) -> float:
-        """Post the requests, two at a time; seconds until all are done. Sleeps ``look_s`` between two looks."""
+        """Post the requests, two at a time, polling every ``look_s`` seconds; returns the seconds for all of them."""
         under_way: deque[Any] = deque()
         start = time.perf_counter()
         for request in requests:
@@ -132,7 +132,7 @@ def listen() -> tuple[Any, int]:
 
 
 class Broadcast:
-    """A gloo group of the trainer, rank 0, and one other. Making it blocks until the other makes its own."""
+    """A gloo group of the trainer, which is rank 0, and one rank. Construction blocks until both construct theirs."""
 
     def __init__(self, rank: int, port: int, store: Any = None):
         if store is None:

@@ -1,14 +1,14 @@
 """Measure pushes into real engines next to a memcpy and to the engines' own ways: `make bench`.
 
-For each engine one server runs on this machine's CPU, and rounds are repeated in which everything is measured once, one
-after the other: a memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), the
-engine's own ways, pushes that verify nothing, and pushes of parameters in shared memory. Each brings the other of two
-sets of weights. Of warm pushes the second of two in a row counts, and so it does of the engine's own ways (there with
-the same set again). In the first round it is checked what the engine serves after each; at the end, that its weights
-are, bit by bit, those that it loaded itself when it started.
+For each engine one server runs on this machine's CPU. In every round each path is measured once, one after the other: a
+memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), the engine's own ways,
+pushes without verification, and pushes of parameters in shared memory. Each push carries the other of two sets of
+weights. Of warm pushes, and of the engine's own ways, the second of two in a row counts (of the latter with the same
+set again). The first round checks what the engine serves after each push; the end checks that its weights are, bit by
+bit, those that it loaded itself when it started.
 
 Times are wall-clock seconds in the process that waits for the weights to be served; only vLLM's in-worker reload is
-timed inside of vLLM. Exit code 0 if everything that was pushed is served.
+timed inside vLLM. Exit code 0 if the engine serves everything that was pushed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MIN_ROUNDS = 7
 #: Kinds of models whose parameters have their checkpoint names.
 KINDS = ("qwen3_0_6b", "qwen3", "llama")
 
-#: For SGLang memory beside 1.2 GB of weights; for vLLM the way to its own reload, a route for developers: the server
-#: listens on the loopback alone.
+#: SGLang: memory beside 1.2 GB of weights. vLLM: the developers' routes, through which its own reload is called; the
+#: server listens on the loopback interface only.
 ARGS: dict[servers.Engine, list[str]] = {
-    # Without the last, SGLang's idle loop takes one core all the time: of everything here, its own ways included.
+    # Without the last option, SGLang's idle loop takes one core from everything measured here, its own ways included.
     "sglang": ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--sleep-on-idle"],
     "vllm": ["--worker-extension-cls", "peer_vllm.BenchExtension"],
 }
@@ -56,13 +56,13 @@ class Bench:
 
     def __init__(self, server: servers.Server, trainer: Trainer, own_ways: dict[str, Peer]):
         self._server, self._trainer, self._own_ways = server, trainer, own_ways
-        self._served = 0  # the server was started from set 0
+        self._served = 0  # the server starts with set 0
         self.rounds: list[dict[str, Any]] = []
-        #: By path, whether what it brought was found to be served; and by how much log-probabilities were off.
+        #: By path: whether the engine served what was pushed, and the difference of log-probabilities.
         self.checks: list[dict[str, Any]] = []
 
     def run(self, rounds: int) -> None:
-        """Run the rounds; the last push brings back what the engine was started with, and is checked bit by bit."""
+        """Run the rounds; the last push is of the weights that the engine started with, and is checked bit by bit."""
         with Sender([self._server.url]) as sender:
             started = self._digest(sender)
         for index in range(rounds):
@@ -86,16 +86,16 @@ class Bench:
             found["cold push"]["seconds"] = time.perf_counter() - start
             if check:
                 self._check("cold push")
-            # The second one: by then nothing happens for the first time.
+            # The second one counts: it does nothing for the first time.
             found["first warm push"] = self._push(sender)
             found["warm push"] = self._push(sender)
             if check:
                 self._check("warm push")
             for name, way in self._own_ways.items():
-                # Each starts from weights pushed whole: one that leaves some behind would else seem to bring them.
+                # A full push comes before each, so that weights which a path leaves out are seen to be missing.
                 self._push(sender)
                 self._turn()
-                # The second one, as with pushes, of the same weights: what the first leaves behind can still be seen.
+                # The second one counts, as with pushes; it has the same weights, so that the check below sees both.
                 way(self._served)
                 found[name] = way(self._served)
                 if check:
@@ -116,7 +116,7 @@ class Bench:
         return found
 
     def _digest(self, sender: Sender) -> str:
-        """Hash of the weights that the engine computes with."""
+        """The digest of the weights that the engine computes with."""
         return sender.status(digest=True)[self._server.url].ranks[0].digest
 
     def _push(self, sender: Sender, module: torch.nn.Module | None = None) -> Sample:
@@ -126,7 +126,7 @@ class Bench:
         return {**_flat(result), "seconds": time.perf_counter() - start}
 
     def _turn(self) -> None:
-        """The other set of weights is the next to be served."""
+        """Switch to the other set of weights."""
         self._served = 1 - self._served
         self._trainer.use(self._served)
 
@@ -143,7 +143,7 @@ class Bench:
 
 
 def _flat(result: PushResult) -> Sample:
-    """The times of a push into one engine in one level; the steps of the commit have names of their own."""
+    """The times of a push into one engine as one flat table; the commit's steps keep their own names."""
     (engine,) = result.engines.values()
     phases = {name: seconds for name, seconds in result.seconds.items() if name != "total"}
     return {

@@ -1,4 +1,4 @@
-"""Models of as many tensors as one likes, of any size: what `sizes` pushes, and a reference engine that holds one.
+"""Models of any number of tensors of any size, for `sizes`, and a reference engine that serves one.
 
 python -m benchmarks.blocks COUNTxBYTES --port PORT
 """
@@ -32,39 +32,39 @@ class Blocks(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of all parameters."""
+        """The bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def digest(self) -> str:
-        """As the engine's sink has it."""
+        """The digest, as the engine's adapter computes it."""
         return digest_of(self.state_dict().items())
 
 
-class BlocksSink(ModelAdapter):
-    """Such a model in the reference engine."""
+class BlocksAdapter(ModelAdapter):
+    """The adapter of such a model in the reference engine."""
 
     def __init__(self, count: int, nbytes: int):
         self.device, self.model = torch.device("cpu"), Blocks(count, nbytes, seed=0)
 
     def expected(self) -> Expected:
-        """Every parameter under its name."""
+        """Every parameter by its name."""
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.model.state_dict().items()))
 
 
 def engine(count: int, nbytes: int) -> ReferenceEngine:
-    """A reference engine that holds so many blocks, for a ``with`` block."""
+    """A reference engine with such a model; a context manager."""
     return ReferenceEngine(f"{count}x{nbytes}", launcher=(sys.executable, "-m", "benchmarks.blocks"))
 
 
 def main() -> None:
-    """Serve."""
+    """Serve such a model; the command line of the process that `engine` starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("blocks")
     parser.add_argument("--port", type=int)
     parser.add_argument("--device")
     args = parser.parse_args()
     count, _, nbytes = args.blocks.partition("x")
-    serve(BlocksSink(int(count), int(nbytes)), Path(args.blocks), args.port)
+    serve(BlocksAdapter(int(count), int(nbytes)), Path(args.blocks), args.port)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Count the files of ours that one warm push executes, over ipc_zmq into SGLang: `make bench-files`.
+"""Count the source files of weightsync that one warm push executes, over ipc_zmq into SGLang: `make bench-files`.
 
-SGLang runs on this machine's CPU with a tiny model. Trainer, server and rank note each line of ours that they execute
-from the call of `push` to its return, in every thread; nothing of what comes before or after, and no imports. A few
-pushes warm up, then some are recorded, each for itself. With ``--against`` the same is done with the packages of
-another commit. Exit code 0 if no process had executed a file of another tree, and SGLang loaded by its load plan.
+SGLang runs on this machine's CPU with a tiny model. Trainer, server and rank record each line of weightsync that they
+execute in any thread between the call of `push` and its return; imports do not count. After a few pushes to warm up,
+several are recorded one by one. With ``--against`` the same is done with the packages of another commit. Exit code 0 if
+no process executed a file of another tree, and SGLang loaded by its load plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.progress import alive
 AIM = 35
 WARM, PUSHES = 4, 3
 RECORDER = ROOT / "benchmarks" / "recorder"
-#: SGLang's processes by what they call themselves; the others are the server's.
+#: SGLang's processes by their titles; all others belong to the server.
 TITLES = {"sglang::scheduler": "rank", "sglang::detokenizer": "detokenizer"}
 TRAINER = "trainer"
 SIDES = (TRAINER, "server", "rank")
@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 
 def measure(tree: Path) -> Record:
-    """Pushes with the packages that ``tree`` holds."""
+    """Push with the packages in ``tree``."""
     with tempfile.TemporaryDirectory(prefix="weightsync-files-") as temporary:
         folder = Path(temporary)
         (folder / "now").write_bytes(b"\0")
@@ -66,7 +66,7 @@ def _side(process: psutil.Process) -> str:
 
 
 def counted(tree: Path, folder: Path, sides: dict[int, str]) -> Record:
-    """What the processes have noted: files by side, with the number of their lines that were executed."""
+    """What the processes recorded: by side, the files with their numbers of executed lines."""
     lines: dict[str, set[tuple[str, int]]] = {side: set() for side in SIDES}
     by_push: list[set[str]] = [set() for _ in range(PUSHES)]
     functions: dict[str, set[str]] = {}
@@ -94,7 +94,7 @@ def counted(tree: Path, folder: Path, sides: dict[int, str]) -> Record:
 
 
 def unpack(commit: str, folder: Path) -> str:
-    """Write the files of a commit to a folder; its short name."""
+    """Write the files of a commit to a folder; returns the commit's short name."""
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         packed.extractall(folder, filter="data")
@@ -107,7 +107,7 @@ def _commit(name: str) -> str:
 
 
 def table(name: str, found: Record) -> str:
-    """One commit's files, and who executed how many lines of each."""
+    """The table of one commit: its files, and how many lines of each were executed where."""
     files = [*found["files"], *found["files_of_some_pushes"]]
     width = max(map(len, files))
     lines = [
@@ -123,7 +123,7 @@ def table(name: str, found: Record) -> str:
 
 
 def is_right(found: Record) -> bool:
-    """Whether what was recorded is a warm push of the tree that was asked for."""
+    """Whether the recording is of a warm push with the right tree."""
     return not found["files_of_other_trees"] and "load plan" in found["loading"]
 
 

@@ -1,15 +1,15 @@
 """Time a parallel broadcast between hosts with slow links, beside rank 0 alone: `make bench-parallel-broadcast`.
 
-Hosts are network namespaces of this machine, joined by a bridge. Each process of the trainer has one of its own; the
-engines have others. `tc` limits the cables of the trainer's hosts, and in some cases those of the engines', by a token
-bucket each way. A push sends what the arena holds already to the engines' ranks over nccl (gloo), in turn by rank 0
-alone and by every process, each its share. Seconds are from asking for the bytes until every rank holds them, verified;
-what makes the groups is not counted.
+Hosts are network namespaces of this machine, joined by a bridge. Each trainer process has its own, and the engines have
+others. `tc` limits the links of the trainer's hosts, and in some cases those of the engines', by a token bucket in each
+direction. A push sends what is in the arena already to the engines' ranks over nccl (gloo): by rank 0 alone, then by
+all processes, each its share. Seconds run from the request for the bytes until every rank has verified them; making the
+groups is not counted.
 
-Of the product are both ends of the transport, what the other processes do for it, arena, stage and verification. A
-`Sender` refuses a trainer of several hosts, so the rest is not: messages go over pipes, and every process of the
-trainer has the whole stream in memory of its own from the start. How it comes there over a network is not measured.
-Needs root and `tc`. Exit code 0 if each process sent its share, and none sent faster than its cable may.
+Both ends of the transport, the helpers of the other processes, arena, stage and verification are the product's. A
+`Sender` refuses a trainer on several hosts, so the rest is not: messages go over pipes, and every trainer process has
+the whole stream in its own memory from the start. How it gets there over a network is not measured. Needs root and
+`tc`. Exit code 0 if each process sent its share, and none sent faster than its link allows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.lines import LIMIT_S, Lines, serve
-from benchmarks.rank import COMMAND, DIGEST, Lane, Rank
+from benchmarks.rank import COMMAND, DIGEST, Channel, Rank
 from benchmarks.trainer import ROOT
 from benchmarks.transports_bandwidth import TENSORS, random_bytes
 from tests.hosts.network import Network
@@ -40,53 +40,53 @@ from weightsync.transports.nccl.parallel_broadcast import BroadcastHelper
 
 NBYTES, MBIT, MIN_ROUNDS = 64 << 20, 200, 5
 TRAINERS = (2, 4)
-#: Number of engines, on how many hosts, and whether the cables of those are slow too.
+#: The number of engines, on how many hosts, and whether their links are slow too.
 ENGINES = ((1, 1, False), (2, 1, False), (1, 1, True), (2, 1, True), (2, 2, True))
 WAYS = ALONE, PARALLEL = "rank-0-alone", "parallel"
-#: What a token bucket lets through at once, as a share of a push.
+#: The burst of a token bucket, as a share of a push.
 SLACK = 1.02
 
 Case = dict[str, Any]
 
 
 def sent_bytes() -> int:
-    """What has left this host so far."""
+    """The bytes that have left this host so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return int(next(line.split()[9] for line in lines if line.split()[0] == "eth0:"))
 
 
 class Helpers:
-    """See `base.PeerRanks`; the other processes of the trainer are children that read lines."""
+    """See `base.PeerRanks`; the other trainer processes are children that read lines."""
 
     def __init__(self, children: Sequence[Rank]):
         self._children, self.size, self.filled = children, 1 + len(children), False
 
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
-        """Hand it to each."""
+        """See `base.PeerRanks`."""
         for child in self._children:
             child.tell("help", transport, message)
 
     def answered(self, to: str, deadline: Deadline) -> None:
-        """Wait for all; raises RuntimeError for what one of them has raised."""
+        """See `base.PeerRanks`; raises RuntimeError with the error of a process."""
         for child in self._children:
             child.answer()
 
     def check(self, deadline: Deadline) -> None:
-        """Nothing: who has ended shows when its answer is waited for."""
+        """See `base.PeerRanks`; does nothing, because `answered` reports a process that has ended."""
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
-        """The error as it is."""
+        """See `base.PeerRanks`; returns the error unchanged."""
         return error
 
     def sent(self) -> list[int]:
-        """What has left each host of the trainer so far, in bytes."""
+        """The bytes that have left each of the trainer's hosts so far."""
         return [sent_bytes(), *(child.ask("count") for child in self._children)]
 
 
 def help_rank_0(number: int) -> None:
-    """A process of the trainer that is not rank 0, until that hangs up."""
+    """Run a trainer process other than rank 0, until its input ends."""
     writing = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not look like a reply
     helper, stream = BroadcastHelper(number), random_bytes(NBYTES)
     verbs = {"help": lambda _, body: helper.help(body, stream, lambda: None), "count": lambda *_: sent_bytes()}
     serve(Lines(0, writing), verbs)
@@ -95,7 +95,7 @@ def help_rank_0(number: int) -> None:
 
 
 def rank_0(case: Case, path: Path) -> None:
-    """Rank 0 of the trainer, on its host: measure a case, and write what was found."""
+    """Run rank 0 of the trainer on its host: measure a case, and write the result."""
     tensors = torch.split(random_bytes(NBYTES), NBYTES // TENSORS)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     sent: dict[str, list[list[int]]] = {way: [] for way in WAYS}
@@ -111,25 +111,25 @@ def rank_0(case: Case, path: Path) -> None:
         ]
         helpers = Helpers(children)
         by_way = {ALONE: None, PARALLEL: helpers}
-        lanes = {way: stack.enter_context(Lane("nccl", ranks, way, tensors, helpers=by_way[way])) for way in WAYS}
-        for lane in lanes.values():
-            lane.push(DIGEST)
+        channels = {way: stack.enter_context(Channel("nccl", ranks, way, tensors, helpers=by_way[way])) for way in WAYS}
+        for channel in channels.values():
+            channel.push(DIGEST)
         helpers.filled = True
-        lanes[PARALLEL].resend()  # the others have not sent before
+        channels[PARALLEL].resend()  # the other processes have not sent before
         for index in range(case["rounds"]):
             for way in WAYS[:: -1 if index % 2 else 1]:
                 before = helpers.sent()
-                seconds[way].append(lanes[way].resend().total)
+                seconds[way].append(channels[way].resend().total)
                 sent[way].append([now - then for then, now in zip(before, helpers.sent(), strict=True)])
-        for lane in lanes.values():
-            lane.check()
-        found = {"bucket_bytes": lanes[PARALLEL].choice.bucket_bytes, "seconds": seconds, "sent_bytes": sent}
+        for channel in channels.values():
+            channel.check()
+        found = {"bucket_bytes": channels[PARALLEL].choice.bucket_bytes, "seconds": seconds, "sent_bytes": sent}
     path.write_text(json.dumps(found))
     os._exit(0)
 
 
 def cases(rounds: int) -> Iterator[Case]:
-    """Measure every case, each with processes of its own."""
+    """Measure every case, each with new processes."""
     path = ROOT / ".work" / "bench" / "parallel-broadcast-case.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [f"t{number}" for number in range(max(TRAINERS))], ["e0", "e1"]
@@ -165,7 +165,7 @@ def row(case: Case) -> str:
 
 
 def is_right(case: Case) -> bool:
-    """Whether each process has sent its share, and none faster than it may."""
+    """Whether each process has sent its share, and none faster than its link allows."""
     shares = all(sent >= NBYTES / case["trainer_hosts"] for by_host in case["sent_bytes"][PARALLEL] for sent in by_host)
     pushes = [push for way in WAYS for push in zip(case["seconds"][way], case["sent_bytes"][way], strict=True)]
     return shares and all(8 * max(by_host) <= MBIT * 1e6 * SLACK * took for took, by_host in pushes)
@@ -182,7 +182,7 @@ def main() -> int:
         rank_0(json.loads(args.rank_0[0]), Path(args.rank_0[1]))
     if args.help_rank_0:
         help_rank_0(args.help_rank_0)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the namespaces go then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then the namespaces end too
     head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "torch": torch.__version__}
     print(f"{NBYTES / 1e6:.1f} MB, trainer hosts at {MBIT} Mbit/s, {args.rounds} rounds; {report.machine(head)}")
     print(f"trainer hosts  engines  engine hosts        link{ALONE:>17}{PARALLEL:>21}{'times':>15}", flush=True)

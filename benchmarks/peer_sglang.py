@@ -1,8 +1,8 @@
 """A trainer that uses SGLang's own ways, as a process of SGLang's environment.
 
-It is told what to do in lines of JSON on stdin and answers each with one on stdout: ``{"hold": [folder, ...]}`` reads
+It reads requests as lines of JSON on stdin and replies to each with one on stdout: ``{"hold": [folder, ...]}`` reads
 checkpoints into private memory, ``{"push": index, "url": ...}`` pushes one by ``update_weights_from_tensor``, with
-``"group": true`` by ``update_weights_from_distributed`` over gloo, and answers with its seconds.
+``"group": true`` by ``update_weights_from_distributed`` over gloo, and replies with the seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 def hold(folder: str) -> Weights:
-    """A checkpoint in private memory."""
+    """Read a checkpoint into private memory."""
     return [(name, value.clone()) for name, value in load_file(Path(folder) / "model.safetensors").items()]
 
 
 def push(session: requests.Session, url: str, weights: Weights) -> dict[str, float]:
-    """Push over SGLang's routes; seconds from the state dict to the last reply, and of the steps on the way."""
+    """Push over SGLang's routes; returns the seconds from the state dict to the last reply, and those of each step."""
     marks = [time.perf_counter()]
     bucket = FlattenedTensorBucket(named_tensors=weights)
     content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
@@ -50,7 +50,7 @@ def push(session: requests.Session, url: str, weights: Weights) -> dict[str, flo
 
 
 class Group:
-    """A gloo group of this process and the server's only rank, by which SGLang broadcasts."""
+    """The gloo group of this process and the server's only rank, in which SGLang broadcasts."""
 
     NAME = "bench"
 
@@ -67,7 +67,7 @@ class Group:
             joined.result()
 
     def push(self, session: requests.Session, url: str, weights: Weights) -> dict[str, float]:
-        """As `push`, by one broadcast of all weights flattened."""
+        """As `push`, by one broadcast of all weights, flattened."""
         marks = [time.perf_counter()]
         flat = FlattenedTensorBucket(named_tensors=weights).get_flattened_tensor()
         marks.append(time.perf_counter())
@@ -98,11 +98,11 @@ def post(session: requests.Session, url: str, body: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serve until stdin ends."""
-    # What anything prints goes to stderr, so that stdout holds answers alone.
+    # Everything that is printed goes to stderr, so that stdout has the replies only.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    # To its advantage: with torch's default on two cores, one of which SGLang's idle loop takes, it is 3 times slower.
+    # In its favour: with torch's default on two cores, one of which SGLang's idle loop takes, it is 3 times slower.
     torch.set_num_threads(1)
     session = requests.Session()
     session.trust_env = False

@@ -1,4 +1,4 @@
-"""A vLLM worker extension that adds the yardstick to ours: vLLM's own reload, timed inside of the worker.
+"""A vLLM worker extension that adds vLLM's own reload, timed inside the worker, to compare with.
 
 For ``--worker-extension-cls peer_vllm.BenchExtension`` with this folder on PYTHONPATH. Its methods are called through
 vLLM's ``/collective_rpc`` route, which passes strings.
@@ -16,7 +16,7 @@ _ATTRIBUTE = "_weightsync_bench_sets"
 
 
 class BenchExtension(WorkerExtension):
-    """weightsync's extension, and two methods of the benchmark."""
+    """The extension of weightsync, and two methods of the benchmark."""
 
     def weightsync_bench_hold(self: Any, *folders: str) -> str:
         """Read a checkpoint from each folder into this worker's private memory; returns their number."""
@@ -29,7 +29,7 @@ class BenchExtension(WorkerExtension):
         return str(len(folders))
 
     def weightsync_bench_reload(self: Any, index: str) -> str:
-        """Reload from the checkpoint with this index, whose tensors are here already; returns seconds."""
+        """Reload from the checkpoint with this index, which `weightsync_bench_hold` has read; returns seconds."""
         weights = self.__dict__[_ATTRIBUTE][int(index)]
         start = time.perf_counter()
         self.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)

@@ -1,4 +1,4 @@
-"""The engines' own ways to new weights, each timed as its user would see it."""
+"""The engines' own ways to update weights, each timed as its user would see it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _vllm(server: servers.Server, trainer: Trainer, folders: list[Path]) -> dict
 
 
 def _call(server: servers.Server, method: str, **arguments: Any) -> list[Any]:
-    """Run a method on vLLM's workers through its route for developers."""
+    """Run a method on vLLM's workers through its developers' route."""
     answer = requests.post(f"{server.url}/collective_rpc", json={"method": method, **arguments}, timeout=TIMEOUT_S)
     if not answer.ok:
         raise RuntimeError(f"{method} answered {answer.status_code}: {answer.text[:500]}")
@@ -105,7 +105,7 @@ class _Helper:
             raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, float]:
-        """One request, one answer."""
+        """Send one request; returns the reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

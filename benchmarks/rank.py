@@ -1,7 +1,7 @@
-"""Engine ranks as child processes, for the benchmark of the transports: the child, and what the trainer has of it.
+"""Engine ranks as child processes, for the benchmark of the transports: the child, and the trainer's side of it.
 
-A child does what it is told, one line after the other: take part in a push with the engine end of a transport, or in a
-transfer of the bare library (`bare`). Its libraries' output goes to stderr. It ends when its stdin does.
+A child handles one request after the other: to take part in a push with the engine end of a transport, or in a transfer
+of the bare library (`bare`). The output of its libraries goes to stderr. It ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMAND = (sys.executable, "-m", "benchmarks.rank")
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables of this process, for as long as something is made that reads them."""
+    """Set environment variables of this process for a while."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -59,7 +59,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class Rank:
-    """A child process, for a ``with`` block; to the transports it is the only rank of the engine ``url``."""
+    """A child process, as a context manager; to the transports it is the only rank of the engine ``url``."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Rank:
         host: str = "127.0.0.1",
         command: Sequence[str] = COMMAND,
     ):
-        self.url = f"http://{host}:{8001 + number}"  # nobody listens there: requests come as lines
+        self.url = f"http://{host}:{8001 + number}"  # nothing listens there: requests are sent as lines
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -80,7 +80,7 @@ class Rank:
         self._lines = Lines(self._process.stdout.fileno(), self._process.stdin.fileno())
 
     def hello(self) -> http.OpenReply:
-        """What an engine with this one rank would say when it is opened, as far as transports care."""
+        """The reply of an engine with this one rank when it is opened, as far as transports use it."""
         return http.OpenReply(
             protocol=http.PROTOCOL,
             engine="bench",
@@ -93,17 +93,17 @@ class Rank:
             instance="1",
         )
 
-    def tell(self, verb: str, lane: str = "-", body: bytes = b"{}") -> None:
-        """Have the child do something; `answer` is to follow. Raises RuntimeError if it has ended."""
+    def tell(self, verb: str, channel: str = "-", body: bytes = b"{}") -> None:
+        """Send the child a request; `answer` reads the reply. Raises RuntimeError if the child has ended."""
         try:
-            self._lines.say(verb, lane, body)
+            self._lines.say(verb, channel, body)
         except BrokenPipeError:
             raise RuntimeError(f"the rank of {self.url} ended: exit code {self._process.wait(_END_S)}") from None
 
     def answer(self, meanwhile: Callable[[], object] | None = None, look_s: float = bare.LOOK_S) -> bytes:
-        """What the child says to what it was told last; ``meanwhile`` is called every ``look_s``.
+        """The child's reply to the last request; ``meanwhile`` is called every ``look_s`` seconds.
 
-        Raises RuntimeError for what went wrong there.
+        Raises RuntimeError with the child's error.
         """
         until = time.monotonic() + LIMIT_S
         try:
@@ -119,9 +119,9 @@ class Rank:
             raise RuntimeError(f"the rank of {self.url}: {json.loads(body)}")
         return body
 
-    def ask(self, verb: str, lane: str = "-", body: object = None) -> Any:
-        """Tell and hear, in JSON."""
-        self.tell(verb, lane, json.dumps(body).encode())
+    def ask(self, verb: str, channel: str = "-", body: object = None) -> Any:
+        """Send a request and read the reply, both in JSON."""
+        self.tell(verb, channel, json.dumps(body).encode())
         return json.loads(self.answer())
 
     def __enter__(self) -> Rank:
@@ -145,9 +145,9 @@ class Rank:
 
 
 class Pushed(NamedTuple):
-    """Seconds of a push: ``total`` with the meeting, ``send`` of it `Outgoing.send`, ``gather`` of that the packing.
+    """Seconds of a push: ``total`` includes connecting, ``send`` is `Outgoing.send`, ``gather`` is packing within that.
 
-    ``tail`` is what is left of `Outgoing.send` after the last tensor was asked for.
+    ``tail`` is the part of `Outgoing.send` after the last tensor was requested.
     """
 
     total: float
@@ -158,10 +158,10 @@ class Pushed(NamedTuple):
     verify: float
 
 
-class Lane:
-    """A transfer, the ranks it pushes to over one transport, and what it pushes, all for a ``with`` block.
+class Channel:
+    """A transfer over one transport, its ranks, and the tensors that it pushes; a context manager.
 
-    ``kind`` names the stage that the ranks receive in; lanes of the same tensors share it. Without ``bucket_bytes``
+    ``kind`` names the stage that the ranks receive in; channels of the same tensors share it. Without ``bucket_bytes``
     buckets are what a sender would choose.
     """
 
@@ -184,7 +184,7 @@ class Lane:
         self.choice = choose(self._layout.nbytes, free, free, bucket_bytes, "full", False)
 
     def push(self, algorithm: str = "") -> Pushed:
-        """One push; verified where a digest is named."""
+        """Push once; verified if there is a digest."""
         self._pushes += 1
         plan = http.UpdateRequest(
             push=f"{self._name}-{self._pushes}",
@@ -200,7 +200,7 @@ class Lane:
         return self._carry(self._transfer.begin(plan, self._layout), again=False)
 
     def resend(self) -> Pushed:
-        """The push before once more, from the arena as it is: nothing is packed."""
+        """Send the previous push again from the arena, without packing."""
         outgoing, self._last = self._transfer.again(), time.perf_counter()
         assert outgoing is not None, "the arena holds all that was pushed"
         return self._carry(outgoing, again=True)
@@ -238,13 +238,13 @@ class Lane:
         return {rank.url: http.from_json(rank.answer(), http.JoinReply) for rank in told}
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank's stage does not hold what was pushed."""
+        """Raise RuntimeError if a rank's stage is not what was pushed."""
         held = bare.digest_of([tensor.view(-1).view(torch.uint8) for tensor in self._tensors])
         for rank in self._ranks:
             if rank.ask("staged", self._kind) != held:
                 raise RuntimeError(f"the rank of {rank.url} did not get by {self._name} what was sent")
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -255,7 +255,7 @@ class Lane:
 
 
 class _Child:
-    """What a child has: engine ends by lane, stages by kind, and of the bare libraries one agent or group."""
+    """The state of a child: engine ends by channel, stages by kind, and one agent or group of the bare libraries."""
 
     def __init__(self, lines: Lines):
         self._lines = lines
@@ -281,25 +281,25 @@ class _Child:
         }
 
     def serve(self) -> None:
-        """Until the trainer hangs up."""
+        """Handle requests until the input ends."""
         serve(self._lines, self._verbs)
         for end in self._ends.values():
             end.close()
 
-    def _end(self, lane: str) -> EngineEnd:
-        if lane not in self._ends:
-            self._ends[lane] = registry.spec(lane.partition("/")[0]).engine_end(CPU)
-        return self._ends[lane]
+    def _end(self, channel: str) -> EngineEnd:
+        if channel not in self._ends:
+            self._ends[channel] = registry.spec(channel.partition("/")[0]).engine_end(CPU)
+        return self._ends[channel]
 
-    def _join(self, lane: str, body: bytes) -> bytes:
-        kind = registry.spec(lane.partition("/")[0]).handshake
+    def _join(self, channel: str, body: bytes) -> bytes:
+        kind = registry.spec(channel.partition("/")[0]).handshake
         assert kind is not None, "only a transport with a handshake sends one"
         asked = http.from_json(body, kind)
-        return http.to_json(http.JoinReply((self._end(lane).join(asked, 0),), asked.instance))
+        return http.to_json(http.JoinReply((self._end(channel).join(asked, 0),), asked.instance))
 
-    def _push(self, lane: str, body: bytes) -> None:
-        kind = lane.rpartition("/")[2]
-        request, end = http.from_json(body, http.UpdateRequest), self._end(lane)
+    def _push(self, channel: str, body: bytes) -> None:
+        kind = channel.rpartition("/")[2]
+        request, end = http.from_json(body, http.UpdateRequest), self._end(channel)
         stages, parts = self._stages.setdefault(kind, Stages(0, CPU)), Subset(Layout(request.manifest), {})
         try:
             incoming = end.open(request, parts, 0, Event())
@@ -314,7 +314,7 @@ class _Child:
         self._target = torch.zeros(int(json.loads(body)), dtype=torch.uint8)
 
     def _taken(self, _: str, body: bytes) -> int:
-        """Digest of the first bytes of the target, which is emptied."""
+        """The digest of the first bytes of the target, which is then zeroed."""
         found = bare.digest_of([self._target[: json.loads(body)]])
         self._target.zero_()
         return found
@@ -332,28 +332,28 @@ class _Child:
         self._requests[name] = self._known().prepare("READ", bare.Pieces(**json.loads(body)))
         return len(self._requests[name])
 
-    def _drive(self, lane: str, body: bytes) -> None:
-        """Keep the agent going while the trainer writes."""
+    def _drive(self, channel: str, body: bytes) -> None:
+        """Drive the agent while the trainer writes."""
         look_s = float(json.loads(body))
-        self._lines.say("ready", lane)
+        self._lines.say("ready", channel)
         while self._lines.hear(look_s) is None:
             self._known().drive()
 
     def _join_group(self, _: str, body: bytes) -> None:
         self._group = bare.Broadcast(1, int(json.loads(body)))
 
-    def _receive(self, lane: str, body: bytes) -> None:
+    def _receive(self, channel: str, body: bytes) -> None:
         assert self._group is not None, "group comes first"
-        self._lines.say("ready", lane)
+        self._lines.say("ready", channel)
         self._group.run(self._target, int(json.loads(body)))
 
 
 def main() -> None:
     """The child's command line: no arguments."""
     writing = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not look like a reply
     _Child(Lines(0, writing)).serve()
-    # Not by the interpreter's own end: a thread of gloo's that lets go of a tensor meanwhile takes the process down.
+    # Without interpreter shutdown: a gloo thread that frees a tensor during it would crash the process.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What a run is reported as: a table to read, and every sample as JSON."""
+"""The report of a run: a table, and every sample as JSON."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SHARED_UNVERIFIED = 'warm push, parameters in shared memory, verify="off"'
 PARTS_OF_TRANSFER = ("gather", "digest", "verify")
 MEMCPY = "memcpy of the same bytes"
 
-#: What pushes may cost at most: in memcpys; as a part of what another way costs; in reloads inside of vLLM's worker.
+#: The aims of a push: at most so many memcpys; at most this share of another way; so many in-worker reloads of vLLM.
 MEMCPY_AIMS = {SHARED_UNVERIFIED: 1.25, SHARED: 3.0, UNVERIFIED: 2.2, "warm push": 4.0}
 PEER_AIMS = {"update_weights_from_tensor": 20.0, "update_weights_from_distributed": 15.0, "from_disk": 8.0}
 RELOAD_AIM = 1.05
-#: What a pause consists of, besides dropping caches: an engine has its own names for its steps.
+#: The steps of a pause besides dropping caches; each engine has its own names.
 STEPS = ("pause", "apply", "resume")
-#: Of a memcpy's speed, what applying has to reach; and what the pause may be longer than its steps, in seconds.
+#: The share of a memcpy's speed that applying must reach; and the seconds by which a pause may exceed its steps.
 APPLY_AIM, PAUSE_AIM_S = 0.8, 0.005
 
-#: A list of numbers, which takes one line of a result file however long it is.
+#: A list of numbers, which is written on one line of a result file.
 _NUMBERS = re.compile(r"\[[\d\s.,e+-]+\]")
 
 Record = dict[str, Any]
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def about(engine: str) -> Record:
-    """When and on what a run takes place."""
+    """When and on which hardware a run takes place."""
     probe = f"import importlib.metadata as m; print(m.version({engine!r}), m.version('torch'))"
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     answer = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True)
@@ -73,7 +73,7 @@ def about(engine: str) -> Record:
 
 
 def hardware() -> Record:
-    """What this process runs on."""
+    """The hardware of this machine."""
     return {
         "cpu": _cpu(),
         "cores": len(psutil.Process().cpu_affinity() or []),
@@ -83,7 +83,7 @@ def hardware() -> Record:
 
 
 def _cpu() -> str:
-    """The processor's name with its family and model, which tell more on virtual machines."""
+    """The processor's name, family and model; on virtual machines the name alone says little."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -103,7 +103,7 @@ def save(record: Record, *, kept: bool, name: str = "") -> Path:
 
 
 def pushes_served(record: Record) -> bool:
-    """Whether everything that weightsync pushed was found to be served."""
+    """Whether the engine served everything that weightsync pushed."""
     return all(check["ok"] and check.get("same_bits", True) for check in record["checks"] if "push" in check["path"])
 
 
@@ -111,7 +111,7 @@ def pushes_served(record: Record) -> bool:
 
 
 def table(record: Record, floor: str) -> str:
-    """The whole report; ``floor`` names the path that vLLM's pushes are compared with."""
+    """The whole report; ``floor`` is the path that vLLM's pushes are compared with."""
     rounds = record["rounds"]
     memcpy = [statistics.median(found["memcpy"]) for found in rounds]
     floors = [found[floor]["seconds"] for found in rounds] if floor in rounds[0] else None
@@ -130,7 +130,7 @@ def table(record: Record, floor: str) -> str:
 
 
 def machine(record: Record) -> str:
-    """On what and when the run took place, in a line."""
+    """The hardware and time of the run, on one line."""
     hardware = record["hardware"]
     memory = f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
     return f"{hardware['cpu']}, {hardware['cores']} cores, {memory}, {record['date']}"
@@ -176,7 +176,7 @@ def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
 
 
 def _verdicts(record: Record, memcpy: list[float], floors: list[float] | None) -> list[str]:
-    """Every aim, and whether it was met."""
+    """Every aim, and whether the run met it."""
     rounds = record["rounds"]
 
     def took(name: str, part: str = "seconds") -> list[float]:

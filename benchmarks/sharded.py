@@ -1,11 +1,11 @@
 """Measure pushes of a model that FSDP2 has sharded over two processes, beside gathering it: `make bench-sharded`.
 
-Two trainer processes on this machine's CPU, each with its half of the model's bytes, and a reference engine, or with
-``--engine sglang`` SGLang over two ranks. Rounds are repeated in which everything is measured once, one after the
-other: a memcpy of the model's bytes; a warm push of the shards, verified and not, and over NIXL; and the same by the
-usual way, in which every process calls ``full_tensor()`` on every parameter and the whole model is pushed. What the
-trainers wrote into the memory that the engine reads is counted, the engine's ranks say what they read of it, and what
-the engine holds after each is compared. Exit code 0 if all is right.
+Two trainer processes on this machine's CPU, each with half of the model's bytes, and a reference engine, or with
+``--engine sglang`` SGLang over two ranks. In every round each path is measured once, one after the other: a memcpy of
+the model's bytes; a warm push of the shards, verified and not, and over NIXL; and the same the usual way, in which
+every process calls ``full_tensor()`` on every parameter and the whole model is pushed. The report has the bytes that
+the trainers wrote and those that the engine's ranks read, and the engine's weights are compared after each push. Exit
+code 0 if all is right.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Rank:
         }
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Seconds by way and round, and the bytes that this process wrote in a push of its shards."""
+        """The seconds by path and round, and the bytes that this process wrote in a push of its shards."""
         samples: dict[str, list[float]] = {MEMCPY: []}
         written, served = 0, set[str]()
         for _ in range(rounds):
@@ -88,7 +88,7 @@ class Rank:
             for what, verify, transport in WAYS:
                 for gathered in (False, True):
                     with Sender([self._url], verify=verify, transport=transport) as sender:
-                        for _ in range(3):  # the last of them counts
+                        for _ in range(3):  # the last one counts
                             dist.barrier()
                             self._written, start = 0, time.perf_counter()
                             sender.push(self._weights(gathered=gathered))
@@ -105,7 +105,7 @@ def _name(what: str, *, gathered: bool) -> str:
 
 
 def trainer(folder: Path, url: str, rounds: int, results: Path) -> None:
-    """A process of the trainer, under torchrun."""
+    """Run one trainer process, under torchrun."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found = Rank(folder, url).measure(rounds)

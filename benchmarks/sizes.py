@@ -1,10 +1,10 @@
-"""Measure what a push costs by the size of a model and by the number of its tensors: `make bench-sizes`.
+"""Measure a push by the size of the model and by the number of its tensors: `make bench-sizes`.
 
-One trainer, this process, and a reference engine that loads by its load plan, on this machine's CPU. For every model
-and way to push it (from private memory and from shared memory, verified and not) rounds are repeated of memcpys of its
-bytes and a warm push. What is served afterwards is compared with what was pushed. Models of one tensor size differ in
-their number, those of 16 bytes a tensor show what a push costs that moves nothing; models of one number of tensors
-differ in their size. Exit code 0 if all was served.
+One trainer, which is this process, and a reference engine that loads by its load plan, on this machine's CPU. For every
+model and way to push it (from private or shared memory, verified or not), every round has memcpys of its bytes and a
+warm push; afterwards the engine's weights are compared with what was pushed. One series of models varies the number of
+tensors at one size, where 16 bytes a tensor show the cost apart from the bytes; another varies the size at one number.
+Exit code 0 if everything was served.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightsync.protocol.http import Verify
 
 MIN_ROUNDS = 7
 SMALL, NOTHING, TENSORS = 15 << 10, 16, 300
-#: What of memcpy's speed is to be reached with many small tensors.
+#: The share of a memcpy's speed to reach with many small tensors.
 AIM, CONTROL_AIM_S = 0.70, 0.005
 PHASES = ("look", "prepare", "gather", "digest", "verify", "commit", "rest")
 
@@ -56,7 +56,7 @@ Sample = dict[str, float]
 
 
 def measure(model: Model, rounds: int) -> dict[str, Any]:
-    """Seconds of every round, by way and phase."""
+    """The seconds of every round, by path and phase."""
     private = Blocks(*model, seed=1)
     shared = Blocks(*model, seed=2).share_memory()
     buffers = [torch.ones(private.nbytes, dtype=torch.uint8) for _ in range(2)]
@@ -82,7 +82,7 @@ def _sample(sender: Sender, module: Blocks, buffers: list[torch.Tensor]) -> Samp
 
 
 def _phases(result: PushResult, seconds: float) -> Sample:
-    """What a push consisted of; ranks verify while the trainer packs, where there are cores for both."""
+    """The phases of a push; ranks verify while the trainer packs, if there are cores for both."""
     parts = result.seconds
     known = parts["prepare"] + parts["transfer"] + parts["commit"]
     return {
@@ -148,7 +148,7 @@ def _served(record: report.Record) -> bool:
 
 
 def plot(record: report.Record, path: Path) -> None:
-    """Draw the time of each phase, by size and by number of tensors: medians, one on the other."""
+    """Draw the stacked medians of the phases, by size and by number of tensors."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
     parser.add_argument("--only", help="models with this in their name, as '18000 x'")
     args = parser.parse_args()
-    # Every parameter in shared memory is an open file, here and for a moment in the engine.
+    # Every parameter in shared memory is an open file here, and for a moment in the engine.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     models = [model for model in (*SIZES, *COUNTS, *EMPTY) if (args.only or "") in str(model)]
     measured = []

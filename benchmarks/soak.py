@@ -1,10 +1,10 @@
 """Push hundreds of times and see that nothing grows: `make soak`, `make soak PUSHES=2000 ENGINE=vllm`.
 
 For each engine one server runs on this machine's CPU with a tiny model. Two sets of weights are pushed in turn, by a
-sender that closes every 50 pushes and is followed by a fresh one. After each push it is noted what the trainer and
-every process of the server hold: resident memory, open files, threads; and how many shared-memory files and private
-directories there are. Exit code 0 if all of it is flat after the first ten pushes, by the rule below, and the engine
-serves after the last push, bit by bit, what it served after the same set before.
+new sender every 50 pushes. After each push the resident memory, open files and threads of the trainer and of every
+process of the server are sampled, and the numbers of shared-memory files and private directories. Exit code 0 if none
+grows after the first ten pushes, by the rule below, and the last push leaves, bit by bit, the weights that the same set
+left before.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from weightsync.protocol import directories
 KIND = "qwen3"
 PUSHES = 500
 WARM_UP = 10
-#: Samples in each of the two windows that are compared, and pushes in the life of a sender.
+#: Samples in each of the two windows that are compared, and pushes of one sender.
 WINDOW = 50
-#: How much a mean of counts may grow: a sample may catch a thread that is about to end.
+#: The allowed growth of a mean count: a sample may include a thread that is about to end.
 JITTER = 1.0
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 8 << 20
 RULE = (
@@ -42,7 +42,7 @@ RULE = (
     f"{MEMORY_BYTES >> 20} MiB, whichever\nis more; closing the last sender leaves no such file or directory"
 )
 TRAINER = "trainer"
-#: What is sampled of a process, and of the whole.
+#: The quantities sampled of each process, and overall.
 PARTS = ("memory_bytes", "open_files", "threads")
 COUNTS = ("shm_files", "directories", "processes")
 
@@ -50,7 +50,7 @@ Series = dict[str, list[float]]
 
 
 class Growth(NamedTuple):
-    """One line of what is compared; ``allowed`` is how much ``last`` may exceed ``first``."""
+    """One comparison; ``last`` may exceed ``first`` by ``allowed``."""
 
     what: str
     part: str
@@ -60,12 +60,12 @@ class Growth(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """Whether it did not grow, by the rule."""
+        """Whether it has not grown."""
         return self.last - self.first <= self.allowed
 
 
 class Watch:
-    """Samples of the trainer's process, which is this one, and of the server's."""
+    """Samples of the trainer's process, which is this one, and of the server's processes."""
 
     def __init__(self, processes: Callable[[], Sequence[psutil.Process]]):
         self._processes = processes
@@ -75,7 +75,7 @@ class Watch:
         self.counts: Series = {name: [] for name in COUNTS}
 
     def sample(self) -> None:
-        """Take one of everything."""
+        """Take one sample of everything."""
         found = [self._trainer, *sorted(self._processes(), key=lambda process: process.pid)]
         for process in found:
             try:
@@ -83,7 +83,7 @@ class Watch:
                     values = (process.memory_info().rss, process.num_fds(), process.num_threads())
                     series = self.processes.setdefault(self._name(process), {part: [] for part in PARTS})
             except psutil.NoSuchProcess:
-                continue  # a helper of the engine's that has just ended
+                continue  # a helper process of the engine that has just ended
             for part, value in zip(PARTS, values, strict=True):
                 series[part].append(value)
         files, directories = self.left([process.pid for process in found])
@@ -91,7 +91,7 @@ class Watch:
             self.counts[name].append(value)
 
     def left(self, pids: Sequence[int] = ()) -> tuple[int, int]:
-        """How many shared-memory files there are of these processes or of the trainer, and private directories."""
+        """The numbers of shared-memory files of these processes and the trainer, and of private directories."""
         owners = {f"weightsync-{pid}" for pid in (*pids, self._trainer.pid)}
         files = [path for path in arenas.SHM_DIRECTORY.iterdir() if path.name.rpartition("-")[0] in owners]
         return len(files), len(list(directories.directory().glob(f"weightsync-{self._trainer.pid}-*")))
@@ -104,7 +104,7 @@ class Watch:
         return self._names[process.pid]
 
     def growth(self) -> list[Growth]:
-        """What is compared; a process that was not there all the time counts among the processes alone."""
+        """All comparisons; a process that did not run all the time counts in the number of processes only."""
         found = []
         samples = len(self.counts[COUNTS[0]])
         for name, series in self.processes.items():
@@ -121,7 +121,7 @@ def _growth(what: str, part: str, values: list[float]) -> Growth:
 
 
 def soak(url: str, watch: Watch, trainer: Trainer, pushes: int) -> dict[str, Any]:
-    """Push and watch; what was found beside the samples."""
+    """Push and sample; returns the findings other than the samples."""
     seconds, digests = [], []
     sender = Sender([url])
     try:
@@ -184,7 +184,7 @@ def _shown(line: Growth) -> str:
 
 
 def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, pushes: int) -> report.Record:
-    """Start the engine and soak it; the record."""
+    """Start the engine and soak it; returns the record."""
     with alive(f"{engine}: starting the server"):
         server = servers.start(engine, folders[0])
     with server:

@@ -1,10 +1,10 @@
 """Push while eight clients read long streams, and see what each of them notices: `make streams`.
 
 For each engine a server runs on this machine's CPU with a tiny model, and a second one without a prefix cache for the
-pause mode that needs that. In each mode the eight streams are started anew for each of a few pushes; a ninth client
-asks for single tokens, one request after the other. A gap is the time between two tokens of one stream as its client
-reads them; a gap during a push is one that overlaps with it, one without a push ended before it began. Exit code 0 if
-no stream is lost, that is, broken off or ended early; ended early is what mode abort promises, and is counted apart.
+pause mode that needs that. In each mode there are a few pushes, each with eight new streams; a ninth client requests
+single tokens, one after the other. A gap is the time between two tokens of one stream as its client reads them: one
+that overlaps with a push, or one that ended before the push began. Exit code 0 if no stream breaks off or ends early;
+streams that end early in mode abort, as that promises, are counted apart.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from weightsync.protocol.http import PauseMode
 KIND = "qwen3"
 PROMPT = list(b"Once upon a time there was a policy that ")
 STREAMS, TOKENS = 8, 320
-#: Tokens that every stream has when gaps without a push begin to count, and when the push begins.
+#: Tokens of every stream when gaps without a push begin to count, and when the push begins.
 SETTLED, BEFORE = 20, 100
 ROUNDS = 2
 START_S, READ_S = 120.0, 300.0
 
-#: What each server is started with beside the defaults, and the modes it is asked for.
+#: The additional options of each server, and its pause modes.
 SERVERS: dict[servers.Engine, list[tuple[list[str], tuple[PauseMode, ...]]]] = {
     "vllm": [([], ("retract", "wait", "abort")), (["--no-enable-prefix-caching"], ("keep",))],
     "sglang": [([], ("retract", "wait", "abort")), (["--disable-radix-cache"], ("keep",))],
@@ -46,7 +46,7 @@ Interval = tuple[float, float]
 
 
 class Reader(threading.Thread):
-    """A client that reads one stream; ``times`` holds when it got each token."""
+    """A client that reads one stream; ``times`` has the time of each token."""
 
     def __init__(self, server: servers.Server, number: int):
         super().__init__(name=f"reader-{number}", daemon=True)
@@ -63,12 +63,12 @@ class Reader(threading.Thread):
             self.error = f"{type(error).__name__}: {error}"
 
     def gaps(self) -> list[Interval]:
-        """From each token to the next."""
+        """The seconds from each token to the next."""
         return list(itertools.pairwise(self.times))
 
 
 class Newcomer(threading.Thread):
-    """A client that asks for one token, and then again; ``waits`` are its requests from start to end."""
+    """A client that requests one token again and again; ``waits`` has the start and end of each request."""
 
     def __init__(self, server: servers.Server):
         super().__init__(name="newcomer", daemon=True)
@@ -78,7 +78,7 @@ class Newcomer(threading.Thread):
         self.refused = 0
 
     def run(self) -> None:
-        """Ask until told to stop."""
+        """Send requests until it is stopped."""
         while not self.over.wait(0.05):
             start = time.perf_counter()
             try:
@@ -89,7 +89,7 @@ class Newcomer(threading.Thread):
 
 
 def watch(server: servers.Server, sender: Sender, trainer: Trainer) -> dict[str, Any]:
-    """One push while eight streams are read; what the clients noticed."""
+    """Push once while eight streams are read; returns what the clients measured."""
     readers = [Reader(server, number) for number in range(STREAMS)]
     newcomer = Newcomer(server)
     for reader in readers:
@@ -130,7 +130,7 @@ def watch(server: servers.Server, sender: Sender, trainer: Trainer) -> dict[str,
 
 
 def _wait_for(readers: list[Reader], tokens: int) -> None:
-    """Return when every stream has so many tokens. Raises RuntimeError if one ends before."""
+    """Wait until every stream has so many tokens. Raises RuntimeError if one ends before."""
     until = time.monotonic() + START_S
     while any(len(reader.times) < tokens for reader in readers):
         ended = [reader.error or "it ended" for reader in readers if not reader.is_alive()]
@@ -148,7 +148,7 @@ def _overlapping(spans: list[Interval], window: Interval) -> list[float]:
 
 
 def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, rounds: int) -> report.Record:
-    """Start the engine's servers and push in each mode; the record."""
+    """Start the engine's servers and push in each mode; returns the record."""
     found: dict[str, list[dict[str, Any]]] = {}
     for args, modes in SERVERS[engine]:
         with alive(" ".join((f"{engine}: starting the server", *args))):
@@ -158,7 +158,7 @@ def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, round
                 found[mode] = []
                 with Sender([server.url], pause=mode) as sender:
                     trainer.use(1)
-                    sender.push(trainer.module)  # the first of a sender maps memory
+                    sender.push(trainer.module)  # the first push of a sender maps memory
                     for number in range(rounds):
                         trainer.use(number % 2)
                         found[mode].append(watch(server, sender, trainer))
@@ -176,7 +176,7 @@ def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, round
 
 
 def broken(mode: str, pushes: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many streams were lost, and how many were ended early as the mode promises."""
+    """How many streams were lost, and how many ended early as the mode promises."""
     streams = [stream for push in pushes for stream in push["streams"]]
     failed = sum(bool(stream["error"]) for stream in streams)
     early = sum(not stream["error"] and stream["tokens"] < TOKENS for stream in streams)

@@ -1,4 +1,4 @@
-"""The trainer's side of the benchmark: a model whose weights can be exchanged, its copies, a memcpy, a checkpoint."""
+"""The trainer's side of the benchmark: a model with two sets of weights, a memcpy of them, a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.memory import arenas
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".work" / "bench"
-#: Memcpys a round takes; their median is that round's yardstick.
+#: Memcpys in a round; the round is compared with their median.
 MEMCPYS = 3
 
 
@@ -93,7 +93,7 @@ class Trainer:
         """Natural log-probabilities that set ``index`` gives ``tokens`` after ``prompt``."""
         self.use(index)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # several wait for each other where an engine's idle loop takes a core
+        torch.set_num_threads(1)  # several would wait for each other if an engine's idle loop takes a core
         try:
             return models.reference_logprobs(self.module, prompt + tokens, len(prompt))
         finally:

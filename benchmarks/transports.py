@@ -1,23 +1,24 @@
-"""Measure the transports next to the same libraries with nothing of ours around them, on this machine's CPU.
+"""Measure the transports next to the bare libraries below them, on this machine's CPU.
 
     .venv/bin/python benchmarks/transports.py bandwidth chunks scale
 
-One trainer, this process, and engine ranks in child processes; no engine, no model, the loopback interface alone.
+One trainer, which is this process, and engine ranks in child processes; no engine, no model, and only the loopback
+interface.
 
-``bandwidth``: one rank. GB/s (10^9 bytes a second) of a warm `Outgoing.send`, from its start until the rank has said
-that it holds everything, verified and not, and of one that sends what the arena holds already, as to a late engine; of
-the bare library with the same bytes; of a memcpy of them in one thread.
-The aim is that ours reaches 90 % of the faster bare way in the direction in which we move them.
+``bandwidth``: one rank. GB/s (10^9 bytes a second) of a warm `Outgoing.send`, from its start until the rank has
+confirmed, verified and not; of one that sends what is in the arena already, as to a late engine; of the bare library
+with the same bytes; and of a memcpy of them in one thread. The aim is 90 % of the faster bare way in the same
+direction.
 
 ``chunks``: one rank, bare NIXL. GB/s of READs by size of a descriptor and number of descriptors in a request; seconds
-to read many small tensors one descriptor each, or gathered into one piece first.
+to read many small tensors, with one descriptor each or gathered into one piece first.
 
-``scale``: 1 to 8 ranks, each the only one of its engine. Seconds of a warm push, from asking for the bytes until every
-rank has them (over a pipe, not HTTP), of many bytes and of 1 KiB; the straight line through the medians, and a plot.
+``scale``: 1 to 8 ranks, each the only one of its engine. Seconds of a warm push of many bytes and of 1 KiB, from the
+request (over a pipe, not HTTP) until every rank has the bytes; a line fitted to the medians, and a plot.
 
-In each part rounds are repeated in which everything is measured once, one after the other, each round beginning with
-another; before the first, all of it runs once and what has arrived is compared. Exit code 0 if all of that was right.
-With ``--mib`` at its default a gigabyte counts 11 times in memory for ``bandwidth``, and ``scale`` takes 6 GB.
+In every round of a part each path is measured once, one after the other, and each round begins with another; before the
+first round all paths run once, and what has arrived is compared. Exit code 0 if all of that was right. With the default
+of ``--mib``, ``bandwidth`` takes 11 GB of memory, and ``scale`` 6 GB.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from benchmarks import report, transports_bandwidth, transports_chunks, transpor
 from benchmarks.trainer import ROOT
 
 MIN_ROUNDS = 7
-#: UCX listens on no other interface; NIXL is to write nothing to stdout.
+#: UCX must not listen on any other interface, and NIXL must not write to stdout.
 ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "WARN"}
 
 
 class Part(NamedTuple):
-    """One part: how much it moves by default, in MiB, and how it is measured and shown."""
+    """One part: how many MiB it moves by default, and how it is measured and shown."""
 
     mib: int
     measure: Callable[[argparse.Namespace], dict[str, Any]]
@@ -59,7 +60,7 @@ PARTS = {
 
 
 def about() -> report.Record:
-    """When and on what a run takes place."""
+    """When and on which hardware a run takes place."""
     versions = {"weightsync": weightsync.__version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
         versions["nixl"] = importlib.metadata.version("nixl")
@@ -74,7 +75,7 @@ def about() -> report.Record:
 
 
 def main() -> int:
-    """Run the parts that are asked for; the exit code."""
+    """Run the requested parts; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them by default")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
@@ -91,7 +92,7 @@ def main() -> int:
         parser.error("--rounds: at least 1; --mib: a multiple of 64")
     if len(set(args.receivers)) < 2 or min(args.receivers) < 1:
         parser.error("--receivers: a line takes two different numbers")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the children are ended then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then the children end too
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in dict.fromkeys(args.parts or PARTS):

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import bare, report
-from benchmarks.rank import DIGEST, Lane, Rank, environment
+from benchmarks.rank import DIGEST, Channel, Rank, environment
 from weightsync.transports.nixl import agents
 
 TENSORS = 64
-#: What one bare read or write moves.
+#: The bytes of one bare read or write.
 _BARE_BYTES = 16 << 20
 MEMCPY = report.MEMCPY
 OURS, VERIFIED = 'ours, verify="off"', f"ours, verified ({DIGEST})"
 PACKED = "ours, packed before"
 BROADCAST = "bare broadcast"
-#: Seconds that who began a transfer sleeps between two looks at it, and the other side, which keeps it going.
+#: Seconds between two polls by the side that began a transfer, and by the other side, which drives it.
 SLEEPS = {
     ", the other sleeps": (0.0, bare.LOOK_S),
     ", both sleep": (bare.LOOK_S, bare.LOOK_S),
@@ -31,7 +31,7 @@ SLEEPS = {
 }
 READS, WRITES = [f"bare READ{how}" for how in SLEEPS], [f"bare WRITE{how}" for how in SLEEPS]
 AIM = 0.9
-#: Of the seconds of ours: what is left once the last tensor was taken, packing, hashing, and hashing at the rank.
+#: Parts of our seconds: the rest after the last tensor was taken, packing, hashing, and hashing at the rank.
 PARTS = ("tail", "gather", "digest", "verify")
 
 Sample = dict[str, float]
@@ -39,7 +39,7 @@ Path = Callable[[], Sample]
 
 
 class Net(NamedTuple):
-    """A way to the rank: our transport, and the environment of both processes."""
+    """A path to the rank: our transport, and the environment of both processes."""
 
     name: str
     transport: str
@@ -54,12 +54,12 @@ NETS = (
 
 
 def nets() -> list[Net]:
-    """Those that this machine has what it needs for."""
+    """The paths that can run on this machine."""
     return [net for net in NETS if net.transport != "nixl" or agents.available()]
 
 
 class Track:
-    """One net: its rank, our lane to it, and the bare library; ``paths`` are what is measured, by name."""
+    """One net: its rank, our channel to it, and the bare library; ``paths`` has what is measured, by name."""
 
     def __init__(self, net: Net, source: torch.Tensor, args: argparse.Namespace, stack: contextlib.ExitStack):
         self.net, self._source = net, source
@@ -67,8 +67,8 @@ class Track:
         self._rank.ask("target", body=source.numel())
         asked = None if args.bucket_mib is None else args.bucket_mib << 20
         tensors = torch.split(source, source.numel() // TENSORS)
-        self.lane = stack.enter_context(
-            Lane(net.transport, [self._rank], "bytes", tensors, variables=net.variables, bucket_bytes=asked)
+        self.channel = stack.enter_context(
+            Channel(net.transport, [self._rank], "bytes", tensors, variables=net.variables, bucket_bytes=asked)
         )
         self.paths: dict[str, Path] = {
             OURS: lambda: self._push(""),
@@ -78,17 +78,17 @@ class Track:
         self.paths.update(self._nixl() if net.transport == "nixl" else self._gloo())
 
     def _push(self, algorithm: str) -> Sample:
-        found = self.lane.push(algorithm)
+        found = self.channel.push(algorithm)
         return {"seconds": found.send, **{part: getattr(found, part) for part in PARTS}}
 
     def _resend(self) -> Sample:
-        self.lane.push()
-        return {"seconds": self.lane.resend().send}
+        self.channel.push()
+        return {"seconds": self.channel.resend().send}
 
     def _gloo(self) -> dict[str, Path]:
         store, port = bare.listen()
         self._rank.tell("group", body=b"%d" % port)
-        group, bucket_bytes = bare.Broadcast(0, port, store), self.lane.choice.bucket_bytes
+        group, bucket_bytes = bare.Broadcast(0, port, store), self.channel.choice.bucket_bytes
         self._rank.answer()
 
         def broadcast() -> Sample:
@@ -125,9 +125,9 @@ class Track:
         return paths
 
     def check(self, path: str) -> None:
-        """Raise RuntimeError if that path did not bring the bytes."""
+        """Raise RuntimeError if the path did not transfer the bytes."""
         if path in (OURS, VERIFIED, PACKED):
-            self.lane.check()
+            self.channel.check()
         elif self._rank.ask("taken", body=self._source.numel()) != bare.digest_of([self._source]):
             raise RuntimeError(f"{self.net.name}: {path} did not bring what was sent")
 
@@ -144,13 +144,13 @@ def read_by(
 
 
 def random_bytes(nbytes: int) -> torch.Tensor:
-    """The same ones every time."""
+    """Random bytes, the same every time."""
     words = torch.empty(nbytes // 8, dtype=torch.int64)
     return words.random_(generator=torch.Generator().manual_seed(0)).view(torch.uint8)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the rounds; the samples of each net and path."""
+    """Run the rounds; returns the samples of each net and path."""
     source = random_bytes(args.mib << 20)
     target = torch.zeros_like(source)
     with contextlib.ExitStack() as stack:
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for net, name, path in steps[turn:] + steps[:turn]:
                 samples.setdefault(net, {}).setdefault(name, []).append(path())
             print(f"  round {index + 1} of {args.rounds} ({time.perf_counter() - start:.1f} s)", flush=True)
-        choice = tracks[0].lane.choice
+        choice = tracks[0].channel.choice
     found = {net: {name: samples[net][name] for name in _order(samples[net])} for net in _order(samples)}
     return {
         "nbytes": source.numel(),
@@ -236,5 +236,5 @@ def _median(found: list[Sample], part: str) -> float:
 
 
 def _ratio(base: list[Sample], found: list[Sample]) -> float:
-    """Speed of ``found`` in units of that of ``base``."""
+    """The speed of ``found`` divided by that of ``base``."""
     return statistics.median(one["seconds"] / other["seconds"] for one, other in zip(base, found, strict=True))

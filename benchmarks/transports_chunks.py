@@ -19,22 +19,22 @@ from weightsync.memory import arenas
 
 SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 PER_REQUEST = (1, 4, 16, 64)
-#: Between pieces at the trainer: NIXL would make one descriptor of pieces that touch.
+#: The gap between pieces at the trainer: of adjacent pieces NIXL would make one descriptor.
 GAP = 4096
 TOUCHING = "touching"
 SMALL = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-#: All small tensors together; 4096 of 16 KiB.
+#: The bytes of all small tensors: 4096 of 16 KiB.
 SMALL_BYTES = 64 << 20
 
 
 class Track:
-    """One net: READs of the rank's, by name, and its small tensors, scattered at the trainer."""
+    """One net: the rank's READs by name, and its small tensors, scattered at the trainer."""
 
     def __init__(self, net: Net, total: int, stack: contextlib.ExitStack):
         self.name, self.total = net.name, total
         self._rank = stack.enter_context(Rank(variables=net.variables))
         self._rank.ask("target", body=max(total, SMALL_BYTES))
-        #: The large pieces, or the small tensors each followed by as much that is not read; and an arena behind both.
+        #: The large pieces, or the small tensors with gaps of their own size; and an arena behind both.
         arena = max(total + GAP * (total // SIZES[0]), 2 * SMALL_BYTES)
         self._memory = random_bytes(arena + SMALL_BYTES)
         self._arena = self._memory[arena:]
@@ -86,7 +86,7 @@ class Track:
         return read_by(self._rank, self._agent, name)
 
     def _checked(self, name: str, pieces: bare.Pieces) -> None:
-        """Read once. Raises RuntimeError if something else arrived."""
+        """Read once. Raises RuntimeError if other bytes arrived."""
         self._read(name)
         parts = [self._memory[pieces.start + n * pieces.stride :][: pieces.nbytes] for n in range(pieces.count)]
         if self._rank.ask("taken", body=pieces.count * pieces.nbytes) != bare.digest_of(parts):
@@ -94,7 +94,7 @@ class Track:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the rounds; the samples of each net by name."""
+    """Run the rounds; returns the samples of each net by name."""
     total = (args.mib << 20) // SIZES[-1] * SIZES[-1]
     samples: dict[str, dict[str, list[dict[str, float]]]] = {}
     loads = []
@@ -162,7 +162,7 @@ def _faster(found: list[float], other: list[float]) -> bool:
 
 
 def _where(wins: list[bool]) -> str:
-    """In words, for tensors of which of the sizes that is so."""
+    """In words: the tensor sizes for which something holds."""
     count = sum(wins)
     if not count:
         return f"at no size from {_size(SMALL[0])} on"

@@ -1,4 +1,4 @@
-"""Seconds of a push by the number of receivers, of many bytes and of hardly any: part of `transports`."""
+"""Seconds of a push by the number of receivers, of many bytes and of very few: part of `transports`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.rank import DIGEST, Lane, Rank
+from benchmarks.rank import DIGEST, Channel, Rank
 from benchmarks.transports_bandwidth import TENSORS, random_bytes
 from weightsync.transports import registry
 
@@ -30,12 +30,12 @@ class Line(NamedTuple):
     each: float
 
     def at(self, receivers: int) -> float:
-        """Seconds with so many."""
+        """The seconds with ``receivers``."""
         return self.base + self.each * receivers
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the rounds; seconds by transport, by what is pushed, by number of receivers."""
+    """Run the rounds; returns the seconds by transport, by what is pushed, by number of receivers."""
     source = random_bytes(args.mib << 20)
     tensors = {BYTES: torch.split(source, source.numel() // TENSORS), CONTROL: (source[:CONTROL_BYTES],)}
     counts = sorted(set(args.receivers))
@@ -43,27 +43,27 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     loads = []
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(Rank(number)) for number in range(counts[-1])]
-        lanes = {
+        channels = {
             (transport, kind, count): stack.enter_context(
-                Lane(transport, ranks[:count], kind, tensors[kind], bucket_bytes=asked if kind == BYTES else None)
+                Channel(transport, ranks[:count], kind, tensors[kind], bucket_bytes=asked if kind == BYTES else None)
             )
             for transport in registry.available()
             for kind in (BYTES, CONTROL)
             for count in counts
         }
-        for lane in lanes.values():
-            lane.push(DIGEST)
-            lane.check()
-        seconds: dict[tuple[str, str, int], list[float]] = {key: [] for key in lanes}
+        for channel in channels.values():
+            channel.push(DIGEST)
+            channel.check()
+        seconds: dict[tuple[str, str, int], list[float]] = {key: [] for key in channels}
         for index in range(args.rounds):
             start = time.perf_counter()
             loads.append(os.getloadavg()[0])
-            turn = index * 5 % len(lanes)
-            keys = list(lanes)
+            turn = index * 5 % len(channels)
+            keys = list(channels)
             for key in keys[turn:] + keys[:turn]:
-                seconds[key].append(lanes[key].push().total)
+                seconds[key].append(channels[key].push().total)
             print(f"  round {index + 1} of {args.rounds} ({time.perf_counter() - start:.1f} s)", flush=True)
-        choice = lanes[registry.available()[0], BYTES, counts[0]].choice
+        choice = channels[registry.available()[0], BYTES, counts[0]].choice
     samples: dict[str, dict[str, dict[str, list[float]]]] = {}
     for (transport, kind, count), found in seconds.items():
         samples.setdefault(transport, {}).setdefault(kind, {})[str(count)] = found

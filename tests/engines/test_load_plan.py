@@ -23,7 +23,8 @@ def test_every_rank_reports_how_it_loads(served):
     assert len(ways) == served.tp
     if served.server.engine == "vllm":
         (way,) = set(ways)
-        assert way == "the engine's own loader: on a CPU vLLM packs layers after loading, and only its reload repeats that"
+        reason = "on a CPU vLLM packs layers after loading, and only its reload repeats that"
+        assert way == f"the engine's own loader: {reason}"
         return
     tensors = len(load_file(served.a / "model.safetensors"))
     for way in ways:
