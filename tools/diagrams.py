@@ -15,7 +15,7 @@ TITLES = {
 
 
 def drawn(page: str) -> str:
-    """The page with what stands between the markers drawn anew."""
+    """The page with new diagrams between the markers."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     fences = [f"{title}\n\n```mermaid\n{diagram(table)}\n```" for title, table in TITLES.items()]

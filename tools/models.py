@@ -52,7 +52,7 @@ _MOE = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-# A clear-cut router: where two experts nearly tie for the last place, rounding alone picks one, and answers part.
+# A decisive router: if two experts nearly tie for the last place, rounding picks one, and answers diverge.
 _ROUTER_SCALE = 4.0
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_TINY, "tie_word_embeddings": True}),

@@ -321,7 +321,7 @@ def _failure(server: Server, what: str) -> str:
 def _is_ready(server: Server) -> bool:
     try:
         reply = requests.get(server.url + "/health", timeout=5.0)
-        # An engine that was told to wait for its first push is up, and will not say so before that.
+        # An engine that waits for its first push is up, but does not report it before that push.
         return reply.ok or "first push" in reply.text
     except requests.RequestException:
         return False

@@ -1,7 +1,7 @@
-"""Checks for names of an engine that it does not document as stable.
+"""Checks that names of an engine exist which it does not document as stable.
 
-Each engine package lists its own, module by module, in two tables: what every push needs, and what ``verify="deep"``
-needs on top. A name that only the second lists never stands in the way of a push without it.
+Each engine package lists them by module in two tables: the names that every push needs, and those that
+``verify="deep"`` needs too. A missing name of the second table prevents only pushes with ``verify="deep"``.
 """
 
 from __future__ import annotations

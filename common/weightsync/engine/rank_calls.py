@@ -1,12 +1,9 @@
-"""Calls from an engine's front end to its ranks: one at a time, each with a deadline, none ever given up half-way; and
-what the ranks' replies come to.
+"""Calls from an engine's front end to its ranks: one at a time, each with a deadline; and the outcome of their replies.
 
-An engine that is told to forget a call may find the late reply in the place of the next one. So a call that takes too
-long is left to end by itself; who waited for it is told, and the next call waits for its turn.
-
-Who waited is told what can be seen of the ranks' processes (stopped, ended). Only those are looked at that are on the
-front end's own host and in its space of process numbers, and only while a number is still that of the process that was
-started when the rank was.
+A call is never abandoned: its late reply could be taken for that of the next call. A call that takes too long goes on
+by itself, its caller gets an error, and the next call waits until it has ended. The error says which ranks' processes
+have stopped or ended. Only processes on the front end's host and in its process namespace can be checked, and only
+while their start time is still that of the rank.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from weightsync.protocol.http import Done, RankInfo, RankReply, from_json
 Replies = Sequence[bytes | str]
 _R = TypeVar("_R")
 
-#: Seconds for the calls of a commit: if one that may still load were given up, nobody would know what is served.
+#: Seconds for the calls of a commit: after an abandoned call that may still load, it is unknown what the engine serves.
 COMMIT_CALL_S: Final = 600.0
 #: Seconds between two checks of the ranks' processes during a long call.
 _LOOK_UP_S: Final = 1.0
@@ -51,7 +48,7 @@ class Calls:
     async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
         """Call ``method`` on every rank; returns their `http.RankReply`. Raises `PushTimeout`, and engine errors.
 
-        Where a rank answers that it is to be asked later, all are asked again, and generate meanwhile.
+        If a rank replies that it is busy, all are called again later; they generate in between.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -86,7 +83,7 @@ class Calls:
     def _ended(self, call: asyncio.Future[Any]) -> None:
         self._turn.release()
         if not call.cancelled():
-            call.exception()  # retrieved, so that asyncio does not report it; whoever waits gets it too
+            call.exception()  # retrieved, so that asyncio does not report it; the caller gets it too
 
     def check_alive(self) -> None:
         """Raise `EngineUnreachable` if a rank's process has ended, which engines notice much later."""
