@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat_pause, compat_workers
+from vllm_weightsync import compat_pause
 from weightsync.engine import fresh_model
 from weightsync.engine.private_names import Names, PrivateNames
 from weightsync.engine.rank_calls import COMMIT_CALL_S
@@ -275,13 +275,13 @@ async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
     return [str(tag) for tag in await answer(engine_client, call, compat_pause.ASLEEP, timeout_s)]
 
 
-async def call_workers(engine_client: Any, method: str, payload: str) -> Sequence[str]:
-    """Run a worker method on every worker. Raises as `answer`.
+async def call_workers(engine_client: Any, name: str, method: str, payload: str) -> Sequence[str]:
+    """Run ``method`` on every worker, through the wrapper's method ``name``. Raises as `answer`.
 
     vLLM's own call gets no timeout: its replies have no number, and after a late one every call would get the reply to
     the call before.
     """
-    call = engine_client.collective_rpc(compat_workers.CALL, args=(method, payload))
+    call = engine_client.collective_rpc(name, args=(method, payload))
     replies: Sequence[str] = await answer(engine_client, call, method, COMMIT_CALL_S)
     return replies
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import State
 
-from vllm_weightsync import compat, compat_config
+from vllm_weightsync import compat, compat_config, compat_workers
 from weightsync.engine import refusals
 from weightsync.engine.front_end import FrontEnd, restored
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
@@ -113,7 +113,7 @@ class VllmFrontEnd:
             raise UnsupportedOption(self._unsupported)
         if method.startswith(http.UPDATE) or method == "weightsync_ready":
             await self._check_awake()
-        return await compat.call_workers(self._client, method, payload.decode())
+        return await compat.call_workers(self._client, compat_workers.CALL, method, payload.decode())
 
     async def _check_awake(self) -> None:
         # Sleeping KV does not matter: it is dropped anyway.
