@@ -95,7 +95,7 @@ class SglangFrontEnd:
             return
         drained = compat.drained(self._manager, abort=request.pause == "abort")
         try:
-            await asyncio.wait_for(drained.__aenter__(), request.timeout_s)
+            await asyncio.wait_for(drained.__aenter__(), refusals.drain_s(request))
         except asyncio.TimeoutError as error:
             raise refusals.still_in_flight(request) from error
         try:

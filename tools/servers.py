@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,8 @@ from typing import Any, Literal
 
 import psutil
 import requests
+
+from weightsync.testing import free_port
 
 Engine = Literal["vllm", "sglang"]
 
@@ -135,14 +136,6 @@ def start(
         raise
     server.start_s = time.monotonic() - started_s
     return server
-
-
-def free_port() -> int:
-    """Return a TCP port that was free on this machine a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---- asking for tokens -----------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class VllmFrontEnd:
         # "retract": vLLM keeps the requests, and recomputes their KV, which is dropped below.
         mode = "keep" if request.pause == "retract" else request.pause
         try:
-            await self._hold(mode, timeout_s=request.timeout_s)
+            await self._hold(mode, timeout_s=refusals.drain_s(request))
         except PushTimeout as error:
             await compat.let_go(self._client, COMMIT_CALL_S)
             raise refusals.still_in_flight(request) from error

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import secrets
 import socket
 import subprocess
 import sys
@@ -194,7 +195,7 @@ class ReferenceEngine:
         env: dict[str, str] | None = None,
         port: int | None = None,
     ):
-        port = _free_port() if port is None else port
+        port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         command = [*launcher, str(folder), "--port", str(port), "--device", device, *args]
         self.process = subprocess.Popen(command, env=env)
@@ -207,8 +208,13 @@ class ReferenceEngine:
                 return self
             except requests.RequestException:
                 time.sleep(0.1)
+        code = self.process.poll()
         self.close()
-        raise EngineUnreachable(f"the reference engine did not come up within {_START_S:g} s")
+        raise EngineUnreachable(
+            f"the reference engine did not come up within {_START_S:g} s"
+            if code is None
+            else f"the reference engine ended with exit code {code} before it served; its output says why"
+        )
 
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
@@ -231,11 +237,16 @@ class ReferenceEngine:
         self.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A free TCP port of this host that no outgoing connection and no other process is given by chance."""
+    # The kernel gives those ports from this range.
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(max(1024, first // 2), first) or range(1024, 1 << 16)
+    while True:
+        port = secrets.choice(candidates)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ def test_an_engine_whose_container_cannot_hold_the_model_is_refused_before_the_t
     with ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code)) as engine:
         served = Sender([engine.url])
         before = served.status(digest=True)[engine.url].ranks[0].digest
-        refusal = rf'rank 0: the stage takes [0-9]+ bytes and {size // 2} are free on cpu; pass staging="none"'
+        refusal = rf'rank 0: the stage takes [0-9]+ bytes, but {size // 2} are free on cpu; pass staging="none"'
         with Sender([engine.url], bucket_bytes=64 << 10) as sender, pytest.raises(TransferFailed, match=refusal):
             sender.push(trained)
         assert served.status(digest=True)[engine.url].ranks[0].digest == before

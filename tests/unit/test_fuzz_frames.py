@@ -252,7 +252,7 @@ def test_damaged_or_foreign_metadata_is_refused_and_intact_metadata_accepted(ran
             assert "is damaged, or comes from another version" in refused(metadata=damaged)
 
     run()
-    assert f"said it was the agent 'another', its metadata are those of '{agent.name}'" in refused(agent="another")
+    assert f"gave its agent as 'another', but its metadata is that of '{agent.name}'" in refused(agent="another")
     assert rank.join(whole).agent
     rank.assert_unharmed(trained)
 

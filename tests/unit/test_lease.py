@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
+import time
 from contextlib import closing
 
 import pytest
 import requests
 import torch
 
-from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, driven, until
+from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, driven, one_engine, until
 from weightsync import Sender
+from weightsync.engine import front_end, lease
 from weightsync.engine.lease import Lease
 from weightsync.errors import ManifestMismatch, TransferFailed
 from weightsync.protocol import auth, http
@@ -49,6 +51,22 @@ class Probe:
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
+
+
+@driven
+async def test_time_in_which_an_engine_is_too_busy_for_renewals_does_not_end_a_push(made, monkeypatch):
+    monkeypatch.setattr(lease, "PUSH_TTL_S", 0.4)
+    monkeypatch.setattr(front_end, "_WATCH_S", 0.05)
+    front, trainer, _ = one_engine(made)
+    await trainer.stage("v1", 1)
+    time.sleep(1.0)  # the event loop handles nothing meanwhile
+    await asyncio.sleep(0.2)
+    await trainer.commit("v1")
+    assert front.seen() == SERVING[1]
+    await trainer.stage("v2", 2)
+    await asyncio.to_thread(until, lambda: not front.front_end._push, "it does not notice that its trainer is silent")
+    with pytest.raises(TransferFailed, match="has not prepared push v2"):
+        await trainer.commit("v2")
 
 
 @pytest.mark.parametrize(("says", "lapsed"), [(True, False), (False, True), (TransferFailed("not its own"), True)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -353,7 +354,9 @@ class FrontEnd:
     async def _watch_trainer(self) -> None:
         """Forget the current push if its trainer is gone."""
         while self._push:
+            began = time.monotonic()
             await asyncio.sleep(_WATCH_S)
+            self._lease.excuse(time.monotonic() - began - _WATCH_S)
             if not await self._lease.lapsed() or not self._machine.allows("abort"):
                 continue
             try:

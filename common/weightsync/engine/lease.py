@@ -70,6 +70,10 @@ class Lease:
         if self.owner != owner:
             raise LeaseHeld(self._held() if self.owner else "the lease was taken from this sender; push again")
 
+    def excuse(self, stalled_s: float) -> None:
+        """Extend the lease by a time in which this process was too busy to handle renewals."""
+        self._until += max(0.0, stalled_s)
+
     def idle(self) -> None:
         """Extend the lease after a push, so that its owner keeps it for the next."""
         self._until = self._clock() + IDLE_TTL_S

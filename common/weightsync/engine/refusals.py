@@ -19,10 +19,15 @@ def half_way(error: BaseException) -> str:
     return f"this engine is not resumed, since a push failed half-way ({error}); push a full version"
 
 
+def drain_s(request: CommitRequest) -> float:
+    """Seconds that requests in flight have to finish; the rest of the sender's time is for the reply."""
+    return 0.9 * request.timeout_s
+
+
 def still_in_flight(request: CommitRequest) -> PushTimeout:
     """The error of a commit whose pause waited too long for requests in flight."""
     return PushTimeout(
-        f"requests in flight did not finish within {request.timeout_s:g} s (pause={request.pause!r}); "
+        f"requests in flight did not finish within {round(drain_s(request), 1):g} s (pause={request.pause!r}); "
         "nothing was changed"
     )
 
@@ -55,10 +60,7 @@ def moving_experts(option: str) -> str:
 
 def travelling_kv(option: str) -> str:
     """Prefill and decode run in different engines."""
-    return (
-        f"{option}: KV of the old weights would reach an engine that has the new ones; start the engine without this "
-        "option"
-    )
+    return f"{option}: KV of the old weights would reach an engine that has the new ones; start the engine without it"
 
 
 def draft_model(option: str) -> str:
