@@ -72,11 +72,11 @@ class Agent:
         self.drive = self._nixl.get_new_notifs
 
     def card(self) -> dict[str, Any]:
-        """What the other agent needs for `meet`, for JSON."""
+        """What the other agent needs for `connect`, for JSON."""
         metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode()
         return {"name": self._name, "metadata": metadata, "address": self._memory.data_ptr()}
 
-    def meet(self, card: dict[str, Any]) -> None:
+    def connect(self, card: dict[str, Any]) -> None:
         """Connect to the other agent."""
         self._peer = card
         self._nixl.add_remote_agent(base64.b64decode(card["metadata"]))

@@ -272,7 +272,7 @@ class _Child:
             "staged": lambda kind, _: bare.digest_of([self._staged[kind]]),
             "target": self._make_target,
             "taken": self._taken,
-            "agent": self._meet,
+            "agent": self._connect,
             "prepare": self._prepare,
             "read": lambda name, body: self._known().run(self._requests[name], json.loads(body)),
             "drive": self._drive,
@@ -323,9 +323,9 @@ class _Child:
         assert self._agent is not None, "agent comes first"
         return self._agent
 
-    def _meet(self, _: str, body: bytes) -> dict[str, Any]:
+    def _connect(self, _: str, body: bytes) -> dict[str, Any]:
         self._agent = bare.Agent("rank", self._target)
-        self._agent.meet(json.loads(body))
+        self._agent.connect(json.loads(body))
         return self._agent.card()
 
     def _prepare(self, name: str, body: bytes) -> int:

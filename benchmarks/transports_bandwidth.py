@@ -104,7 +104,7 @@ class Track:
     def _nixl(self) -> dict[str, Path]:
         with environment(self.net.variables):
             agent = bare.Agent("trainer", self._source)
-        agent.meet(self._rank.ask("agent", body=agent.card()))
+        agent.connect(self._rank.ask("agent", body=agent.card()))
         size = min(_BARE_BYTES, self._source.numel())
         pieces = bare.Pieces(size, self._source.numel() // size, self._source.numel() // size, size)
         self._rank.ask("prepare", "bare", pieces._asdict())

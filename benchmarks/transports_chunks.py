@@ -40,7 +40,7 @@ class Track:
         self._arena = self._memory[arena:]
         with environment(net.variables):
             self._agent = bare.Agent("trainer", self._memory)
-        self._agent.meet(self._rank.ask("agent", body=self._agent.card()))
+        self._agent.connect(self._rank.ask("agent", body=self._agent.card()))
         self.steps: dict[str, Callable[[], dict[str, float]]] = {}
         for size in SIZES:
             for count in PER_REQUEST:

@@ -43,7 +43,7 @@ STREAM = {"staging": "none"}
 KEEP = {"keep_previous": True}
 U, C, D = (UNCHANGED,), (COMMITTED,), (DIRTY,)
 #: Phases that depend on the transport; later ones are the same for all.
-ON_THE_WAY = ("prepare", "meet", "transfer", "stream")
+ON_THE_WAY = ("prepare", "connect", "transfer", "stream")
 
 
 def catalogue(tp: int, last: int, transport: str) -> list[Fault]:
@@ -97,7 +97,7 @@ def _exceptions(tp: int, rank: int, last: int) -> list[Fault]:
     hook = do("post-load hook", "raise", rank=rank)
     return [
         Fault(worker, "prepare", U, do("rank prepares", "raise", rank=rank)),
-        Fault(worker, "meet", U, do("rank meets", "raise", rank=rank)),
+        Fault(worker, "connect", U, do("rank connects", "raise", rank=rank)),
         Fault(worker, "transfer", U, do("rank takes", "raise", rank=rank, bucket=1)),
         Fault(worker, "commit, before first write", U if tp == 1 else D, before),
         Fault(worker, "commit, first write", D, first),
@@ -135,7 +135,7 @@ def _connections(rank: int, route: str) -> list[Fault]:
         # This hits one of the two engines that are asked at the same time.
         Fault("request lost", "commit", U + C, do("trainer is cut off", "cut", route="commit")),
         Fault("reply lost", "commit", U + C, do("trainer was answered", "cut", route="commit")),
-        Fault("socket cut after hello and offer", "transfer", U, do("rank met", "cut", rank=rank)),
+        Fault("socket cut after hello and offer", "transfer", U, do("rank connected", "cut", rank=rank)),
         Fault("socket gone at offer", "transfer", U + C, do("trainer tells", "cut", kind="Offer")),
         Fault("socket gone at filled", "transfer", U + C, do("trainer tells", "cut", kind="BucketReady", number=1)),
         Fault("socket cut before taken", "transfer", U, do("rank takes", "cut", rank=rank, bucket=0)),

@@ -21,17 +21,17 @@ from weightsync.errors import WeightSyncError
 def describe_shared(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[int]]:
     """Describe shared tensors for another process; returns the descriptions and the descriptors of their memory."""
     shared = [one.untyped_storage()._share_fd_cpu_() for one in tensors.values()]
-    lent = [
+    described = [
         (name, str(one.dtype).removeprefix("torch."), tuple(one.shape), nbytes)
         for (name, one), (_, nbytes) in zip(tensors.items(), shared, strict=True)
     ]
-    return lent, [file for file, _ in shared]
+    return described, [file for file, _ in shared]
 
 
-def map_shared(lent: list[Any], files: list[int]) -> dict[str, torch.Tensor]:
+def map_shared(described: list[Any], files: list[int]) -> dict[str, torch.Tensor]:
     """Map the tensors that `describe_shared` described."""
     found = {}
-    for (name, dtype, shape, nbytes), file in zip(lent, files, strict=True):
+    for (name, dtype, shape, nbytes), file in zip(described, files, strict=True):
         storage = torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)
         found[name] = torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, 0, shape)
     return found
@@ -42,11 +42,11 @@ class Trainer:
 
     def __init__(self) -> None:
         self._states: list[dict[str, torch.Tensor]] = []
-        self._lent: dict[str, torch.Tensor] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
 
-    def lent(self, order: dict, files: list[int]) -> dict:
+    def take_parameters(self, order: dict, files: list[int]) -> dict:
         """Take the learner's parameters."""
-        self._lent = map_shared(order["lent"], files)
+        self._parameters = map_shared(order["tensors"], files)
         return {}
 
     def group(self, order: dict, _: list[int]) -> dict:
@@ -61,7 +61,7 @@ class Trainer:
         said: dict[str, Any] = {"error": "", "message": "", "engines": {}}
         try:
             with Sender(order["urls"], **order["options"]) as sender:
-                what = self._lent if order["content"] is None else self._shards(order["content"])
+                what = self._parameters if order["content"] is None else self._shards(order["content"])
                 result = sender.push(what, version=order["label"])
                 said["engines"] = dict.fromkeys(result.engines, "committed")
         except WeightSyncError as error:
@@ -86,11 +86,11 @@ def run(_: dict, files: list[int]) -> None:
     with socket.socket(fileno=files[0]) as channel:
         trainer = Trainer()
         while True:
-            asked, lent = receive(channel)
+            asked, descriptors = receive(channel)
             if not asked:
                 return
-            said = getattr(trainer, asked["do"])(asked, lent)
-            for file in lent:
+            said = getattr(trainer, asked["do"])(asked, descriptors)
+            for file in descriptors:
                 with contextlib.suppress(OSError):
                     os.close(file)
             channel.send(json.dumps(said).encode())

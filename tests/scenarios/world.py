@@ -223,8 +223,8 @@ class Pusher(Suspect):
                 self.children.append(self._nursery.start("trainer", file, [theirs.fileno()]))
             self.channels.append(ours)
             if self._size == 1:
-                lent, files = describe_shared(shared)
-                socket.send_fds(ours, [json.dumps({"do": "lent", "lent": lent}).encode()], files)
+                described, files = describe_shared(shared)
+                socket.send_fds(ours, [json.dumps({"do": "take_parameters", "tensors": described}).encode()], files)
             else:
                 folders = [str(weights.folder(content)) for content in range(CONTENTS)]
                 self._tell(ours, do="group", port=port, rank=rank, size=self._size, folders=folders)

@@ -16,7 +16,7 @@ POINTS = [
     ("trainer packs", {"number": 0}, "raise"),
     ("trainer announces", {"number": 0}, "raise"),
     ("trainer tells", {"kind": "BucketReady", "number": 0}, "reorder"),
-    ("rank meets", {}, "raise"),
+    ("rank connects", {}, "raise"),
     ("rank takes", {"bucket": 0}, "raise"),
     ("rank confirms", {}, "raise"),
     ("rank prepares", {}, "raise"),

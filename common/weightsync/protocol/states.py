@@ -59,13 +59,13 @@ PUSH: Final[Table] = {
 }
 
 #: A rank's load plan, and whether it is trusted. Events: ``record`` the loader is about to be recorded, for the first
-#: time or again · ``recorded`` there is a plan · ``sealed`` there is none, only the loader can do its work · ``alike``
-#: after a load by the loader every parameter is as the plan would have left it · ``replay`` the plan has loaded a push
-#: · ``astray`` what the plan did, or would have done, differs from what the loader does.
+#: time or again · ``recorded`` there is a plan · ``sealed`` there is none, only the loader can load · ``matched`` after
+#: a load by the loader every parameter is as the plan would have left it · ``replay`` the plan has loaded a push ·
+#: ``differed`` what the plan did, or would have done, differs from what the loader does.
 PLAN: Final[Mapping[PlanState, Mapping[str, PlanState]]] = {
     "unrecorded": {"record": "unrecorded", "recorded": "untried", "sealed": "loader_alone"},
-    "untried": {"record": "unrecorded", "alike": "trusted", "astray": "loader_alone"},
-    "trusted": {"record": "unrecorded", "replay": "trusted", "astray": "loader_alone"},
+    "untried": {"record": "unrecorded", "matched": "trusted", "differed": "loader_alone"},
+    "trusted": {"record": "unrecorded", "replay": "trusted", "differed": "loader_alone"},
     "loader_alone": {"record": "unrecorded"},
 }
 

@@ -105,12 +105,12 @@ def receiver(module):
 
 
 def load_plan(module):
-    bulk = sys.modules["weightsync.tensors.native_copy"]  # which makes its copies
+    native_copy = sys.modules["weightsync.tensors.native_copy"]  # which makes its copies
 
     @around(module.LoadPlan, "replay")
     def replay(original, self, stage):
         # Tensors count as loaded in proportion to the copied runs of bytes, the last once all are copied.
-        tensors, run, runs, done = len(self.layout.entries), bulk._run, len(self._runs_from(stage)) + 1, 0
+        tensors, run, runs, done = len(self.layout.entries), native_copy._run, len(self._runs_from(stage)) + 1, 0
         numbers = iter(range(tensors))
 
         def counted(calls):
@@ -121,11 +121,11 @@ def load_plan(module):
                 for _ in range(done * tensors // runs - (done - 1) * tensors // runs):
                     at("rank loads", tensor=next(numbers), **HERE)
 
-        bulk._run = lambda calls: run(counted(calls))
+        native_copy._run = lambda calls: run(counted(calls))
         try:
             original(self, stage)
         finally:
-            bulk._run = run
+            native_copy._run = run
         for number in numbers:
             at("rank loads", tensor=number, **HERE)
         at("rank loaded", **HERE)
@@ -155,10 +155,10 @@ def engine_control(module):
     @around(module.EngineControl, "open")
     def open_control(original, self, request, subset, rank, mapped, cancelled):
         self.fault_rank = rank
-        at("rank meets", rank=rank)
+        at("rank connects", rank=rank)
         session, offer = original(self, request, subset, rank, mapped, cancelled)
         session.fault_rank = rank
-        if at("rank met", rank=rank) == "cut":
+        if at("rank connected", rank=rank) == "cut":
             self._sockets[0].disconnect(request.address)
         return session, offer
 

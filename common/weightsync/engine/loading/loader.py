@@ -318,7 +318,7 @@ class Loading:
                     f"rank {self._adapter.rank} holds only parts of a version, and has no load plan for them"
                 )
             self._load_by_engine(staged)
-            if plan is not None and staged.layout is plan.layout and self._machine.allows("alike"):
+            if plan is not None and staged.layout is plan.layout and self._machine.allows("matched"):
                 self._check(plan, staged)
             return
         why = self._replay(plan, staged)
@@ -381,11 +381,11 @@ class Loading:
         else:
             plan.bind(staged.data)
             self._rest = 0
-            self._machine.move("alike")
+            self._machine.move("matched")
         logger.info("rank %d loads through %s", self._adapter.rank, self.path)
 
     def _drop(self, why: str) -> None:
-        self._machine.move("astray")
+        self._machine.move("differed")
         self._plan, self._hooks, self._why = None, None, why
 
     def keep(self, stages: Iterable[Stream]) -> None:
