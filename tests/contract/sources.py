@@ -19,7 +19,8 @@ class Sources:
         make = registry.spec(transport).rank_helper
         self.size, self.filled = size, False
         self._helpers = [make(rank) for rank in range(1, size)]
-        self._threads = ThreadPoolExecutor(size)
+        # Like a trainer's other ranks, each helper serves one request at a time.
+        self._threads = [ThreadPoolExecutor(1) for _ in self._helpers]
         self._stream, self._jobs, self._over = None, [], threading.Event()
         #: How many requests each helper received.
         self.asked = 0
@@ -35,11 +36,17 @@ class Sources:
 
     def ask(self, transport, message, deadline):
         self.asked += 1
-        self._jobs = [self._threads.submit(one.help, message, self._stream, self._check) for one in self._helpers]
+        self._over.set()
+        self._over = over = threading.Event()
 
-    def _check(self):
-        if self._over.is_set():
-            raise TransferFailed("rank 0 waits no more")
+        def check():
+            if over.is_set():
+                raise TransferFailed("rank 0 waits no more")
+
+        self._jobs = [
+            thread.submit(one.help, message, self._stream, check)
+            for one, thread in zip(self._helpers, self._threads, strict=True)
+        ]
 
     def answered(self, to, deadline):
         for job in self._jobs:
@@ -55,7 +62,8 @@ class Sources:
 
     def close(self):
         self._over.set()
-        self._threads.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
         self._stream = None
         for one in self._helpers:
             one.close()

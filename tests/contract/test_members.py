@@ -150,7 +150,7 @@ def test_nixl_agents_are_released_when_a_push_fails(make):
     harness, tensors = make("nixl"), random_tensors()
     harness.push(tensors, 4096)
     # A NIXL agent that lives on could write into memory that has been reused since.
-    agents = [weakref.ref(end._agent.nixl) for end in harness.peers.values()]
+    agents = [weakref.ref(end._agent.nixl.agent) for end in harness.peers.values()]
 
     def broken():
         yield from tensors[:20]
@@ -158,6 +158,18 @@ def test_nixl_agents_are_released_when_a_push_fails(make):
 
     with pytest.raises(OSError, match="disk gone"):
         harness.push(broken(), 512, manifest=tensors)
-    harness.outcomes = None  # the exceptions refer to frames that hold the agents
+    assert all(harness.outcomes.values())  # their tracebacks hold the frames of the interrupted transfers
     assert [agent() for agent in agents] == [None] * len(agents)
     assert_equal(harness.push(tensors, 4096), tensors)
+
+
+def test_a_nixl_agent_ends_before_its_arena_is_freed(make):
+    """A rank of a failed push may have asked for a READ; an agent that serves it later would read freed memory."""
+    harness, tensors = make("nixl"), random_tensors()
+    harness.push(tensors, 512)
+    (end,) = harness.transfer._ends.values()
+    agent = weakref.ref(end.agent.nixl.agent)
+    harness.push(tensors, 512)
+    assert agent() is not None
+    assert_equal(harness.push(tensors, 4096), tensors)  # in a new arena
+    assert agent() is None

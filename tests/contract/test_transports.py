@@ -1,5 +1,6 @@
 """One suite for both ends of every registered transport."""
 
+import gc
 import itertools
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import psutil
 import pytest
@@ -249,6 +251,32 @@ def test_a_rank_that_dies_or_freezes_is_named_and_its_successor_gets_the_next_pu
     child.process.communicate()
     child.start("second")
     assert child.push(numbers(), 4 << 20) == RIGHT
+
+
+@pytest.mark.parametrize("way", ["nixl-tcp"], indirect=True)
+def test_an_agent_outlives_its_writes(child):
+    """UCX would complete a WRITE with memory that NIXL has freed, which crashes the trainer, at once or later."""
+    assert child.push(numbers(), 4 << 20) == RIGHT
+    (end,) = child.transfer._ends.values()
+    agent, memory = weakref.ref(end.agent.nixl.agent), weakref.ref(next(iter(end._registered.values())))
+    del end
+
+    def frozen():
+        for number, tensor in enumerate(numbers()):
+            if number == TENSORS // 2:
+                child.process.send_signal(signal.SIGSTOP)
+            yield tensor
+
+    with pytest.raises(PushTimeout, match=r"rank 0 of http://127.0.0.1:8001"):
+        child.push(frozen(), 4 << 20, timeout_s=4.0)  # closes the transfer
+    gc.collect()  # the traceback
+    assert None not in (agent(), memory()), "a WRITE is under way"
+    child.process.kill()
+    for thread in threading.enumerate():
+        if thread.name == "weightsync-nixl-end":
+            thread.join(20)
+    gc.collect()
+    assert (agent(), memory()) == (None, None)
 
 
 @pytest.mark.slow

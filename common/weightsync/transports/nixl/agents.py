@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import itertools
@@ -12,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final, Literal
 
@@ -29,6 +31,8 @@ WARM: Final = b"warm"
 
 _LOCAL: Final = "NIXL_INIT_AGENT"
 _CHECKSUM_BYTES: Final = 16
+#: Seconds between two polls of the WRITEs that an agent is to end after.
+_PENDING_S: Final = 0.05
 #: Seconds that a thread has to notice that it was stopped.
 _END_S: Final = 1.0
 _HINTS: Final = {
@@ -52,12 +56,12 @@ def translated(what: str) -> Iterator[None]:
     """Turn an error of NIXL raised inside into `TransferFailed`; ``what`` names the peer and the bytes."""
     try:
         yield
-    except (RuntimeError, ValueError, KeyError) as error:  # NIXL's own errors share no other base
-        raise TransferFailed(f"{what}: {explained(error)}") from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0].startswith("nixl"):
-            raise TransferFailed(f"{what}: {explained(error)}") from error
-        raise
+        of_nixl = type(error).__module__.partition(".")[0].startswith("nixl")
+        if not of_nixl and not isinstance(error, RuntimeError | ValueError | KeyError):
+            raise
+        traceback.clear_frames(error.__traceback__)  # those of NIXL hold its agent, which must end with `Agent.close`
+        raise TransferFailed(f"{what}: {explained(error)}") from error
 
 
 def explained(error: BaseException) -> str:
@@ -92,6 +96,26 @@ class Agent:
             config = nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
             self.nixl: Any = nixl_agent(self.name, config)
             self.nixl.create_backend("UCX", {"device_list": self.nic} if self.nic else {})
+        #: Released WRITEs that are still under way.
+        self.unfinished: list[Transfers] = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.nixl is None
+
+    def close(self, held: Sequence[torch.Tensor] = ()) -> None:
+        """End the agent, with its registrations: it no longer touches memory, for itself or for another agent.
+
+        Idempotent. Call it before registered memory is freed that another agent may still use: without shared memory or
+        RDMA, UCX emulates the READs and WRITEs of others, and an agent makes them whenever it is driven, even if the
+        memory is gone. If a WRITE of its own is still under way, the agent ends after that, in a background thread that
+        keeps the memory of the WRITE and ``held`` until then.
+        """
+        if self.nixl is not None:
+            if self.unfinished:
+                _LateEnd(self.nixl, self.unfinished, held)
+            self.nixl, self.unfinished = None, []
 
     def metadata(self) -> bytes:
         """A checksum, followed by what others need to reach this agent and its registered memory."""
@@ -168,7 +192,10 @@ def spans_of(subset: Subset, bucket_bytes: int, there: int, here: int) -> Spans:
 
 
 class Transfers:
-    """Transfers of spans of ``memory`` from or to another agent's memory: prepared once, posted in every push."""
+    """Transfers of spans of ``memory`` from or to another agent's memory: prepared once, posted in every push.
+
+    Unusable after `release`.
+    """
 
     def __init__(
         self,
@@ -178,8 +205,10 @@ class Transfers:
         memory: torch.Tensor,
         spans: Spans,
     ):
-        self._agent, self.remote = agent, remote
+        self._operation, self._agent, self.remote = operation, agent, remote
         self.memory = memory
+        #: The buckets whose transfer was posted and has not ended.
+        self._posted: set[int] = set()
         self._sides: list[Any] = []
         #: One for each bucket; None if nothing of the bucket is transferred.
         self._requests: list[Any] = []
@@ -207,19 +236,45 @@ class Transfers:
 
     def post(self, bucket: int, notification: bytes) -> None:
         """Start the transfer of a bucket; ``notification`` reaches the other agent when it has ended."""
-        if self.moves(bucket) and self._agent.nixl.transfer(self._requests[bucket], notification) == "ERR":
+        if not self.moves(bucket):
+            return
+        if self._agent.nixl.transfer(self._requests[bucket], notification) == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND when posting")
+        self._posted.add(bucket)
 
     def done(self, bucket: int) -> bool:
         """Whether the posted transfer of a bucket has ended. Raises the errors of NIXL."""
         if not self.moves(bucket):
             return True
-        state = self._agent.nixl.check_xfer_state(self._requests[bucket])
+        return self._ended(bucket, self._agent.nixl)
+
+    def _ended(self, bucket: int, nixl: Any) -> bool:
+        try:
+            state = nixl.check_xfer_state(self._requests[bucket])
+        except BaseException:
+            self._posted.discard(bucket)
+            raise
+        if state != "PROC":
+            self._posted.discard(bucket)
         if state == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND")
         return bool(state == "DONE")
 
+    def under_way(self, nixl: Any) -> bool:
+        """Whether any transfer has been posted and has neither arrived nor failed; ``nixl`` is NIXL's own agent."""
+        for bucket in list(self._posted):
+            with contextlib.suppress(Exception):  # it has failed
+                self._ended(bucket, nixl)
+        return bool(self._posted)
+
     def release(self) -> None:
+        """Release all requests. READs under way are cancelled; WRITEs under way remain with the agent."""
+        if self._operation == "WRITE" and self.under_way(self._agent.nixl):
+            self._agent.unfinished.append(self)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
         """Release all requests, including those under way."""
         for held in (*self._requests, *self._sides):
             with contextlib.suppress(Exception):  # NIXL frees a request under way once it has ended
@@ -257,7 +312,41 @@ class ConnectionWarmUp(threading.Thread):
         self.join(_END_S)
 
 
+class _LateEnd(threading.Thread):
+    """Ends an agent once none of its WRITEs is under way.
+
+    UCX completes a WRITE over TCP, at the latest when the agent ends. The completion uses the registration of the
+    memory, which NIXL frees first when an agent ends: the process would crash, at once or later.
+    """
+
+    running: ClassVar[set[_LateEnd]] = set()
+
+    def __init__(self, nixl: Any, unfinished: list[Transfers], held: Sequence[torch.Tensor]):
+        super().__init__(name="weightsync-nixl-end", daemon=True)
+        self._nixl, self._unfinished, self._held = nixl, unfinished, held
+        self._exit = threading.Event()
+        self.running.add(self)
+        self.start()
+
+    def run(self) -> None:
+        """Drive the WRITEs until the last has arrived or failed, or the process exits."""
+        while any(writes.under_way(self._nixl) for writes in self._unfinished):
+            if self._exit.wait(_PENDING_S):
+                return
+        for writes in self._unfinished:
+            writes.drop()
+        self._unfinished, self._held, self._nixl = [], (), None
+        self.running.discard(self)
+
+    def end(self) -> None:
+        """Stop the thread at exit, and leave the agent to the operating system."""
+        self._exit.set()
+        self.join(_END_S)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+
 @atexit.register
-def _end_warm_ups() -> None:
-    for thread in list(ConnectionWarmUp.running):
+def _end_threads() -> None:
+    threads: list[ConnectionWarmUp | _LateEnd] = [*ConnectionWarmUp.running, *_LateEnd.running]
+    for thread in threads:
         thread.end()

@@ -71,8 +71,7 @@ class NixlEngineEnd:
         if self._link is None or not self._link.moving:
             return  # the trainer does not send its handshake again either
         held = self._link.held()
-        self._drop()
-        self._agent = None
+        self._end()
         del held
 
     def _drop(self) -> None:
@@ -88,10 +87,15 @@ class NixlEngineEnd:
         self._drop()
         return True
 
+    def _end(self) -> None:
+        self._drop()
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+
     def close(self) -> None:
         """Release everything; idempotent."""
-        self._drop()
-        self._agent = None
+        self._end()
         self._control.close()
 
 
@@ -200,7 +204,7 @@ class Link:
         return [*(memory for _, memory in self._registered.values()), *self._own]
 
     def close(self) -> None:
-        """Release everything, and the reference to the agent."""
+        """Release everything but the agent."""
         self._warming.end()
         self._release(set(self._reads))
         while self._registered:
@@ -208,4 +212,3 @@ class Link:
         self._agent.forget(self._trainer)
         self._arenas.clear()
         self._own.clear()
-        del self._agent

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -40,15 +39,20 @@ class NixlTrainerEnd:
         self._device, self._given_address = device, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
-        self.agent = Agent(device, 0)
-        #: Registrations by the name of the arena.
-        self._registered: dict[str, Any] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.agent = Agent(self._device, 0)
+        #: The registered arenas by name.
+        self._registered: dict[str, torch.Tensor] = {}
         self._known: dict[str, str] = {}
         self.agents: dict[str, Peer] = {}
         self.writer = Writer(self.agent)
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """See `base.TrainerEnd`; an engine that has restarted gets a new handshake."""
+        """See `base.TrainerEnd`; an engine that has restarted gets a new handshake, and all do after `forget`."""
+        if self.agent.closed:
+            self._start()
         handshakes: dict[str, Handshake] = {}
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
@@ -90,7 +94,8 @@ class NixlTrainerEnd:
         memory = {arena.name: arena.bytes for arena in arenas if isinstance(arena.bytes, torch.Tensor)}
         assert len(memory) == len(arenas), "parameters in place are for ranks that can map them"
         for name in memory.keys() - self._registered.keys():
-            self._registered[name] = self.agent.register(memory[name])
+            self.agent.register(memory[name])
+            self._registered[name] = memory[name]
         session = PushSession(self._control, plan.push, layout, peers, deadline)
         return NixlSending(self, session, plan, layout, memory)
 
@@ -99,15 +104,18 @@ class NixlTrainerEnd:
         self._known.pop(engine, None)
 
     def forget(self) -> None:
-        """See `base.TrainerEnd`."""
+        """See `base.TrainerEnd`; ends the agent: it could still serve a READ of a failed push, see `Agent.close`."""
+        if self._registered:
+            self._end()
+
+    def _end(self) -> None:
         self.writer.forget()
-        for registered in self._registered.values():
-            self.agent.deregister(registered)
+        self.agent.close(list(self._registered.values()))
         self._registered.clear()
 
     def close(self) -> None:
-        """Release the registrations and the socket; idempotent. The agent ends with its last reference."""
-        self.forget()
+        """End the agent and close the socket; idempotent."""
+        self._end()
         self._control.close()
 
 
