@@ -249,13 +249,12 @@ class Transfers:
         return self._ended(bucket, self._agent.nixl)
 
     def _ended(self, bucket: int, nixl: Any) -> bool:
+        state = "ERR"
         try:
             state = nixl.check_xfer_state(self._requests[bucket])
-        except BaseException:
-            self._posted.discard(bucket)
-            raise
-        if state != "PROC":
-            self._posted.discard(bucket)
+        finally:
+            if state != "PROC":
+                self._posted.discard(bucket)
         if state == "ERR":
             raise RuntimeError("NIXL_ERR_BACKEND")
         return bool(state == "DONE")
