@@ -40,6 +40,6 @@ class SglangAdapter:
         """The digest of every parameter and buffer."""
         return compat_loading.digest(self._scheduler)
 
-    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """The `digest` of a scheduler that was started on these weights."""
-        return compat_loading.fresh_digest(self._scheduler, weights)
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """What differs in a scheduler that was started on these weights."""
+        return compat_loading.differing(self._scheduler, weights)

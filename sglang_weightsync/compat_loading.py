@@ -101,8 +101,8 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def fresh_digest(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The `digest` that this rank would have if it had been started on a checkpoint of these weights.
+def differing(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the weights that this rank would hold otherwise if it had been started on a checkpoint of ``weights``.
 
     Builds a second instance of the model for the time of the call, which takes the memory of both.
     """
@@ -113,7 +113,7 @@ def fresh_digest(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) ->
         with torch.inference_mode(False), _apart_from_live(device):
             return _fresh_model(scheduler.tp_worker.model_runner, weights)
 
-    return fresh_model.fresh_digest(make, _weights, device)
+    return fresh_model.differing(compat.model(scheduler), make, _weights, device)
 
 
 def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:

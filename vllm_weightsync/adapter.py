@@ -44,6 +44,6 @@ class VllmAdapter:
         """The digest of every weight, packed ones included."""
         return compat.digest(self._worker)
 
-    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """The `digest` of a worker that was started on these weights."""
-        return compat.fresh_digest(self._worker, weights)
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """What differs in a worker that was started on these weights."""
+        return compat.differing(self._worker, weights)

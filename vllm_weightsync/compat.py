@@ -162,12 +162,12 @@ def digest(worker: Any) -> str:
     return digest_of(_weights(worker.model_runner.get_model()))
 
 
-def fresh_digest(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The `digest` that this rank would have if it had been started on a checkpoint of these weights.
+def differing(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the weights that this rank would hold otherwise if it had been started on a checkpoint of ``weights``.
 
     Builds a second instance of the model for the time of the call, which takes the memory of both.
     """
-    return fresh_model.fresh_digest(lambda: _fresh_model(worker, weights), _weights, worker_device(worker))
+    return fresh_model.differing(model(worker), lambda: _fresh_model(worker, weights), _weights, worker_device(worker))
 
 
 def _fresh_model(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:

@@ -35,7 +35,7 @@ from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import EngineUnreachable, WeightSyncError
 from weightsync.protocol import auth, http
-from weightsync.tensors.layout import digest_of
+from weightsync.tensors.layout import differing, digest_of
 
 _START_S: Final = 120.0
 _STOP_S: Final = 10.0
@@ -72,12 +72,12 @@ class ModelAdapter:
         """Digest of the model's state."""
         return digest_of(self.model.state_dict().items())
 
-    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """Digest of a copy of the model's state after loading ``weights``."""
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """What differs in a copy of the model's state after loading ``weights``."""
         fresh = copy.deepcopy(self.model.state_dict())
         for name, tensor in weights:
             fresh[name].copy_(tensor)
-        return digest_of(fresh.items())
+        return differing(fresh.items(), self.model.state_dict().items())
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:

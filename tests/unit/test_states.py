@@ -18,7 +18,7 @@ from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.protocol import http
 from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, Machine, diagram
-from weightsync.tensors.layout import Layout, digest_of, spec_of
+from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
 from weightsync.transports.base import Peer
 
 #: By name: the table, its initial states, and the state that must stay reachable.
@@ -143,8 +143,8 @@ class DictAdapter:
     def digest(self):
         return digest_of(self.weights.items())
 
-    def fresh_digest(self, weights):
-        return digest_of(weights)
+    def differing(self, weights):
+        return differing(weights, self.weights.items())
 
 
 class Harness:

@@ -18,7 +18,7 @@ from weightsync.engine.receiver import Receiver
 from weightsync.errors import TransferFailed
 from weightsync.protocol import http
 from weightsync.tensors.boxes import Box, hull, narrowed
-from weightsync.tensors.layout import Layout, digest_of, spec_of
+from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
 from weightsync.tensors.subset import Subset, Wanted, widened
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
@@ -203,14 +203,17 @@ class HalfAdapter:
     def digest(self):
         return digest_of(self.model.state_dict().items())
 
-    def fresh_digest(self, weights):
-        fresh = half_model()
-        halves(self.rank)(fresh, weights)
-        return digest_of(fresh.state_dict().items())
+    def differing(self, weights):
+        return differing(self._fresh(weights), self.model.state_dict().items())
 
     def wanted(self, weights):
         """The expected `digest` once these weights are loaded."""
-        return self.fresh_digest(weights.items())
+        return digest_of(self._fresh(weights.items()))
+
+    def _fresh(self, weights):
+        fresh = half_model()
+        halves(self.rank)(fresh, weights)
+        return fresh.state_dict().items()
 
 
 class Pair:

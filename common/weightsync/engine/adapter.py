@@ -62,5 +62,8 @@ class Adapter(Protocol):
     def digest(self) -> str:
         """BLAKE2b hash, in hex, of the weights that this rank computes with; equal weights have equal digests."""
 
-    def fresh_digest(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """The `digest` that a newly started engine would have after loading this complete checkpoint."""
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Names of the weights that a newly started engine would hold otherwise after loading this complete checkpoint.
+
+        The names are those of the engine's own parameters and buffers.
+        """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weightsync.tensors.layout import digest_of
+from weightsync.tensors import layout
 
 
 @contextmanager
@@ -34,16 +34,17 @@ def apart_from_live(
         tables.update(before)
 
 
-def fresh_digest(
+def differing(
+    live: torch.nn.Module,
     make: Callable[[], torch.nn.Module],
     weights: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]],
     device: torch.device,
-) -> str:
-    """Digest, in hex, of a second model that is built only for this and given ``weights``. Needs its memory."""
+) -> list[str]:
+    """Names of the ``weights`` in which ``live`` differs from a model that is made only for this. Needs its memory."""
     model = None
     try:
         model = make()
-        return digest_of(weights(model))
+        return layout.differing(weights(model), weights(live))
     finally:
         # Layers and their weight loaders refer to each other, so only the garbage collector frees them.
         del model

@@ -40,6 +40,7 @@ from weightsync.protocol.http import (
     UpdateRequest,
 )
 from weightsync.protocol.states import ENGINE, Machine
+from weightsync.tensors.layout import listed
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
 from weightsync.transports.base import EngineEnd, Incoming
@@ -308,12 +309,10 @@ class Receiver:
                 assert what.incoming is not None
                 self._adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
                 arenas.synchronize(self._adapter.device)
-            if (
-                deep
-                and isinstance(what, Staged)
-                and self._adapter.fresh_digest(what.tensors()) != self._adapter.digest()
-            ):
-                raise DigestMismatch("the engine's parameters do not hold what a fresh engine would load")
+            if deep and isinstance(what, Staged) and (names := self._adapter.differing(what.tensors())):
+                raise DigestMismatch(
+                    f"the engine does not hold what a fresh engine would load: it differs in {listed(names)}"
+                )
         except Exception as error:
             self._detail = _text(error)
             self._machine.move("broken")

@@ -211,3 +211,9 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def differing(these: Iterable[tuple[str, torch.Tensor]], those: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors, sorted, that are not equal in both, as `digest_of` sees them, or are in one only."""
+    first, second = ({name: digest_of([(name, tensor)]) for name, tensor in tensors} for tensors in (these, those))
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
