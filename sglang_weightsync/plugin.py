@@ -19,7 +19,9 @@ def install() -> None:
         logger.error("%s; this server has no routes of weightsync", reason)
         return
     from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+    from weightsync.engine.first_calls import make_first_calls
 
+    make_first_calls()
     compat.hook(WeightsyncReqInput, WeightsyncReqOutput, _add_routes, _add_handler)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from weightsync.engine.first_calls import make_first_calls
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
@@ -18,6 +19,9 @@ from weightsync.protocol.http import UPDATE
 from weightsync.transports import registry
 
 _ATTRIBUTE = "_weightsync_receiver"
+
+# A worker imports this module before it builds its model, as plugin and as extension.
+make_first_calls()
 
 
 def run(worker: Any, method: str, payload: str = "{}") -> str:

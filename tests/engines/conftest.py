@@ -23,7 +23,8 @@ PROMPT = list(b"Once upon a time there was a policy that ")
 NEW_TOKENS = 24
 #: Allowed mean difference of logprobs between a pushed engine and a fresh one of the same kind. It is mostly 0, but now
 #: and then a server of either engine rounds otherwise than the others, without our plugin too: by 0.03 on average, and
-#: then two nearly tied tokens may change places. One stale tensor of these models moves it by 0.07 at least.
+#: then two nearly tied tokens may change places. (`weightsync.engine.first_calls` says one reason.) One stale tensor of
+#: these models moves it by 0.07 at least.
 SAME_ENGINE = 0.05
 #: So many tokens must be the same at any rate.
 SAME_TOKENS = 8

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
@@ -24,6 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from starlette.testclient import TestClient
 
 from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, plugin
+from tests.engines.recorded import one_element_calls
 from weightsync.protocol import auth
 
 FOLDER = sys.argv[1]
@@ -210,6 +211,12 @@ def deep():
     return {"core": compat.SGLANG.check(compat.NEEDED), "deep": compat.SGLANG.check(compat.DEEP)}
 
 
+def first_calls():
+    """What torch computes with one element when SGLang loads the plugin."""
+    with patch.object(compat, "hook"):
+        return one_element_calls(plugin.install)
+
+
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         found = {
@@ -221,5 +228,6 @@ if __name__ == "__main__":
             "loads": loads(),
             "guards": guards(),
             "deep": deep(),
+            "first calls": first_calls(),
         }
     print(json.dumps(found))

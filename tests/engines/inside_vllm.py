@@ -1,6 +1,7 @@
 """Run by vLLM's Python: ``inside_vllm.py FOLDER`` prints as JSON what compat says of vLLM's real configurations."""
 
 import contextlib
+import importlib
 import json
 import sys
 
@@ -8,7 +9,8 @@ from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 
-from vllm_weightsync import compat, compat_config
+from tests.engines.recorded import one_element_calls
+from vllm_weightsync import compat, compat_config, rank
 from weightsync.engine.private_names import check_deep
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
@@ -85,5 +87,6 @@ def drafts():
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
-        found = {"settings": settings(), "drafts": drafts(), "deep": deep()}
+        calls = one_element_calls(lambda: importlib.reload(rank))
+        found = {"settings": settings(), "drafts": drafts(), "deep": deep(), "first calls": calls}
     print(json.dumps(found))

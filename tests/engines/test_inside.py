@@ -89,6 +89,11 @@ def test_a_missing_name_that_only_deep_needs_refuses_only_deep_pushes(vllm, sgla
     assert sglang["deep"]["deep"].endswith("lacks sglang.srt.layers.rotary_embedding.factory._ROPE_DICT")
 
 
+def test_the_first_calls_of_trigonometry_are_not_those_of_a_model(vllm, sglang):
+    for found in (vllm, sglang):
+        assert {"cos", "sin"} <= set(found["first calls"])
+
+
 def test_a_draft_model_with_its_own_checkpoint_is_left_alone_and_status_says_so(vllm, sglang):
     assert [name for name, said in vllm["drafts"].items() if "draft model" in said] == ["model"]
     assert [name for name, said in sglang["drafts"].items() if "draft model" in said] == ["standalone"]
