@@ -8,21 +8,28 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow check-all lint demo bench bench-transports bench-sharded bench-sizes bench-files bench-parallel-broadcast faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions check-all lint demo bench bench-transports bench-sharded bench-sizes bench-files bench-parallel-broadcast faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
 
 test: env  ## the tests, with both engines running
-	.venv/bin/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTHON) tools/versions.py oldest
+	.venv/bin/python -m pytest -m "not slow and not versions" $(ARGS)
 
 test-slow: env  ## the tests that take long or much memory
 	.venv/bin/python -m pytest -m slow $(ARGS)
+
+test-versions: env  ## every supported version of both engines, and the table of docs/versions.md
+	@$(PYTHON) tools/versions.py all
+	.venv/bin/python -m pytest tests/versions --shown benchmarks/results/versions.json $(ARGS)
+	@$(PYTHON) tools/versions.py table
 
 check-all:  ## all there is to check, which takes hours
 	$(MAKE) lint
 	$(MAKE) test
 	$(MAKE) test-slow
+	$(MAKE) test-versions
 	$(MAKE) scenarios
 	$(MAKE) scenarios STEPS=500 ENGINE=vllm
 	$(MAKE) scenarios STEPS=500 ENGINE=sglang

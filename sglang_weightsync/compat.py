@@ -1,6 +1,6 @@
 """Every name of SGLang that this package uses and SGLang does not document as stable, checked when the server starts.
 
-Written against SGLang 0.5.23. If a name is missing, `SGLANG.check` says so in every process at start, and pushes are
+Written for SGLang 0.5.21 to 0.5.23. If a name is missing, `SGLANG.check` says so in every process at start, and pushes are
 refused.
 """
 
@@ -17,7 +17,7 @@ import torch
 from sglang_weightsync import compat_pause
 from weightsync.engine.private_names import Names, PrivateNames
 
-SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.23")
+SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.21", "0.5.23")
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 #: Seconds between two rounds of aborting requests: new ones may arrive until the lock is taken.
@@ -37,7 +37,7 @@ NEEDED: Final[Names] = {
         "_global_state",
         "WAIT_WEIGHTS_READY_TIMEOUT",
     ),
-    "sglang.srt.environ": ("envs.SGLANG_HTTP_SERVER_APP_PATH",),
+    "sglang.srt.environ": ("envs",),
     "sglang.srt.constants": ("GPU_MEMORY_TYPE_WEIGHTS",),
     "sglang.srt.managers.io_struct": (
         "BaseReq",
@@ -84,7 +84,7 @@ DEEP: Final[Names] = {
     "sglang.srt.configs.device_config": ("DeviceConfig",),
     "sglang.srt.configs.load_config": ("LoadFormat.AUTO",),
     "sglang.srt.layers.rotary_embedding.factory": ("_ROPE_DICT",),
-    "sglang.srt.platforms": ("current_platform.post_load_model",),
+    "sglang.srt.platforms": ("current_platform",),
     "sglang.srt.utils.common": ("reserve_rope_cache_for_long_sequences",),
     "sglang.srt.utils.offloader": ("NoopOffloader", "get_offloader", "set_offloader"),
 }
@@ -142,8 +142,10 @@ def serve_by_workers(server_args: Any, path: str) -> bool:
     from sglang.srt.environ import envs
 
     several = bool(server_args.tokenizer_worker_num > 1)
-    if several and not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
-        envs.SGLANG_HTTP_SERVER_APP_PATH.set(path)
+    # Until SGLang 0.5.22 the app cannot be replaced: several workers have no routes of weightsync.
+    setting = getattr(envs, "SGLANG_HTTP_SERVER_APP_PATH", None)
+    if several and setting is not None and not setting.is_set():
+        setting.set(path)
     return several
 
 

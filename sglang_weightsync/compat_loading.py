@@ -146,7 +146,8 @@ def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
         )
     if not asked:
         raise RuntimeError(f"{type(runner.loader).__name__} cannot load weights that are not files")
-    current_platform.post_load_model(model)
+    if hasattr(current_platform, "post_load_model"):  # since SGLang 0.5.22
+        current_platform.post_load_model(model)
     load_kv_cache_scales(model=model, kv_cache_dtype=get_model().kv_cache_dtype)
     reserve_rope_cache_for_long_sequences(model, runner.model_config, logger)
     return model

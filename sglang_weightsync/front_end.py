@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +17,7 @@ from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
 
+logger = logging.getLogger(__name__)
 _KEEP_REASON = refusals.old_kv("radix cache", "--disable-radix-cache")
 
 
@@ -38,6 +40,9 @@ class SglangFrontEnd:
         self.off = {} if self._unsupported else compat_config.left_as_it_is(server_args)
         if reason := compat.SGLANG.check(compat.DEEP):
             self.off['verify="deep"'] = reason
+        if not self._unsupported and (untested := compat.SGLANG.untested()):
+            logger.warning("%s", untested)
+            self.off["tests"] = untested
         self._last = WeightsyncReqOutput(call="", replies=[])
 
     async def version(self) -> str:

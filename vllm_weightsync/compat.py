@@ -1,6 +1,6 @@
 """Every name of vLLM that this package uses and vLLM does not document as stable, checked when the server starts.
 
-Written against vLLM 0.32. If a name is missing, `VLLM.check` says so at start, and pushes are refused.
+Written for vLLM 0.27.1 to 0.33. If a name is missing, `VLLM.check` says so at start, and pushes are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.tensors.layout import digest_of
 
-VLLM: Final = PrivateNames("vLLM", "vllm", "0.32")
+VLLM: Final = PrivateNames("vLLM", "vllm", "0.27.1", "0.33")
 
 _WAIT: Final = "wait_for_initial_weights"
 #: Seconds between two checks, during a call, whether the engine has died.
@@ -43,7 +43,7 @@ SERVER: Final[Names] = {
     "vllm.v1.engine.core": ("EngineCore.pause_scheduler", "EngineCore.resume_scheduler"),
     "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_ALL"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.pause_state", "Scheduler.set_pause_state"),
-    "vllm.v1.executor.abstract": ("Executor.is_sleeping",),
+    "vllm.v1.executor.abstract": ("Executor.wake_up",),
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase.init_worker",),
 }
 

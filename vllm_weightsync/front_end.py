@@ -86,6 +86,9 @@ class VllmFrontEnd:
             )
         if self._unsupported:
             logger.error("%s; pushes will be refused", self._unsupported)
+        elif untested := compat.VLLM.untested():
+            logger.warning("%s", untested)
+            self.off["tests"] = untested
 
     async def hold_from_start(self) -> None:
         """Stop an engine that waits for its first push."""

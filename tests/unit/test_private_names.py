@@ -27,14 +27,37 @@ def test_a_missing_attribute_is_reported_by_its_path():
     ]
 
 
-def test_missing_names_are_reported_with_the_supported_version():
-    names = PrivateNames("Requests", "requests", "1")
+@pytest.mark.parametrize(
+    ("oldest", "newest", "needed"), [("0", "1", "1"), ("900", "901", "900"), ("1", "900", "1 to 900")]
+)
+def test_missing_names_are_reported_with_the_nearest_tested_version(oldest, newest, needed):
+    names = PrivateNames("Requests", "requests", oldest, newest)
     assert names.version() == requests.__version__
-    begin = f"weightsync needs Requests 1; Requests {requests.__version__} lacks "
+    begin = f"weightsync needs Requests {needed}; Requests {requests.__version__} lacks "
     found = SimpleNamespace(there=1)
     assert names.check({"requests": ("get",)}) == names.check_object(found, ["there"], {"requests": ("get",)}) == ""
     assert names.check({"requests": ("a.b", "get", "c")}) == f"{begin}requests.a.b, requests.c"
     assert names.check_object(found, ["b"], {"requests": ("a",)}) == f"{begin}requests.a, SimpleNamespace.b"
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.5.20", False),
+        ("0.5.21", True),
+        ("0.5.21.post1", True),
+        ("0.5.22rc1", True),
+        ("0.5.23.post2", True),
+        ("0.5.23+cpu", True),
+        ("0.5.24", False),
+        ("0.6", False),
+    ],
+)
+def test_a_version_outside_of_the_tested_ones_is_said_to_be_untested(monkeypatch, version, tested):
+    monkeypatch.setattr(requests, "__version__", version)
+    said = PrivateNames("Requests", "requests", "0.5.21", "0.5.23").untested()
+    want = f"weightsync was never tested with Requests {version}, only with 0.5.21 to 0.5.23"
+    assert said == "" if tested else said.startswith(want)
 
 
 def test_only_a_deep_push_is_refused_if_a_name_is_missing():

@@ -7,6 +7,7 @@ Each engine package lists them by module in two tables: the names that every pus
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,30 @@ Names = Mapping[str, Sequence[str]]
 
 
 class PrivateNames:
-    """Looks for names in the package ``module`` of ``engine``; this code was written for version ``supported``."""
+    """Looks for names in the package ``module`` of ``engine``; versions ``oldest`` to ``newest`` are tested."""
 
-    def __init__(self, engine: str, module: str, supported: str):
-        self._engine, self._module, self._supported = engine, module, supported
+    def __init__(self, engine: str, module: str, oldest: str, newest: str):
+        self._engine, self._module, self._oldest, self._newest = engine, module, oldest, newest
 
     def version(self) -> str:
         """The installed version of the engine."""
         return str(importlib.import_module(self._module).__version__)
+
+    def untested(self) -> str:
+        """A warning if the installed version was never tested; empty if it was."""
+        if self._nearest() == self.version():
+            return ""
+        return (
+            f"weightsync was never tested with {self._engine} {self.version()}, only with {self._oldest} to "
+            f"{self._newest}; it is tried, because every name that it uses is there"
+        )
+
+    def _nearest(self) -> str:
+        """The tested version that is nearest to the installed one."""
+        installed, oldest, newest = map(_numbers, (self.version(), self._oldest, self._newest))
+        if installed < oldest:
+            return self._oldest
+        return self._newest if installed[: len(newest)] > newest else self.version()
 
     def check(self, needed: Names) -> str:
         """Which of the ``needed`` names are missing, as an error message; empty if none."""
@@ -38,8 +55,15 @@ class PrivateNames:
     def _lacks(self, gone: Sequence[str]) -> str:
         if not gone:
             return ""
-        name = self._engine
-        return f"weightsync needs {name} {self._supported}; {name} {self.version()} lacks {', '.join(gone)}"
+        nearest = self._nearest()
+        needs = nearest if nearest != self.version() else f"{self._oldest} to {self._newest}"
+        return f"weightsync needs {self._engine} {needs}; {self._engine} {self.version()} lacks {', '.join(gone)}"
+
+
+def _numbers(version: str) -> list[int]:
+    """The release numbers of a version: [0, 5, 23] for 0.5.23.post1."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return [int(number) for number in found[0].split(".")] if found else []
 
 
 def missing(needed: Names) -> list[str]:

@@ -1,0 +1,105 @@
+"""Real engines of every supported version, each started once for one rank and once for two."""
+
+import json
+import subprocess
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import NEW_TOKENS, PROMPT, assert_agrees
+from tools import models, servers, versions
+from weightsync import Sender
+
+#: Each version of each engine; `make test` runs the oldest alone, and all other tests run the newest.
+EVERY = [
+    pytest.param(
+        (engine, version),
+        id=f"{engine}-{version}",
+        marks=() if version == found[0] else pytest.mark.versions,
+    )
+    for engine, found in versions.VERSIONS.items()
+    for version in found
+]
+#: What each test shows, for the table.
+SHOWN = defaultdict(lambda: defaultdict(dict))
+
+
+@dataclass
+class Engine:
+    """A running engine of one version, and the folders of two models of its kind."""
+
+    name: str
+    version: str
+    server: servers.Server
+    a: Path
+    b: Path
+
+    def sender(self, **options):
+        return Sender([self.server.url], **options)
+
+    def push(self, folder, version, **options):
+        with self.sender(**options) as sender:
+            return sender.push(models.load_reference(folder), version=version)
+
+    def status(self):
+        with self.sender() as sender:
+            return sender.status(digest=True)[self.server.url]
+
+    def digests(self):
+        return [rank.digest for rank in self.status().ranks]
+
+    def assert_serves(self, folder, version):
+        """Assert that the engine answers with the weights of a folder, under this version."""
+        answer = servers.greedy(self.server, PROMPT, NEW_TOKENS)
+        assert_agrees(self.server, models.load_reference(folder), answer)
+        status = self.status()
+        assert (status.state, status.version) == ("serving", version)
+
+
+def start(engine, version, kind, tp, model_folder):
+    if not versions.there(engine, version):
+        pytest.skip(f"{engine} {version} is not installed: make test-versions")
+    a, b = model_folder(kind, 0), model_folder(kind, 1)
+    # vLLM's routes that sleep and wake up; SGLang has its own always.
+    env = {**versions.environment(engine, version), "VLLM_SERVER_DEV_MODE": "1"}
+    server = servers.start(engine, a, tp=tp, env=env)
+    return Engine(engine, version, server, a, b)
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def engine(request, model_folder):
+    """An engine with one rank and a dense model."""
+    found = start(*request.param, "qwen3", 1, model_folder)
+    with found.server:
+        yield found
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def experts(request, model_folder):
+    """An engine with two ranks and a mixture of experts."""
+    found = start(*request.param, "qwen3_moe", 2, model_folder)
+    with found.server:
+        yield found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    shows = item.get_closest_marker("shows")
+    if shows is not None and (report.when == "call" or not report.passed):
+        engine, version = item.callspec.params.get("engine") or item.callspec.params["experts"]
+        SHOWN[engine][version][shows.args[0]] = report.outcome
+    return report
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shown", type=Path, help="a JSON file for what each version has shown")
+
+
+def pytest_sessionfinish(session):
+    file = session.config.getoption("--shown", default=None)
+    if file is not None:
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+        file.write_text(json.dumps({"commit": commit.stdout.strip(), "results": SHOWN}, indent=1) + "\n")

@@ -1,0 +1,120 @@
+"""The main job, refusals and a few faults on every supported version of both engines."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import requests
+
+from tools import models, servers
+from weightsync.errors import ManifestMismatch, UnsupportedOption
+
+
+@pytest.mark.shows("push")
+def test_push(engine):
+    for transport in ("ipc_zmq", "nccl", "nixl"):
+        engine.push(engine.a, "a")
+        assert engine.push(engine.b, f"b-{transport}", transport=transport).version == f"b-{transport}"
+        engine.assert_serves(engine.b, f"b-{transport}")
+    assert engine.status().engine_version.startswith(engine.version)
+    assert "tests" not in engine.status().off
+
+
+@pytest.mark.shows("refusals")
+def test_refusals(engine):
+    engine.push(engine.a, "before")
+    before = engine.digests()
+    incomplete = dict(models.load_reference(engine.b).named_parameters())
+    left_out = next(name for name in incomplete if "layers.1" in name)
+    del incomplete[left_out]
+    with engine.sender() as sender, pytest.raises(ManifestMismatch, match=left_out):
+        sender.push(incomplete)
+    with pytest.raises(UnsupportedOption, match="keep"):
+        engine.push(engine.b, "kept", pause="keep")
+    assert engine.digests() == before
+    engine.assert_serves(engine.a, "before")
+
+
+FAILING = """
+import sys, time
+from types import SimpleNamespace as Meta
+from tools import models
+from weightsync import Sender
+
+class Source:
+    def __init__(self, model):
+        self.weights = {name: tensor.data for name, tensor in model.named_parameters()}
+    def metadata(self):
+        return [Meta(name=name, dtype=tensor.dtype, shape=tensor.shape) for name, tensor in self.weights.items()]
+    def __iter__(self):
+        for number, pair in enumerate(self.weights.items()):
+            if number == 8:
+                print("half", flush=True)
+                time.sleep(600)
+            yield pair
+
+Sender([sys.argv[1]], bucket_bytes=65536).push(Source(models.load_reference(sys.argv[2])))
+"""
+
+
+@pytest.mark.shows("a killed trainer")
+def test_a_trainer_that_is_killed_midway(engine):
+    engine.push(engine.a, "before")
+    before = engine.digests()
+    command = [sys.executable, "-c", FAILING, engine.server.url, str(engine.b)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=servers.ROOT) as trainer:
+        assert trainer.stdout.readline() == b"half\n"
+        trainer.send_signal(signal.SIGKILL)
+    assert engine.digests() == before
+    engine.assert_serves(engine.a, "before")
+    engine.push(engine.b, "after")
+    engine.assert_serves(engine.b, "after")
+
+
+@pytest.mark.versions
+@pytest.mark.shows('`verify="deep"`')
+def test_deep_verification(engine):
+    engine.push(engine.b, "deep", verify="deep")
+    engine.assert_serves(engine.b, "deep")
+
+
+@pytest.mark.versions
+@pytest.mark.shows("rollback")
+def test_rollback(engine):
+    with engine.sender(keep_previous=True) as sender:
+        sender.push(models.load_reference(engine.a), version="kept")
+        sender.push(models.load_reference(engine.b), version="next")
+        engine.assert_serves(engine.b, "next")
+        sender.rollback()
+    engine.assert_serves(engine.a, "kept")
+
+
+#: Routes that put weights and KV to sleep, and that wake first the weights and then the KV.
+SLEEP = {
+    "vllm": ["/sleep?level=1", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"],
+    "sglang": ["/release_memory_occupation", "/resume_memory_occupation", "/resume_memory_occupation"],
+}
+
+
+@pytest.mark.versions
+@pytest.mark.shows("sleep")
+def test_sleep(engine):
+    engine.push(engine.a, "awake")
+    sleep, *wake = (engine.server.url + route for route in SLEEP[engine.name])
+    assert requests.post(sleep, json={}, timeout=60).ok
+    with pytest.raises(UnsupportedOption, match="wake"):
+        engine.push(engine.b, "asleep")
+    for url, tag in zip(wake, ("weights", "kv_cache"), strict=True):
+        assert requests.post(url, json={"tags": [tag]}, timeout=60).ok
+        engine.push(engine.b, f"woken: {tag}")
+    engine.assert_serves(engine.b, "woken: kv_cache")
+
+
+@pytest.mark.versions
+@pytest.mark.shows("experts, two ranks")
+def test_experts_over_two_ranks(experts):
+    for folder in (experts.b, experts.a, experts.b):
+        experts.push(folder, "pushed")
+    experts.assert_serves(experts.b, "pushed")
+    assert len(experts.digests()) == 2

