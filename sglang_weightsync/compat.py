@@ -1,7 +1,7 @@
 """Every name of SGLang that this package uses and SGLang does not document as stable, checked when the server starts.
 
-Written for SGLang 0.5.21 to 0.5.23. If a name is missing, `SGLANG.check` says so in every process at start, and pushes are
-refused.
+Written for SGLang 0.5.21 to 0.5.23. If a name is missing, `SGLANG.check` says so in every process at start, and pushes
+are refused.
 """
 
 from __future__ import annotations

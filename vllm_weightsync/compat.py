@@ -65,7 +65,7 @@ DEEP: Final[Names] = {
         "DefaultModelLoader.load_model",
     ),
     "vllm.model_executor.layers.rotary_embedding": ("_ROPE_DICT",),
-    "vllm.model_executor.offloader.base": ("get_offloader", "set_offloader"),
+    "vllm.model_executor.offloader.base": ("NoopOffloader", "get_offloader", "set_offloader"),
 }
 
 
@@ -198,9 +198,9 @@ def _fresh_config(live: Any) -> Any:
 
 def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-    from vllm.model_executor.offloader.base import get_offloader, set_offloader
+    from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
 
-    return fresh_model.apart_from_live(device, _ROPE_DICT, get_offloader(), None, set_offloader)
+    return fresh_model.apart_from_live(device, _ROPE_DICT, get_offloader(), NoopOffloader(), set_offloader)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

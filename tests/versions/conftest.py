@@ -50,10 +50,14 @@ class Engine:
     def digests(self):
         return [rank.digest for rank in self.status().ranks]
 
-    def assert_serves(self, folder, version):
-        """Assert that the engine answers with the weights of a folder, under this version."""
+    def assert_answers(self, folder):
+        """Assert that the engine answers with the weights of a folder."""
         answer = servers.greedy(self.server, PROMPT, NEW_TOKENS)
         assert_agrees(self.server, models.load_reference(folder), answer)
+
+    def assert_serves(self, folder, version):
+        """Assert that the engine answers with the weights of a folder, and reports this version."""
+        self.assert_answers(folder)
         status = self.status()
         assert (status.state, status.version) == ("serving", version)
 

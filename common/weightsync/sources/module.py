@@ -157,10 +157,8 @@ def save_layout(module: nn.Module, tensors: State) -> Mapping[str, torch.Tensor]
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError as error:
-        raise SourceError(
-            "reading a transformers module needs transformers 5; upgrade it, or push a mapping of checkpoint names"
-        ) from error
+    except ImportError:  # transformers 4
+        return _renamed(module, tensors)
     try:
         converted: Mapping[str, torch.Tensor] = revert_weight_conversion(module, tensors)
     except Exception as error:
@@ -169,6 +167,28 @@ def save_layout(module: nn.Module, tensors: State) -> Mapping[str, torch.Tensor]
             "a mapping of checkpoint names to tensors instead"
         ) from error
     return converted
+
+
+def _renamed(module: Any, tensors: State) -> Mapping[str, torch.Tensor]:
+    """The tensors under the names that transformers 4 would save: it only renames, and only vision-language models."""
+    try:
+        from transformers.modeling_utils import VLMS
+    except ImportError as error:
+        raise SourceError(
+            "reading a transformers module needs transformers 4.57; upgrade it, or push a mapping of checkpoint names"
+        ) from error
+    if not any(known in kind.__name__.lower() for kind in type(module).__mro__ for known in VLMS):
+        return tensors
+    found = {}
+    for own, tensor in tensors.items():
+        name = own
+        for saved, loaded in module._checkpoint_conversion_mapping.items():
+            # Keys are patterns of names in checkpoints, of which the groups only look ahead.
+            name, count = re.subn(loaded, re.sub(r"\(.*\)", "", saved.lstrip("^")), own)
+            if count:
+                break
+        found[name] = tensor
+    return found
 
 
 def _check_modules(module: nn.Module) -> None:
