@@ -43,6 +43,8 @@ def trainer(rank, file):
                 whole = whole.narrow(dim, at, size)
             whole.copy_(part)
         assert all(torch.equal(made[name], want[name]) for name in want), made
+    dist.barrier()
+    dist.destroy_process_group()  # a process that exits with its group's threads running aborts now and then
     if not rank:
         print("sources", sum(len(box.shape) < 9 for held in source.held for box in held.boxes))
 
