@@ -110,12 +110,3 @@ def test_sleep(engine):
         assert requests.post(url, json={"tags": [tag]}, timeout=60).ok
         engine.push(engine.b, f"woken: {tag}")
     engine.assert_serves(engine.b, "woken: kv_cache")
-
-
-@pytest.mark.versions
-@pytest.mark.shows("experts, two ranks")
-def test_experts_over_two_ranks(experts):
-    for folder in (experts.b, experts.a, experts.b):
-        experts.push(folder, "pushed")
-    experts.assert_serves(experts.b, "pushed")
-    assert len(experts.digests()) == 2
