@@ -104,6 +104,6 @@ def pytest_addoption(parser):
 
 def pytest_sessionfinish(session):
     file = session.config.getoption("--shown", default=None)
-    if file is not None:
+    if file is not None and SHOWN:  # not if the tests were only collected
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
         file.write_text(json.dumps({"commit": commit.stdout.strip(), "results": SHOWN}, indent=1) + "\n")

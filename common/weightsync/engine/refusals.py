@@ -13,6 +13,9 @@ from weightsync.protocol.http import CommitRequest
 
 FIRST_PUSH: Final = "this engine waits for its first push"
 
+#: Seconds for the reply, if the sender gives that much.
+_REPLY_S: Final = 3.0
+
 
 def half_way(error: BaseException) -> str:
     """Why an engine must not be resumed."""
@@ -20,8 +23,11 @@ def half_way(error: BaseException) -> str:
 
 
 def drain_s(request: CommitRequest) -> float:
-    """Seconds that requests in flight have to finish; the rest of the sender's time is for the reply."""
-    return 0.9 * request.timeout_s
+    """Seconds that requests in flight have to finish; the rest of the sender's time is for the reply.
+
+    An engine that is busy with many streams may take seconds for a reply.
+    """
+    return max(0.5 * request.timeout_s, min(0.9 * request.timeout_s, request.timeout_s - _REPLY_S))
 
 
 def still_in_flight(request: CommitRequest) -> PushTimeout:
