@@ -25,6 +25,7 @@ class SglangFrontEnd:
     """See `weightsync.engine.front_end.EngineFrontEnd`."""
 
     engine = "sglang"
+    busy = ""
 
     def __init__(self, server_args: Any, tokenizer_manager: Any):
         self._manager = tokenizer_manager

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from weightsync.engine import routes
+from weightsync.engine import answers
 from weightsync.protocol import control, handles, http
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
 
 #: Route -> the type of its message.
-ROUTES = {name: route.kind() for name, route in routes.routes().items()}
+ROUTES = {name: route.kind() for name, route in answers.routes().items()}
 #: Method of a rank -> the type of its message, as in `rank_methods.handle`.
 METHODS = {
     "weightsync_open": http.Done,

@@ -90,6 +90,11 @@ class VllmFrontEnd:
             logger.warning("%s", untested)
             self.off["tests"] = untested
 
+    @property
+    def busy(self) -> str:
+        """See `EngineFrontEnd`: an API server's calls wait for nobody."""
+        return ""
+
     async def hold_from_start(self) -> None:
         """Stop an engine that waits for its first push."""
         if self.waits and compat.can_ask_core():

@@ -5,7 +5,12 @@ For your own tests, and for weightsync's where neither engine can run::
     with ReferenceEngine("path/to/model") as engine:
         Sender([engine.url]).push(model)
 
-or, in a terminal, ``python -m weightsync.testing MODEL --port 8000``. This needs the extra ``weightsync[testing]``.
+or, in a terminal, ``python -m weightsync.testing MODEL --port 8000``, or in the trainer's own process::
+
+    engine = ReferenceInProcess("path/to/model")
+    Sender([engine]).push(model)
+
+This needs the extra ``weightsync[testing]``.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import torch
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd, restored
+from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
@@ -95,6 +101,7 @@ class ReferenceFrontEnd:
     """See `weightsync.engine.front_end.EngineFrontEnd`. One thread runs the engine's loop: generation and loading."""
 
     engine = "reference"
+    busy = ""
     engine_version = "1"
 
     def __init__(self, adapter: ModelAdapter, folder: Path, waits: bool):
@@ -176,6 +183,39 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
         admin_routes(lambda: front_end, auth.engine_token()),
     ]
     uvicorn.run(Starlette(routes=routes), host=host, port=port, log_level="warning")
+
+
+class ReferenceInProcess:
+    """The reference engine in this process, as `Sender` takes it."""
+
+    def __init__(self, folder: str | Path, *, device: str = "cpu", wait_for_initial_weights: bool = False):
+        self.front = ReferenceFrontEnd(
+            ModelAdapter(Path(folder), torch.device(device)), Path(folder), wait_for_initial_weights
+        )
+        self.closed = False
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
+        if reason := attach(self).front_end.stopped:
+            raise RuntimeError(f"weightsync: {reason}")
+        answer = asyncio.run(self.front.generate(prompt, tokens))
+        if answer is None:
+            raise RuntimeError("weightsync: a push failed half-way")
+        return answer
+
+    def close(self) -> None:
+        """End the engine; idempotent."""
+        self.closed = True
+
+
+def attach(engine: ReferenceInProcess) -> EngineInProcess:
+    """``weightsync.engines`` entry point: the client of a `ReferenceInProcess`."""
+
+    def make(name: str) -> EngineInProcess:
+        loop = run_in_thread(asyncio.new_event_loop())
+        return EngineInProcess(name, FrontEnd(engine.front), loop, lambda: "it was closed" if engine.closed else "")
+
+    return attached(engine, make)
 
 
 class ReferenceEngine:

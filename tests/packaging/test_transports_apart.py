@@ -36,7 +36,7 @@ METHODS = """
 import sys
 import {module}
 from weightsync.engine.rank_methods import handle
-from weightsync.engine.routes import routes
+from weightsync.engine.answers import routes
 from weightsync.transports import registry
 wanted = {{"update_weights_via_files", "open_folder"}}
 assert wanted <= set(routes()), routes()

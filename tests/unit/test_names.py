@@ -60,7 +60,7 @@ def test_an_invalid_url_is_refused_by_name(url):
 
 @pytest.mark.parametrize("url", [None, 7, b"http://engine"])
 def test_a_url_must_be_a_string(url):
-    with pytest.raises(UnsupportedOption, match="is not a URL"):
+    with pytest.raises(UnsupportedOption, match="is neither a URL nor an engine"):
         Sender([url])
 
 
@@ -89,7 +89,7 @@ def test_an_engine_is_reached_by_every_spelling_of_its_url(engine, spelled):
         assert list(sender.push(WEIGHTS[1]).engines) == [engine.url]
         with pytest.raises(UnsupportedOption, match="is already among the engines"):
             sender.add_engine(f"{engine.url}/")
-    with pytest.raises(UnsupportedOption, match=f"give different URLs; {engine.url} is there more than once"):
+    with pytest.raises(UnsupportedOption, match=f"give different ones; {engine.url} is there more than once"):
         Sender([engine.url, url])
 
 

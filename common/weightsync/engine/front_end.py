@@ -78,6 +78,10 @@ class EngineFrontEnd(Protocol):
     off: dict[str, str]
     """What this engine does not support, or what a push does not update, by name, with the reason."""
 
+    @property
+    def busy(self) -> str:
+        """What runs in the engine that calls to its ranks wait for; empty if they need not wait."""
+
     async def version(self) -> str:
         """The label of the weights being served."""
 
@@ -103,7 +107,7 @@ class FrontEnd:
         self._machine: Machine[http.State] = Machine(
             ENGINE, "unsynced" if front.waits else "serving", f"this {front.engine}"
         )
-        self._call = Calls(front.call)
+        self._call = Calls(front.call, lambda: front.busy)
         self._lease = Lease()
         self._turn = asyncio.Lock()
         self._push = self._committed = ""
@@ -147,11 +151,12 @@ class FrontEnd:
 
     async def status(self, asked: http.StatusRequest) -> http.StatusReply:
         """Tell what the engine serves, even while its ranks do not answer."""
-        detail = ""
+        detail = "" if asked.digest else self.front.busy
         ranks: list[http.RankStatus] = []
         timeout_s = asked.timeout_s or (_DIGEST_S if asked.digest else http.LOOK_S)
         try:
-            if asked.digest or not self._machine.state.endswith("applying"):  # ranks that load cannot answer
+            # Ranks that load, or whose engine is busy, cannot answer.
+            if asked.digest or not (detail or self._machine.state.endswith("applying")):
                 ranks = collect(await self._call("weightsync_status", http.to_json(asked), timeout_s), http.RankStatus)
         except PushTimeout as error:
             if asked.digest:

@@ -35,10 +35,13 @@ _ASKING_S: Final = 1.0
 
 
 class Calls:
-    """Calls to all ranks. ``raw(method, payload)`` makes one by the engine's own means, without a deadline."""
+    """Calls to all ranks. ``raw(method, payload)`` makes one by the engine's own means, without a deadline.
 
-    def __init__(self, raw: Callable[[str, bytes], Awaitable[Replies]]):
-        self._raw = raw
+    ``busy()`` says what the engine is busy with, if calls have to wait for it.
+    """
+
+    def __init__(self, raw: Callable[[str, bytes], Awaitable[Replies]], busy: Callable[[], str] = str):
+        self._raw, self._busy = raw, busy
         self._turn = asyncio.Lock()
         self._running = ""
         self._since = 0.0
@@ -64,7 +67,7 @@ class Calls:
         except asyncio.TimeoutError as error:
             raise PushTimeout(
                 f"the ranks do not come to {method}: they are in {self._running} for "
-                f"{time.monotonic() - self._since:.0f} s{self.dead_ranks()}"
+                f"{time.monotonic() - self._since:.0f} s{self._hindrance()}"
             ) from error
         self._running, self._since = method, time.monotonic()
         call = asyncio.ensure_future(self._raw(method, payload))
@@ -75,7 +78,7 @@ class Calls:
                 self.check_alive()
         if not call.done():
             raise PushTimeout(
-                f"the ranks did not answer {method} within {round(timeout_s, 1):g} s{self.dead_ranks()}",
+                f"the ranks did not answer {method} within {round(timeout_s, 1):g} s{self._hindrance()}",
                 weights="unknown",
             )
         return call.result()
@@ -89,6 +92,10 @@ class Calls:
         """Raise `EngineUnreachable` if a rank's process has ended, which engines notice much later."""
         if any(_seen(rank) == ENDED for rank in self.ranks):
             raise EngineUnreachable(f"the engine cannot go on{self.dead_ranks()}", weights="unknown")
+
+    def _hindrance(self) -> str:
+        busy = self._busy()
+        return self.dead_ranks() or (f": {busy}" if busy else "")
 
     def dead_ranks(self) -> str:
         """Ranks whose processes are dead or stopped, as a suffix for an error message; empty if none."""

@@ -1,15 +1,12 @@
 """The admin routes under ``/weightsync/``, the same for every engine.
 
-The routes add authentication, size limits, decoding and error replies to a `front_end.FrontEnd`. An exception in a
-route never reaches the engine: it becomes an `ErrorReply`.
+The routes add authentication and size limits to `answers`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import URLPath
@@ -18,75 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
+from weightsync.engine import answers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.errors import AuthenticationFailed
 from weightsync.protocol import auth, http
-from weightsync.transports import registry
-
-logger = logging.getLogger(__name__)
-
-_STATUS: Final = {
-    "AuthenticationFailed": 401,
-    "PluginNotLoaded": 501,
-    "EngineUnreachable": 503,
-    "ProtocolMismatch": 426,
-    "UnsupportedOption": 422,
-    "ManifestMismatch": 422,
-    "ManifestUnknown": 409,
-    "TransferFailed": 409,
-    "DigestMismatch": 409,
-    "EngineRestarted": 409,
-    "LeaseHeld": 409,
-    "WrongState": 409,
-    "PushTimeout": 504,
-}
-
-
-_Answer = Callable[[FrontEnd, Any], Awaitable[msgspec.Struct]]
-
-
-class _Route(NamedTuple):
-    """A route: the type of its message, as a function, because a transport has to be imported for it; its handler."""
-
-    kind: Callable[[], type[msgspec.Struct]]
-    answer: _Answer
-
-
-def _fixed(kind: type[msgspec.Struct], answer: _Answer) -> _Route:
-    return _Route(lambda: kind, answer)
-
-
-def _update(method: str) -> _Route:
-    return _fixed(http.UpdateRequest, lambda front_end, asked: front_end.prepare(asked, method))
-
-
-def _setup(method: str) -> _Route:
-    return _Route(partial(registry.handshake_of, method), lambda front_end, asked: front_end.join(asked, method))
-
-
-def routes() -> dict[str, _Route]:
-    """Every route by name: the fixed ones, and those of the transports."""
-    return {
-        **{method: _update(method) for method in registry.update_methods()},
-        **{method: _setup(method) for method in registry.setup_methods()},
-        "status": _fixed(http.StatusRequest, FrontEnd.status),
-        "open": _fixed(http.OpenRequest, FrontEnd.open),
-        "lease": _fixed(http.LeaseRequest, FrontEnd.lease),
-        "commit": _fixed(http.CommitRequest, FrontEnd.commit),
-        "abort": _fixed(http.AbortRequest, FrontEnd.abort),
-    }
-
 
 #: Health routes of the engines; SageMaker calls ``/ping``.
 _HEALTH: Final = ("/health", "/health_generate", "/ping")
-
-_Q = TypeVar("_Q", bound=msgspec.Struct)
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, error: str, message: str):
-        super().__init__(message)
-        self.status, self.error = status, error
 
 
 def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
@@ -94,8 +29,8 @@ def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
     return Mount(
         http.PREFIX,
         routes=[
-            Route(f"/{name}", _endpoint(route, front_end, token), methods=["POST", *["GET"] * (name == "status")])
-            for name, route in routes().items()
+            Route(f"/{name}", _endpoint(name, route, front_end, token), methods=["POST", *["GET"] * (name == "status")])
+            for name, route in answers.routes().items()
         ],
     )
 
@@ -127,26 +62,18 @@ class HealthGuard(BaseRoute):
         await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
 
 
-def _endpoint(route: _Route, front_end: Callable[[], FrontEnd], token: str) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    name: str, route: answers.Route, front_end: Callable[[], FrontEnd], token: str
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        try:
+        async def read(kind: type[msgspec.Struct]) -> msgspec.Struct:
             _authenticate(request, token)
-            asked = await _read(request, route.kind())
-            return _response(await route.answer(front_end(), asked), 200)
-        except _Refused as error:
-            status, reply = error.status, http.ErrorReply(error=error.error, message=str(error))
-        except Exception as error:
-            reply = http.error_reply(error)
-            status = _STATUS.get(reply.error, 500)
-            if status == 500:
-                logger.exception("%s failed", request.url.path)
-        return _response(reply, status)
+            return await _read(request, kind)
+
+        status, reply = await answers.answer(name, route, front_end, read)
+        return Response(reply, status, media_type="application/json")
 
     return endpoint
-
-
-def _response(reply: msgspec.Struct, status: int) -> Response:
-    return Response(http.to_json(reply), status, media_type="application/json")
 
 
 def _authenticate(request: Request, token: str) -> None:
@@ -154,16 +81,16 @@ def _authenticate(request: Request, token: str) -> None:
         raise AuthenticationFailed("unauthorized")
 
 
-async def _read(request: Request, kind: type[_Q]) -> _Q:
+async def _read(request: Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
     """Decode the message: the body of a POST, or the query of a GET (``?digest=1``)."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > http.MAX_BODY_BYTES:
-            raise _Refused(413, "TransferFailed", f"the message is larger than {http.MAX_BODY_BYTES} bytes")
+            raise answers.Refused(413, "TransferFailed", f"the message is larger than {http.MAX_BODY_BYTES} bytes")
+    if request.method == "POST":
+        return answers.decoded(bytes(body), kind)
     try:
-        if request.method != "POST":
-            return msgspec.convert(dict(request.query_params), kind, strict=False)
-        return http.from_json(bytes(body), kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _Refused(400, "TransferFailed", f"not a {kind.__name__}: {error}") from error
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.MsgspecError as error:
+        raise answers.unreadable(kind, error) from error

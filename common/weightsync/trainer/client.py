@@ -24,8 +24,10 @@ from weightsync.errors import (
 )
 from weightsync.protocol import auth, http
 from weightsync.protocol.http import PREFIX, Handshake
+from weightsync.protocol.in_process import Target
 from weightsync.protocol.names import START_LINES, plain_url
 from weightsync.trainer import http_client
+from weightsync.trainer.in_process import Local
 
 #: Seconds past the deadline that an engine has to reply that its commit is not finished, and then the least for asking
 #: it for the outcome. A push that times out reports what every engine serves within a second of its deadline.
@@ -46,10 +48,25 @@ class EngineClient:
     `UnsupportedOption` for an invalid URL.
     """
 
-    def __init__(self, url: str, token: str):
-        self.url = plain_url(url)
+    def __init__(self, engine: Target, token: str):
         self._token = token = auth.usable(token)
-        self._server = http_client.Server(self.url, {"Authorization": f"Bearer {token}"})
+        self._server: http_client.Server | Local
+        if isinstance(engine, str):
+            #: Stands for the engine in errors and results.
+            self.url = plain_url(engine)
+            self._server = http_client.Server(self.url, {"Authorization": f"Bearer {token}"})
+        else:
+            self.url, self._server = engine.name, Local(engine)
+        self._engine = engine
+
+    def another(self) -> EngineClient:
+        """Another client of the same engine, which is closed by itself."""
+        return EngineClient(self._engine, self._token)
+
+    def check_caller(self) -> None:
+        """Raise `UnsupportedOption` if the engine cannot answer requests of the calling thread."""
+        if not isinstance(self._engine, str):
+            self._engine.check_caller()
 
     def open(self, deadline: Deadline) -> http.OpenReply:
         """Ask for the engine's protocol, ranks and pause modes. Raises `ProtocolMismatch` for another major version."""
@@ -167,13 +184,15 @@ class EngineClient:
             ) from error
         except http_client.NoAnswer as error:
             if isinstance(error, http_client.Late) and error.connected:
+                busy = f": {error.why}" if error.why else ""
                 raise PushTimeout(
-                    f"{self.url} did not answer {route} within {round(deadline.seconds, 1):g} s", weights="unknown"
+                    f"{self.url} did not answer {route} within {round(deadline.seconds, 1):g} s{busy}",
+                    weights="unknown",
                 ) from error
-            raise EngineUnreachable(
-                f"no engine answers at {self.url} ({route}): {error}; is it up, and is that its address?",
-                weights="unknown",
-            ) from error
+            said = f"no engine answers at {self.url} ({route}): {error}; is it up, and is that its address?"
+            if not isinstance(self._engine, str):
+                said = f"{self.url} does not answer {route}: {error}"
+            raise EngineUnreachable(said, weights="unknown") from error
         if reply.status != 200:
             raise self._refusal(route, reply, deadline)
         try:

@@ -10,6 +10,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineRestarted, TransferFailed, Weights, WeightSyncError, joined
 from weightsync.protocol import http
+from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.trainer import buckets
@@ -22,21 +23,21 @@ from weightsync.trainer.transfer import Transfer
 
 
 class Driver:
-    """The engines at ``urls`` and the transfer to them; ``ranks`` coordinates the trainer's other ranks, if any.
+    """The engines at ``targets`` and the transfer to them; ``ranks`` coordinates the trainer's other ranks, if any.
 
     Building one opens every engine. Raises `WeightSyncError`.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        targets: Sequence[Target],
         key: str,
         options: Options,
         ranks: Coordinator | None,
         machine: Machine[str],
         deadline: Deadline,
     ):
-        self.engines = Engines(urls, key, options.pause, options.transport, deadline)
+        self.engines = Engines(targets, key, options.pause, options.transport, deadline)
         self._planner = Planner(self.engines, options, ranks)
         self._options, self._ranks, self._machine = options, ranks, machine
         self._transfer: Transfer | None = None
@@ -94,9 +95,9 @@ class Driver:
             results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, reason, noticed)
         return results
 
-    def add_engine(self, url: str, deadline: Deadline) -> EngineResult | None:
+    def add_engine(self, target: Target, deadline: Deadline) -> EngineResult | None:
         """See `sender.Sender.add_engine`."""
-        added = self.engines.add(url, deadline)
+        added = self.engines.add(target, deadline)
         self._planner.choose_again()  # the ranks of this engine may have less memory
         try:
             return self._catch_up(added, deadline)
@@ -105,9 +106,9 @@ class Driver:
             self.engines.remove(added)
             raise
 
-    def remove_engine(self, url: str, deadline: Deadline) -> None:
+    def remove_engine(self, target: Target, deadline: Deadline) -> None:
         """See `sender.Sender.remove_engine`."""
-        known = self.engines.removable(url)
+        known = self.engines.removable(target)
         self._release([known], deadline)
         self.engines.remove(known)
 

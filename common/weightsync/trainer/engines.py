@@ -30,7 +30,7 @@ from weightsync.errors import (
 from weightsync.memory import processes
 from weightsync.protocol import auth, http, states
 from weightsync.protocol.http import Handshake
-from weightsync.protocol.names import plain_url
+from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
 from weightsync.trainer.engine import Engine
 from weightsync.transports import registry
@@ -61,17 +61,20 @@ _T = TypeVar("_T")
 
 
 class Engines:
-    """The engines at ``urls``, which know this sender as ``owner``. Opens each when built. Raises `WeightSyncError`."""
+    """All engines, which know this sender as ``owner``. Building opens each of them. Raises `WeightSyncError`."""
 
-    def __init__(self, urls: Sequence[str], token: str, pause: http.PauseMode, transport: str, deadline: Deadline):
+    def __init__(
+        self, targets: Sequence[Target], token: str, pause: http.PauseMode, transport: str, deadline: Deadline
+    ):
         self.owner = secrets.token_hex(8)
         self.holder = processes.this_process()
         self._pause, self._transport = pause, transport
-        self._clients = [EngineClient(url, token) for url in urls]
+        self._clients = [EngineClient(target, token) for target in targets]
         self._token = token
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="weightsync-engine")
         self.by_url: dict[str, Engine] = {}
         try:
+            self.check_caller()
             self._open(deadline)
         except BaseException:
             self.close()
@@ -134,9 +137,14 @@ class Engines:
         """The transport and the open reply of each engine, by URL."""
         return {url: (engine.transport, engine.hello) for url, engine in self.by_url.items()}
 
-    def add(self, url: str, deadline: Deadline) -> str:
-        """Open one more engine and return its normalised URL. Raises `WeightSyncError`."""
-        client = EngineClient(url, self._token)
+    def check_caller(self) -> None:
+        """Raise `UnsupportedOption` if an engine cannot answer requests of the calling thread."""
+        for client in self._clients:
+            client.check_caller()
+
+    def add(self, target: Target, deadline: Deadline) -> str:
+        """Open one more engine and return its URL, or its name. Raises `WeightSyncError`."""
+        client = EngineClient(target, self._token)
         if client.url in self.by_url:
             raise UnsupportedOption(f"{client.url} is already among the engines of this sender")
         hello = client.open(deadline)
@@ -145,11 +153,11 @@ class Engines:
         self._clients.append(client)
         return client.url
 
-    def removable(self, url: str) -> str:
-        """Return the normalised URL. Raises `UnsupportedOption` if it is not among the engines, or is the only one."""
-        known = plain_url(url)
+    def removable(self, target: Target) -> str:
+        """Return its URL, or name. Raises `UnsupportedOption` if it is not among the engines, or is the only one."""
+        known = name_of(target)
         if known not in self.by_url or len(self.by_url) == 1:
-            raise UnsupportedOption(f"{url} cannot be removed: the engines are {', '.join(self.by_url)}")
+            raise UnsupportedOption(f"{known} cannot be removed: the engines are {', '.join(self.by_url)}")
         return known
 
     def remove(self, url: str) -> None:
@@ -308,7 +316,7 @@ class Engines:
         """
         ended, renewals = threading.Event(), itertools.count(1)
         # Separate clients: a request to a frozen engine may outlive this push.
-        clients = [(engine, EngineClient(url, self._token)) for url, engine in self.by_url.items()]
+        clients = [(engine, engine.client.another()) for engine in self.by_url.values()]
 
         def run() -> None:
             while not ended.wait(_RENEW_EVERY_S):

@@ -38,11 +38,14 @@ class NoAnswer(Exception):
 
 
 class Late(NoAnswer):
-    """The deadline passed; ``connected`` is whether the server had accepted the connection."""
+    """The deadline passed; ``connected`` is whether the server had accepted the connection.
 
-    def __init__(self, connected: bool):
+    ``why`` is what it was busy with, if that is known.
+    """
+
+    def __init__(self, connected: bool, why: str = ""):
         super().__init__("it did not answer in time" if connected else "it did not accept a connection in time")
-        self.connected = connected
+        self.connected, self.why = connected, why
 
 
 class Untrusted(NoAnswer):

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar, get_args
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
 from weightsync.protocol import auth, http
+from weightsync.protocol.in_process import name_of, target
 from weightsync.protocol.names import check_label, plain_url
 from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import Source, open_source
@@ -46,7 +47,8 @@ class Sender:
 
     Arguments:
 
-    - ``engines``: base URLs of vLLM or SGLang servers that have loaded the plugin.
+    - ``engines``: base URLs of vLLM or SGLang servers that have loaded the plugin, or engines of this process:
+      `vllm.LLM`, `vllm.AsyncLLM`, `sglang.Engine`. Results name those like ``vllm.LLM#1``.
     - ``transport``: the name of a transport, or ``"auto"``, which picks one for each engine; the result says why.
     - ``token``: the key, by default ``$WEIGHTSYNC_TOKEN`` or the content of this user's key file.
     - ``timeout_s``: seconds that each call may take, a whole push for example.
@@ -77,7 +79,7 @@ class Sender:
 
     def __init__(
         self,
-        engines: Sequence[str],
+        engines: Sequence[object],
         *,
         transport: str = "auto",
         token: str | None = None,
@@ -91,10 +93,11 @@ class Sender:
         address: str | None = None,
     ):
         if isinstance(engines, str) or not engines:
-            raise UnsupportedOption("engines: give a list of one or more different URLs")
-        urls = [plain_url(url) for url in engines]
+            raise UnsupportedOption("engines: give a list of one or more")
+        targets = [target(engine) for engine in engines]
+        urls = [name_of(engine) for engine in targets]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
-            raise UnsupportedOption(f"engines: give different URLs; {', '.join(twice)} is there more than once")
+            raise UnsupportedOption(f"engines: give different ones; {', '.join(twice)} is there more than once")
         for name, value, known in (
             ("transport", transport, ("auto", *registry.names())),
             ("pause", pause, get_args(http.PauseMode)),
@@ -120,11 +123,16 @@ class Sender:
             progress,
             "" if address is None else own_address(address),
         )
-        self._urls = urls
+        self._targets, self._urls = targets, urls
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
         self._ranks = ranks()
+        if self._ranks is not None and any(not isinstance(engine, str) for engine in targets):
+            raise UnsupportedOption(
+                "an engine of this process belongs to one process, and this trainer has several: serve it by HTTP, and "
+                "give every rank its URL"
+            )
         #: Calls of the trainer and requests to the join server wait for each other.
         self._turns = Turns()
         self._join_server: JoinServer | None = None
@@ -139,7 +147,7 @@ class Sender:
     def _open(self, token: str | None, deadline: Deadline) -> None:
         key = auth.sender_token() if token is None else token
         coordinator = self._ranks if isinstance(self._ranks, Coordinator) else None
-        self._driver = Driver(self._urls, key, self._options, coordinator, self._machine, deadline)
+        self._driver = Driver(self._targets, key, self._options, coordinator, self._machine, deadline)
         self._driver.connect(deadline)
 
     def _run(
@@ -153,6 +161,8 @@ class Sender:
         deadline = Deadline(self._options.timeout_s)
         with self._turns.take(what, deadline):
             self._recover()
+            if self._driver is not None:
+                self._driver.engines.check_caller()
             if what in _MOVES:
                 self._machine.check(_MOVES[what])
             if self._ranks is None:
@@ -213,19 +223,21 @@ class Sender:
             self._known = source.seen
         return source
 
-    def add_engine(self, url: str) -> EngineResult | None:
-        """Add an engine. Raises what building a sender raises, and what `push` raises.
+    def add_engine(self, url: object) -> EngineResult | None:
+        """Add an engine, given as to `Sender`. Raises what building a sender raises, and what `push` raises.
 
         The engine is brought to the version that the others serve, from the arena that still holds it; the other
         engines are not involved. If no arena holds a whole version, returns None: the next push is the engine's first.
         """
+        added = target(url)
         return self._run(
-            "add_engine", EngineResult | None, lambda _, deadline: self._rank_0_driver.add_engine(url, deadline)
+            "add_engine", EngineResult | None, lambda _, deadline: self._rank_0_driver.add_engine(added, deadline)
         )
 
-    def remove_engine(self, url: str) -> None:
+    def remove_engine(self, url: object) -> None:
         """Remove an engine: it keeps what it serves, and its lease is given back. The last one cannot be removed."""
-        self._run("remove_engine", type(None), lambda _, deadline: self._rank_0_driver.remove_engine(url, deadline))
+        removed = target(url)
+        self._run("remove_engine", type(None), lambda _, deadline: self._rank_0_driver.remove_engine(removed, deadline))
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Accept engines that ``weightsync join`` announces; return the URL to join at.

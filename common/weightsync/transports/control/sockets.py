@@ -34,6 +34,7 @@ FINAL_MESSAGE_S: Final = 0.5
 _REACH_S: Final = 2.0
 #: The state of a listening socket in ``/proc/self/net/tcp``.
 _LISTENING: Final = "0A"
+_LOOPBACK: Final = "127.0.0.1"
 #: Why a rank finds no trainer at the loopback address.
 _OWN_LOOPBACK: Final = (
     "that is the engine's own loopback: the trainer is on another host, or reaches the engine through a forwarded "
@@ -181,8 +182,8 @@ def bracketed(address: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """The host of an engine's URL."""
-    return urlsplit(url).hostname or ""
+    """The host of an engine's URL; this one, if it has a name instead: an engine of this process has no URL."""
+    return urlsplit(url).hostname or _LOOPBACK
 
 
 def to_error(failed: Failed, reporter: str) -> errors.WeightSyncError:

@@ -1,0 +1,105 @@
+"""An engine in the trainer's own process: its front end without HTTP and without a key."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from weightsync.engine import answers
+from weightsync.engine.front_end import FrontEnd
+from weightsync.errors import UnsupportedOption
+from weightsync.protocol import http
+from weightsync.protocol.in_process import NotRunning
+
+_T = TypeVar("_T")
+
+#: Seconds between two checks that an engine that does not answer still runs.
+_LOOK_UP_S: Final = 0.5
+#: The attribute of an engine that holds its `EngineInProcess`, so that all senders use one front end.
+_ATTRIBUTE: Final = "_weightsync_in_process"
+_numbers = itertools.count(1)
+
+
+def run_in_thread(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+    """Run ``loop`` in a thread of its own until the process ends."""
+    threading.Thread(target=loop.run_forever, name="weightsync-engine-loop", daemon=True).start()
+    return loop
+
+
+class EngineInProcess:
+    """See `weightsync.protocol.in_process.EngineInProcess`.
+
+    ``loop`` is the running event loop in which ``front_end`` lives, and ``gone()`` says why the engine does not run, if
+    it does not.
+    """
+
+    def __init__(self, name: str, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, gone: Callable[[], str]):
+        self.name = name
+        self.front_end = front_end
+        self._loop, self._gone = loop, gone
+        self._routes = answers.routes()
+
+    def run(self, started: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine in the engine's loop. Raises `UnsupportedOption` as `check_caller` does."""
+        try:
+            self.check_caller()
+        except UnsupportedOption:
+            started.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(started, self._loop).result()
+
+    def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """See `weightsync.protocol.in_process.EngineInProcess`."""
+
+        async def read(kind: type[msgspec.Struct]) -> msgspec.Struct:
+            return answers.decoded(body, kind)
+
+        if route not in self._routes:
+            return 404, http.to_json(http.ErrorReply(error="PluginNotLoaded", message=f"there is no route {route}"))
+        self._check()
+        asked = answers.answer(route, self._routes[route], lambda: self.front_end, read)
+        reply = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        left_s = timeout_s
+        while True:
+            try:
+                return reply.result(min(left_s, _LOOK_UP_S))
+            except (FutureTimeout, TimeoutError):  # one class from Python 3.11 on
+                left_s -= _LOOK_UP_S
+                if left_s <= 0:
+                    # It goes on: what it has begun in the engine, a commit for example, must not be left half-way.
+                    raise TimeoutError(self.front_end.front.busy) from None
+                self._check()
+
+    def _check(self) -> None:
+        if self._loop.is_closed() or not self._loop.is_running():
+            raise NotRunning("its event loop does not run")
+        if reason := self._gone():
+            raise NotRunning(reason)
+
+    def check_caller(self) -> None:
+        """See `weightsync.protocol.in_process.EngineInProcess`."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if running is self._loop:
+            raise UnsupportedOption(
+                f"{self.name} runs in the event loop of this very thread, so it could not answer: call the sender in "
+                "another one, as in `await asyncio.to_thread(sender.push, model)`"
+            )
+
+
+def attached(engine: object, make: Callable[[str], EngineInProcess]) -> EngineInProcess:
+    """The one client of ``engine``; the first time ``make(name)`` makes it."""
+    found: EngineInProcess | None = getattr(engine, _ATTRIBUTE, None)
+    if found is None:
+        kind = type(engine)
+        found = make(f"{kind.__module__.partition('.')[0]}.{kind.__name__}#{next(_numbers)}")
+        setattr(engine, _ATTRIBUTE, found)
+    return found

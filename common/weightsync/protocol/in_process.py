@@ -1,0 +1,64 @@
+"""Engines in the trainer's own process: how a sender finds their clients.
+
+An engine package registers a function in the entry-point group `GROUP`, under the name of the top-level package that
+the engine's class comes from. It takes the engine and returns an `EngineInProcess`, always the same for one engine.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Final, Protocol, TypeAlias
+
+from weightsync.errors import PluginNotLoaded, UnsupportedOption
+from weightsync.protocol.names import plain_url
+
+GROUP: Final = "weightsync.engines"
+
+
+class NotRunning(Exception):
+    """The engine will not answer; the text says why."""
+
+
+class EngineInProcess(Protocol):
+    """An engine of this process, as a sender uses it."""
+
+    name: str
+    """Stands for its URL, in results and errors."""
+
+    def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """The HTTP status and the body that the admin route would answer. Raises `NotRunning`, or `TimeoutError` with the reason."""
+
+    def check_caller(self) -> None:
+        """Raise `UnsupportedOption` if the calling thread would keep the engine from answering."""
+
+
+#: Where requests go: a normalised URL, or an engine of this process.
+Target: TypeAlias = "str | EngineInProcess"
+
+
+def target(engine: object) -> Target:
+    """What a user gave as an engine, ready for use. Raises `UnsupportedOption`, `PluginNotLoaded`."""
+    return plain_url(engine) if isinstance(engine, str) else _find(engine)
+
+
+def name_of(where: Target) -> str:
+    """The name of an engine in results and errors; its URL, if it has one."""
+    return where if isinstance(where, str) else where.name
+
+
+def _find(engine: object) -> EngineInProcess:
+    packages = [kind.__module__.partition(".")[0] for kind in type(engine).__mro__]
+    registered = {point.name: point for point in entry_points(group=GROUP)}
+    for package in packages:
+        if package in registered:
+            attached: EngineInProcess = registered[package].load()(engine)
+            return attached
+    if {"vllm", "sglang"} & set(packages):
+        raise PluginNotLoaded(
+            f"weightsync is not installed with its entry points here: `pip install` it, so that {GROUP} has "
+            f"{packages[0]}"
+        )
+    raise UnsupportedOption(
+        f"{engine!r:.200} is neither a URL nor an engine: give strings like 'http://HOST:PORT', or engines of this "
+        "process (vllm.LLM, vllm.AsyncLLM, sglang.Engine)"
+    )

@@ -1,0 +1,34 @@
+"""``weightsync.engines`` entry point: SGLang's `Engine` in the trainer's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_weightsync import compat_engine
+from weightsync.engine.front_end import FrontEnd
+from weightsync.engine.in_process import EngineInProcess, attached
+from weightsync.errors import PluginNotLoaded, UnsupportedOption
+
+
+def attach(engine: Any) -> EngineInProcess:
+    """The client of an `Engine`. Raises `UnsupportedOption`, `PluginNotLoaded`."""
+    if not compat_engine.is_engine(engine):
+        raise UnsupportedOption(f"{type(engine).__name__} is not an engine of SGLang: give a sglang.Engine")
+    return attached(engine, lambda name: _engine(name, engine))
+
+
+def _engine(name: str, engine: Any) -> EngineInProcess:
+    from sglang_weightsync.front_end import SglangFrontEnd
+
+    if reason := compat_engine.lacking(engine):
+        raise UnsupportedOption(reason)
+    if not compat_engine.has_plugin(engine):
+        raise PluginNotLoaded(
+            "SGLang did not load weightsync when it started this Engine: set SGLANG_PLUGINS=weightsync before it is "
+            "built; its log says if that failed"
+        )
+    running = compat_engine.Running(engine)
+    front = SglangFrontEnd(engine.server_args, engine.tokenizer_manager)
+    found = EngineInProcess(name, FrontEnd(front), running.loop, running.gone)
+    running.stopped = lambda: found.front_end.stopped
+    return found

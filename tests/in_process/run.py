@@ -1,0 +1,152 @@
+"""Run by an engine's Python: ``-m tests.in_process.run DOOR A B`` uses an engine of its own process as a trainer does.
+
+Prints one line of JSON: what was seen, by test.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.in_process.doors import DOORS
+from weightsync import Sender
+from weightsync.errors import WeightSyncError
+
+PROMPT = list(b"Once upon a time there was a policy that ")
+NEW_TOKENS = 24
+#: Seconds: longer than anything takes on a busy machine.
+PATIENCE_S = 120
+
+
+def said(act):
+    """The error of ``act``, by its parts; empty if there is none."""
+    try:
+        act()
+    except WeightSyncError as error:
+        return {"error": type(error).__name__, "text": str(error), "weights": error.weights, "engines": error.engines}
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {}
+
+
+class Trainer:
+    """A trainer with an engine in its process, which was started on model ``a``."""
+
+    def __init__(self, door, a, b):
+        self.a, self.b = a, b
+        self.door = DOORS[door](a)
+
+    def answer(self):
+        return self.door.generate(PROMPT, NEW_TOKENS)
+
+    def sender(self, **options):
+        return Sender([self.door.engine], **{"timeout_s": PATIENCE_S, **options})
+
+    def state(self):
+        with self.sender() as sender:
+            (reply,) = sender.status(digest=True).values()
+        return {"state": reply.state, "version": reply.version, "digests": [rank.digest for rank in reply.ranks]}
+
+    def push(self, folder, version, **options):
+        with self.sender(**options) as sender:
+            ((name, found),) = sender.push(str(folder), version=version).engines.items()
+        return {"name": name, "transport": found.transport, **self.state()}
+
+    def pushes(self):
+        """Push by every transport, and go back."""
+        found = {"before": self.state(), "answers a": self.answer()}
+        for number, transport in enumerate(("auto", "nccl", "nixl")):
+            folder = (self.b, self.a)[number % 2]
+            found[transport] = self.push(folder, transport, transport=transport)
+        found["answers b"] = self.answer()
+        with self.sender(keep_previous=True, verify="deep") as sender:
+            sender.push(str(self.a), version="a")
+            sender.push(str(self.b), version="b")
+            sender.rollback()
+        return {**found, "rolled back": self.state()}
+
+    def refusals(self):
+        """What changes nothing."""
+        weights = load_file(self.b / "model.safetensors")
+        weights.pop(next(iter(weights)))
+        with self.sender() as sender:
+            return {
+                "incomplete": said(lambda: sender.push(weights)),
+                "wait": said(lambda: Sender([self.door.engine], pause="wait").close()),
+                **self.state(),
+            }
+
+    def broken(self):
+        """A load that fails half-way, and the push that heals it."""
+        orders = Path(os.environ["FAULT_FILE"])
+        orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": 5}, "action": "raise"}))
+        with self.sender() as sender:
+            found = {"push": said(lambda: sender.push(str(self.b), version="never"))}
+            (reply,) = sender.status().values()
+            found["state"] = reply.state
+            if self.door.refuses:
+                found["generate"] = said(self.answer)
+            sender.push(str(self.b), version="healed")
+        return {**found, "healed": self.state(), "answers b": self.answer()}
+
+    def meanwhile(self):
+        """A push while another thread generates."""
+        found = {}
+        with self.sender() as sender, self.sender(timeout_s=3) as hasty, ThreadPoolExecutor(1) as thread:
+            long = self.door.long(PROMPT)
+            try:
+                if self.door.waits:
+                    (reply,) = sender.status().values()
+                    found |= {"detail": reply.detail, "hasty": said(lambda: hasty.push(str(self.a)))}
+                pushed = thread.submit(sender.push, str(self.a), version="meanwhile")
+                if not self.door.waits:
+                    pushed.result(PATIENCE_S)
+                found["generating"] = not long.tokens.done()
+            finally:
+                long.end()
+            pushed.result(PATIENCE_S)
+        return {**found, "tokens": len(long.tokens.result(PATIENCE_S)), **self.state()}
+
+    def callers(self):
+        """Calls from the thread of the engine's own event loop."""
+
+        async def build():
+            return Sender([self.door.engine])
+
+        return {"loop": said(lambda: self.door.run(build())) if hasattr(self.door, "loop") else None}
+
+    def ended(self):
+        """The engine is shut down while a sender has it, and a new one is built."""
+        with self.sender() as sender:
+            self.door.close()
+            return {"push": said(lambda: sender.push(str(self.b))), "new": said(self.sender)}
+
+
+def main():
+    door, a, b = sys.argv[1:]
+    trainer = Trainer(door, Path(a), Path(b))
+    acts = (
+        trainer.pushes,
+        trainer.refusals,
+        trainer.broken,
+        trainer.meanwhile,
+        trainer.callers,
+        trainer.ended,
+    )
+    found = {act.__name__: act() for act in acts}
+    found["threads"] = sorted(thread.name for thread in threading.enumerate())
+    found["entry points"] = sorted(point.name for point in entry_points(group="weightsync.engines"))
+    return found
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        result = main()
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # what is left of the engine is not ours to end

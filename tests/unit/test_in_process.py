@@ -1,0 +1,151 @@
+"""Engines in the trainer's process: the reference engine, by the same code as vLLM's and SGLang's."""
+
+import asyncio
+import re
+import threading
+
+import pytest
+import torch
+
+from tools import models
+from weightsync import Sender
+from weightsync.errors import ApplyFailed, EngineUnreachable, LeaseHeld, UnsupportedOption
+from weightsync.testing import ReferenceEngine, ReferenceInProcess, attach
+
+PROMPT = list(range(7))
+
+
+@pytest.fixture
+def engine(model_folder):
+    found = ReferenceInProcess(model_folder("llama", 0))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def server(model_folder):
+    with ReferenceEngine(model_folder("llama", 0)) as found:
+        yield found
+
+
+@pytest.fixture
+def b(model_folder):
+    return models.load_reference(model_folder("llama", 1))
+
+
+def answer_of(model_folder, seed):
+    fresh = ReferenceInProcess(model_folder("llama", seed))
+    return fresh.generate(PROMPT, 8)
+
+
+def test_a_push_reaches_an_engine_of_this_process_and_a_server(engine, server, b, model_folder):
+    with Sender([engine, server.url], verify="deep") as sender:
+        result = sender.push(b, version="b")
+        replies = sender.status(digest=True)
+    name = attach(engine).name
+    assert re.fullmatch(r"weightsync\.ReferenceInProcess#\d+", name)
+    assert list(result.engines) == list(replies) == [name, server.url]
+    assert {found.transport for found in result.engines.values()} == {"ipc_zmq"}
+    assert {reply.version for reply in replies.values()} == {"b"}
+    assert len({reply.ranks[0].digest for reply in replies.values()}) == 1
+    assert engine.generate(PROMPT, 8) == server.generate(PROMPT, 8) == answer_of(model_folder, 1)
+
+
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
+def test_every_transport_reaches_an_engine_of_this_process(engine, b, transport):
+    with Sender([engine], transport=transport) as sender:
+        sender.push(b, version=transport)
+        (reply,) = sender.status().values()
+    assert reply.version == transport
+
+
+def test_rollback_add_and_remove(engine, b, model_folder, server):
+    with Sender([server.url], keep_previous=True) as sender:
+        sender.push(b, version="b")
+        assert sender.add_engine(engine) is not None
+        with pytest.raises(UnsupportedOption, match=r"weightsync\.ReferenceInProcess#\d+ is already among"):
+            sender.add_engine(engine)
+        sender.push(models.load_reference(model_folder("llama", 0)), version="a")
+        assert set(sender.rollback().engines) == {server.url, attach(engine).name}
+        assert engine.generate(PROMPT, 8) == answer_of(model_folder, 1)
+        sender.remove_engine(engine)
+        assert list(sender.status()) == [server.url]
+
+
+def test_all_senders_use_one_front_end(engine, b):
+    with Sender([engine]) as first:
+        first.push(b, version="b")
+        with Sender([engine]) as second, pytest.raises(LeaseHeld):
+            second.push(b)
+        assert attach(engine) is attach(engine)
+    with pytest.raises(UnsupportedOption, match="give different ones"):
+        Sender([engine, engine])
+
+
+def test_an_engine_that_was_closed_is_named(engine, b):
+    with Sender([engine]) as sender:
+        engine.close()
+        with pytest.raises(EngineUnreachable, match=r"weightsync\.ReferenceInProcess#\d+.*it was closed"):
+            sender.push(b)
+    with pytest.raises(EngineUnreachable, match="it was closed"):
+        Sender([engine])
+
+
+def test_a_failed_push_leaves_the_engine_dirty_until_the_next_one(engine, b, monkeypatch):
+    def fail(weights):
+        next(iter(weights))
+        raise RuntimeError("no more")
+
+    with Sender([engine]) as sender:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.front._adapter, "load", fail)
+            with pytest.raises(ApplyFailed) as raised:
+                sender.push(b)
+        assert raised.value.engines == {attach(engine).name: "dirty"}
+        with pytest.raises(RuntimeError, match="a push failed half-way"):
+            engine.generate(PROMPT, 2)
+        sender.push(b)
+        assert len(engine.generate(PROMPT, 2)[0]) == 2
+
+
+def test_an_engine_that_waits_for_its_first_push_generates_nothing(model_folder, b):
+    engine = ReferenceInProcess(model_folder("llama", 0), wait_for_initial_weights=True)
+    with pytest.raises(RuntimeError, match="first push"):
+        engine.generate(PROMPT, 2)
+    with Sender([engine]) as sender:
+        sender.push(b)
+    assert engine.generate(PROMPT, 8) == answer_of(model_folder, 1)
+    engine.close()
+
+
+def test_an_engine_whose_loop_the_caller_blocks_is_refused(engine, b):
+    client = attach(engine)
+
+    async def push():
+        return Sender([engine])
+
+    with pytest.raises(UnsupportedOption, match="asyncio.to_thread"):
+        asyncio.run_coroutine_threadsafe(push(), client._loop).result()
+    sender = Sender([engine])
+
+    async def push_on():
+        sender.push(b)
+
+    with sender, pytest.raises(UnsupportedOption, match="asyncio.to_thread"):
+        asyncio.run_coroutine_threadsafe(push_on(), client._loop).result()
+
+
+def test_a_frozen_engine_ends_a_push_by_its_deadline(engine, b):
+    released = threading.Event()
+    with Sender([engine], timeout_s=2) as sender:
+        attach(engine)._loop.call_soon_threadsafe(released.wait)
+        with pytest.raises(EngineUnreachable.__mro__[1], match=r"ReferenceInProcess#\d+ did not answer") as raised:
+            sender.push(b)
+        released.set()
+        assert raised.value.weights in ("unchanged", "unknown")
+
+
+def test_what_is_no_engine_is_refused():
+    for wrong in (torch.nn.Linear(1, 1), object()):
+        with pytest.raises(UnsupportedOption, match="neither a URL nor an engine"):
+            Sender([wrong])
