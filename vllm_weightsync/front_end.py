@@ -14,8 +14,8 @@ from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config, compat_workers
 from weightsync.engine import refusals
-from weightsync.engine.front_end import FrontEnd, restored
-from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
+from weightsync.engine.front_end import FrontEnd
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.errors import ApplyFailed, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http

@@ -34,9 +34,9 @@ import torch
 
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
-from weightsync.engine.front_end import FrontEnd, restored
+from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread
-from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import EngineUnreachable, WeightSyncError

@@ -94,13 +94,12 @@ class Loop:
     def long(self, prompt):
         def act(began, end):
             async def stream():
-                found = []
                 async with contextlib.aclosing(self.stream(prompt)) as tokens:
                     async for found in tokens:
                         began()
                         if end.is_set():
-                            break
-                return found
+                            return found
+                return []
 
             return self.run(stream())
 
@@ -128,9 +127,8 @@ class AsyncLlm(Loop):
         return self.engine.generate({"prompt_token_ids": prompt}, sampling, request_id=os.urandom(8).hex())
 
     async def answer(self, prompt, n):
-        async for found in self._outputs(prompt, n):
-            pass
-        return answer(found.outputs[0])
+        *_, last = [found async for found in self._outputs(prompt, n)]
+        return answer(last.outputs[0])
 
     async def stream(self, prompt):
         async for found in self._outputs(prompt, MANY):

@@ -21,9 +21,8 @@ from weightsync.deadline import Deadline
 from weightsync.engine import refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
-from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, Replies, collect
+from weightsync.engine.rank_calls import Calls, Replies, collect
 from weightsync.errors import (
-    ApplyFailed,
     EngineRestarted,
     LeaseHeld,
     ProtocolMismatch,
@@ -386,19 +385,3 @@ class FrontEnd:
             yield
         finally:
             self._turn.release()
-
-
-async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:
-    """After a commit that failed on some rank, load the kept version on all: the error to raise.
-
-    That is ``error``, or, if every rank serves the version before again, one with ``weights="unchanged"``.
-
-    Engines call it while generation is stopped; ``payload`` is the `http.CommitRequest` that failed.
-    """
-    if error.weights == "unchanged":
-        return error
-    try:
-        collect(await call("weightsync_restore", payload, COMMIT_CALL_S), http.Done)
-    except WeightSyncError as second:
-        return ApplyFailed(f"{error}; {second}", weights="dirty")
-    return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")

@@ -146,3 +146,19 @@ def settle(replies: Sequence[bytes | str]) -> None:
         if all_unchanged(replies):
             raise
         raise ApplyFailed(str(error), weights="dirty") from error
+
+
+async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> WeightSyncError:
+    """After a commit that failed on some rank, load the kept version on all: the error to raise.
+
+    That is ``error``, or, if every rank serves the version before again, one with ``weights="unchanged"``.
+
+    Engines call it while generation is stopped; ``payload`` is the `http.CommitRequest` that failed.
+    """
+    if error.weights == "unchanged":
+        return error
+    try:
+        collect(await call("weightsync_restore", payload, COMMIT_CALL_S), Done)
+    except WeightSyncError as second:
+        return ApplyFailed(f"{error}; {second}", weights="dirty")
+    return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")

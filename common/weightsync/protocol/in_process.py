@@ -26,7 +26,10 @@ class EngineInProcess(Protocol):
     """Stands for its URL, in results and errors."""
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """The HTTP status and the body that the admin route would answer. Raises `NotRunning`, or `TimeoutError` with the reason."""
+        """The HTTP status and the body that the admin route would answer.
+
+        Raises `NotRunning`, or `TimeoutError`, whose text is what the engine was busy with.
+        """
 
     def check_caller(self) -> None:
         """Raise `UnsupportedOption` if the calling thread would keep the engine from answering."""
