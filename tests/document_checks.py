@@ -6,6 +6,7 @@ is refused.
 """
 
 import ast
+import asyncio
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tests.documents import ROOT
 from tools import models, servers
 from weightsync import Sender
 from weightsync.tensors.layout import digest_of
+from weightsync.testing import ReferenceInProcess
 from weightsync.transports import registry
 
 BIN = ROOT / ".venv" / "bin"
@@ -133,6 +135,8 @@ class World:
         }
         self.names = {
             "Sender": Sender,
+            "asyncio": asyncio,
+            "llm": ReferenceInProcess(folder),
             "model": models.load_reference(folder),
             "batches": range(2),
             "train_step": train_step,

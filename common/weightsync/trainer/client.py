@@ -38,6 +38,9 @@ _PROBE_S: Final = 1.0
 #: Seconds by which an engine stops waiting for its ranks before the caller stops waiting for the engine, so that its
 #: reply can still name the rank that it waited for.
 _ANSWER_S: Final = 0.5
+#: How often a new engine is opened again, to see whether it is one. A router that takes turns is found out by one look,
+#: one that chooses at random between two engines by 7 of 8 senders; what it does later is noticed by the instance.
+_MORE_LOOKS: Final = 3
 _R = TypeVar("_R")
 
 
@@ -80,6 +83,17 @@ class EngineClient:
                 f"{http.PROTOCOL[0]}.{http.PROTOCOL[1]}; install the same weightsync on both sides"
             )
         return reply
+
+    def meet(self, deadline: Deadline) -> http.OpenReply:
+        """`open`, more than once. Raises `UnsupportedOption` if several engines answer: the URL is a router's."""
+        hello = self.open(deadline)
+        for _ in range(_MORE_LOOKS if isinstance(self._engine, str) else 0):
+            if self.open(deadline).instance != hello.instance:
+                raise UnsupportedOption(
+                    f"{self.url} answers for several engines, as a router does, and a push has to reach each of them: "
+                    "give the sender the URLs of the engines behind it"
+                )
+        return hello
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> http.StatusReply:
         """Return what the engine serves; with ``digest``, every rank hashes its weights."""

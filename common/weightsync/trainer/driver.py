@@ -63,7 +63,14 @@ class Driver:
             if error.weights == "unknown":
                 raise
             self.engines.reopen(deadline)
+        try:
             return self._push(source, version, expected, deadline, start)
+        except EngineRestarted as error:
+            error.args = (
+                f"{error} (twice within one push: if it was not, is the URL that of a router in front of several "
+                "engines? give the sender the URLs of the engines)",
+            )
+            raise
 
     def _push(
         self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float

@@ -81,7 +81,7 @@ class Engines:
             raise
 
     def _open(self, deadline: Deadline) -> None:
-        replies = self.try_all(lambda client: client.open(deadline))
+        replies = self.try_all(lambda client: client.meet(deadline))
         at_open = {client.url: weights_at_open(reply) for client, reply in zip(self._clients, replies, strict=True)}
         open_replies, url_of = self._succeeded(replies, at_open), dict[str, str]()
         try:
@@ -147,7 +147,7 @@ class Engines:
         client = EngineClient(target, self._token)
         if client.url in self.by_url:
             raise UnsupportedOption(f"{client.url} is already among the engines of this sender")
-        hello = client.open(deadline)
+        hello = client.meet(deadline)
         check_distinct(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
         self._register(client, hello)
         self._clients.append(client)
