@@ -14,7 +14,7 @@ from torch import nn
 
 from weightsync.engine.adapter import Expected
 from weightsync.tensors.layout import digest_of, spec_of
-from weightsync.testing import ModelAdapter, ReferenceEngine, serve
+from weightsync.testing import ModelAdapter, ReferenceEngine, ReferenceFrontEnd, ReferenceInProcess, serve
 
 COLUMNS = 8
 
@@ -54,6 +54,14 @@ class BlocksAdapter(ModelAdapter):
 def engine(count: int, nbytes: int) -> ReferenceEngine:
     """A reference engine with such a model; a context manager."""
     return ReferenceEngine(f"{count}x{nbytes}", launcher=(sys.executable, "-m", "benchmarks.blocks"))
+
+
+class InProcess(ReferenceInProcess):
+    """A reference engine with such a model in this process."""
+
+    def __init__(self, count: int, nbytes: int):
+        self.front = ReferenceFrontEnd(BlocksAdapter(count, nbytes), Path(f"{count}x{nbytes}"), False)
+        self.closed = False
 
 
 def main() -> None:

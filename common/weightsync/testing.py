@@ -70,7 +70,8 @@ class ModelAdapter:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy each tensor over the model's tensor of the same name."""
-        state = self.model.state_dict()
+        state = dict(self.model.named_parameters(remove_duplicate=False))
+        state.update(self.model.named_buffers(remove_duplicate=False))
         for name, tensor in weights:
             state[name].copy_(tensor)
 
