@@ -73,7 +73,7 @@ NEEDED: Final[Names] = {
         "WeightUpdater._assert_weight_cache_inactive",
         "_unsupported_derived_weight_cache_error",
     ),
-    "sglang.srt.runtime_context": ("get_model", "get_spec"),
+    "sglang.srt.runtime_context": ("get_model", "get_parallel", "get_spec"),
     "sglang.utils": ("TypeBasedDispatcher",),
 }
 
@@ -92,6 +92,7 @@ DEEP: Final[Names] = {
 #: Attributes of a scheduler, which exist only after it has been made; `_SCHEDULER_DEEP` is for ``verify="deep"``.
 _SCHEDULER: Final = (
     "tp_group.rank_in_group",
+    "tp_group.world_size",
     "tp_cpu_group",
     "tp_worker.model_runner.model",
     "model_config.model_path",
@@ -203,9 +204,16 @@ def is_idle(scheduler: Any) -> bool:
     return bool(scheduler.is_fully_idle(ignore_waiting=True))
 
 
+def replica_of(scheduler: Any) -> int:
+    """The number of this scheduler's replica (``--dp-size``)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().dp_rank or 0)
+
+
 def rank_of(scheduler: Any) -> int:
-    """This scheduler's rank in its tensor-parallel group."""
-    return int(scheduler.tp_group.rank_in_group)
+    """This scheduler's rank among all of its engine: replicas have one tensor-parallel group each."""
+    return int(replica_of(scheduler) * scheduler.tp_group.world_size + scheduler.tp_group.rank_in_group)
 
 
 def cpu_group(scheduler: Any) -> Any:
@@ -287,10 +295,11 @@ def release_first(tokenizer_manager: Any) -> None:
     tokenizer_manager.initial_weights_loaded = True
 
 
-async def ask(tokenizer_manager: Any, request: Any) -> Any:
-    """Send a typed request to the schedulers; returns the first rank's reply. It has no deadline of its own."""
+async def ask(tokenizer_manager: Any, request: Any) -> list[Any]:
+    """Send a typed request to the schedulers; returns the reply of each replica. It has no deadline of its own."""
     tokenizer_manager.auto_create_handle_loop()
-    return (await tokenizer_manager.weightsync_communicator(request))[0]
+    replies: list[Any] = await tokenizer_manager.weightsync_communicator(request)
+    return replies
 
 
 def served_version(tokenizer_manager: Any) -> str:

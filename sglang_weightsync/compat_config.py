@@ -19,12 +19,13 @@ def _reasons(args: Any) -> Iterator[str]:
     if gone := missing_below(args, _ASKED):
         yield refusals.unknown("SGLang's server arguments lack", gone)
         return
-    for name in ("dp_size", "pp_size"):
-        if getattr(args, name) > 1:
-            yield (
-                f"--{name.replace('_', '-')} {getattr(args, name)}: a push reaches only the ranks of one "
-                "tensor-parallel group; start one server per replica, and give all their URLs to the Sender"
-            )
+    if args.pp_size > 1:
+        yield (
+            f"--pp-size {args.pp_size}: a push reaches only the ranks of one tensor-parallel group; start the engine "
+            "without it"
+        )
+    if args.enable_dp_attention:
+        yield "--enable-dp-attention: its ranks neither stop nor load together; start the engine without it"
     if args.tokenizer_worker_num > 1:
         yield refusals.several_servers("--tokenizer-worker-num", args.tokenizer_worker_num)
     if args.weight_cache_mode != "off":
@@ -64,6 +65,7 @@ _KEEPS = "KV of the old weights stays there under keys without a version"
 _UNKNOWN = "it is not known to drop all KV of the old weights"
 _ASKED = (
     "dp_size",
+    "enable_dp_attention",
     "pp_size",
     "tokenizer_worker_num",
     "weight_cache_mode",
@@ -84,6 +86,11 @@ _ASKED = (
     "speculative_draft_model_path",
     "model_path",
 )
+
+
+def replicas(server_args: Any) -> int:
+    """How many replicas the engine has."""
+    return int(server_args.dp_size)
 
 
 def has_own_checkpoint(draft: str | None, target: str) -> bool:

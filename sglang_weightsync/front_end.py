@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from sglang_weightsync import compat, compat_config, compat_pause
-from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from sglang_weightsync.messages import ENDS, HOLD, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
-from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, settle
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, collect, settle
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
 
 logger = logging.getLogger(__name__)
+_COMMITS = ("weightsync_commit", *ENDS.values())
 _KEEP_REASON = refusals.old_kv("radix cache", "--disable-radix-cache")
 
 
@@ -38,13 +39,15 @@ class SglangFrontEnd:
         if self.waits:
             self._gate.close_at_start(refusals.FIRST_PUSH)
             compat.not_ready_from_start()
+        self._replicas = compat_config.replicas(server_args)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(server_args)
         if reason := compat.SGLANG.check(compat.DEEP):
             self.off['verify="deep"'] = reason
         if not self._unsupported and (untested := compat.SGLANG.untested()):
             logger.warning("%s", untested)
             self.off["tests"] = untested
-        self._last = WeightsyncReqOutput(call="", replies=[])
+        #: The replies to the last commit, of each replica.
+        self._last: list[WeightsyncReqOutput] = []
 
     async def version(self) -> str:
         """SGLang's own weight version."""
@@ -55,12 +58,14 @@ class SglangFrontEnd:
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
         request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload)
-        reply: WeightsyncReqOutput = await compat.ask(self._manager, request)
-        if reply.call != request.call:
+        outputs: list[WeightsyncReqOutput] = sorted(
+            await compat.ask(self._manager, request), key=lambda output: output.replica
+        )
+        if any(output.call != request.call for output in outputs):
             raise TransferFailed("the schedulers answered another call; push again", weights="unknown")
-        if method == "weightsync_commit":  # one at a time; other calls may come in between
-            self._last = reply
-        return reply.replies
+        if method in _COMMITS:  # one at a time; other calls may come in between
+            self._last = outputs
+        return [reply for output in outputs for reply in output.replies]
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """See `EngineFrontEnd`: drain if asked to, then do the rest between two steps of the schedulers."""
@@ -68,31 +73,66 @@ class SglangFrontEnd:
         # If the engine is stopped already, its requests would never finish.
         async with self._held(request, stopped or self._gate.paused):
             held_s = time.perf_counter() - begin
-            await self._apply(request, call)
+            if self._replicas == 1:
+                pause_s = await self._apply(request, call)
+            else:
+                pause_s = await self._apply_together(request, call)
+            compat.set_served_version(self._manager, request.version)
         if stopped:
             compat.release_first(self._manager)
             await self._gate.open()
-        last = self._last
-        seconds = {"pause": held_s, "apply": last.apply_s, "caches": last.pause_s - last.apply_s}
-        return http.CommitReply(request.version, held_s + last.pause_s, seconds, tuple(last.asleep))
+        apply_s = max(output.apply_s for output in self._last)
+        asleep = sorted({tag for output in self._last for tag in output.asleep})
+        seconds = {"pause": held_s, "apply": apply_s, "caches": pause_s - apply_s}
+        return http.CommitReply(request.version, held_s + pause_s, seconds, tuple(asleep))
 
     async def stay_stopped(self, why: str) -> None:
         """Keep requests from the schedulers, which have stopped by themselves; resuming is refused with ``why``."""
         await self._gate.close(why)
 
-    async def _apply(self, request: http.CommitRequest, call: Calls) -> None:
+    async def _apply(self, request: http.CommitRequest, call: Calls) -> float:
+        """Commit in one call of the handler; returns the seconds for which the schedulers stopped."""
         replies = await call("weightsync_commit", http.to_json(request), COMMIT_CALL_S)
+        (last,) = self._last
         try:
             settle(replies)
         except WeightSyncError as error:
-            if self._last.dirty:
+            if last.dirty:
                 raise ApplyFailed(str(error), weights="dirty") from error
-            if error.weights != "unchanged" and self._last.restored:
-                raise ApplyFailed(
-                    f"{error}; the version before was loaded again on every rank", weights="unchanged"
-                ) from error
+            if error.weights != "unchanged" and last.restored:
+                raise _restored(error) from error
             raise
-        compat.set_served_version(self._manager, request.version)
+        return last.pause_s
+
+    async def _apply_together(self, request: http.CommitRequest, call: Calls) -> float:
+        """As `_apply`, into several replicas: none does a step before all have done the one before."""
+        payload, begin = http.to_json(request), time.perf_counter()
+
+        async def step(method: str) -> Sequence[bytes | str]:
+            return await call(method, payload, COMMIT_CALL_S)
+
+        try:
+            collect(await step(HOLD), http.Done)
+        except WeightSyncError as error:
+            if error.weights == "unchanged":
+                await step(ENDS["untouched"])
+            raise
+        failed: WeightSyncError | None = None
+        event = "applied"
+        try:
+            settle(await step(LOAD))
+        except WeightSyncError as error:
+            failed, event = error, "untouched"
+            if error.weights != "unchanged":
+                failed = _restored(error)
+                try:
+                    collect(await step(UNDO), http.Done)
+                except WeightSyncError as second:
+                    failed, event = ApplyFailed(f"{error}; {second}", weights="dirty"), "broken"
+        settle(await step(ENDS[event]))
+        if failed is not None:
+            raise failed
+        return time.perf_counter() - begin
 
     @contextlib.asynccontextmanager
     async def _held(self, request: http.CommitRequest, stopped: bool) -> AsyncIterator[None]:
@@ -108,3 +148,7 @@ class SglangFrontEnd:
             yield
         finally:
             await drained.__aexit__(None, None, None)
+
+
+def _restored(error: WeightSyncError) -> ApplyFailed:
+    return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # msgspec reads the annotations at run time: SGLang decodes these structs by name.
-from typing import TYPE_CHECKING, List  # noqa: UP035
+from typing import TYPE_CHECKING, Final, List  # noqa: UP035
 
 import msgspec
 
@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from msgspec import Struct as BaseReq  # which SGLang's derives from; types are checked where SGLang is not
 else:
     from sglang.srt.managers.io_struct import BaseReq
+
+
+#: Methods of a commit into several replicas (``--dp-size``), step by step: stop; load what was prepared, still stopped;
+#: go back to the version before, still stopped; and its end. ``untouched`` and ``broken`` are as in `states.TOGETHER`.
+HOLD: Final = "weightsync_hold"
+LOAD: Final = "weightsync_load"
+UNDO: Final = "weightsync_undo"
+ENDS: Final = {event: f"weightsync_{event}" for event in ("applied", "untouched", "broken")}
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):
@@ -22,7 +30,7 @@ class WeightsyncReqInput(BaseReq, kw_only=True):
 
 
 class WeightsyncReqOutput(BaseReq, kw_only=True):
-    """The replies of all ranks; ``pause_s`` and ``apply_s`` are seconds of a commit.
+    """The replies of all ranks of one replica; ``pause_s`` and ``apply_s`` are seconds of a commit.
 
     ``restored``: the commit failed, and every rank has the previous version again. ``dirty``: it failed, and the ranks
     have stopped generating. ``asleep``: SGLang's tags of the memory that sleeps.
@@ -30,6 +38,7 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
 
     call: str
     replies: List[bytes]  # noqa: UP006
+    replica: int = 0
     pause_s: float = 0.0
     apply_s: float = 0.0
     restored: bool = False

@@ -2,7 +2,8 @@
 
 A commit is one call of the handler on every rank, between two steps of the scheduler: retract, begin, load, end, flush,
 set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all decide
-alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before.
+alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several replicas each step is
+a call of its own, since all replicas must have done one before any does the next.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang_weightsync import compat, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
-from sglang_weightsync.messages import WeightsyncReqInput, WeightsyncReqOutput
+from sglang_weightsync.messages import ENDS, HOLD, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle
@@ -35,18 +37,32 @@ class Handler:
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
+        self._replica = compat.replica_of(scheduler)
         self._made: Receiver | None = None
         self._together: Machine[TogetherState] = Machine(TOGETHER, "serving", "the schedulers")
+        self._steps: dict[str, Callable[[WeightsyncReqInput], list[bytes]]] = {
+            HOLD: self._hold,
+            LOAD: self._load,
+            UNDO: lambda request: self._undo(request, []),
+            **{method: partial(self._end, event) for event, method in ENDS.items()},
+        }
+        self._apply_s = 0.0
 
     def __call__(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
         """Run the request on this rank; returns the replies of all ranks."""
         try:
             if request.method == "weightsync_commit":
                 return self._commit(request)
-            return WeightsyncReqOutput(call=request.call, replies=self._everywhere(request, request.method))
+            if (step := self._steps.get(request.method)) is not None:
+                replies = step(request)
+                return self._output(request, replies, apply_s=self._apply_s, asleep=compat.asleep(self._scheduler))
+            return self._output(request, self._everywhere(request, request.method))
         except Exception as error:
             logger.exception("%s failed", request.method)
-            return WeightsyncReqOutput(call=request.call, replies=[_failed(error)])
+            return self._output(request, [_failed(error)])
+
+    def _output(self, request: WeightsyncReqInput, replies: list[bytes], **more: Any) -> WeightsyncReqOutput:
+        return WeightsyncReqOutput(call=request.call, replies=replies, replica=self._replica, **more)
 
     def _receiver(self) -> Receiver:
         if self._made is None:
@@ -90,51 +106,73 @@ class Handler:
         If a rank is not ready or cannot stop, nothing changes. After a later failure the ranks stay stopped, unless all
         could load the previous version again.
         """
-        asked = http.from_json(request.payload, http.CommitRequest)
-        replies = self._everywhere(request, "weightsync_ready")
+        begin, before = time.perf_counter(), self._together.state
+        replies = self._hold(request)
         if any_failed(replies):
-            return WeightsyncReqOutput(call=request.call, replies=replies)
-        begin = time.perf_counter()
-        replies = self._exchange(lambda: self._stop(asked))
-        if any_failed(replies):
-            if self._together.state == "serving":
-                compat_pause.let_go(self._scheduler)
-            return WeightsyncReqOutput(call=request.call, replies=replies)
-        mark, before = time.perf_counter(), self._together.state
-        self._together.move("load")
+            self._end("untouched", request)
+            return self._output(request, list(filter(_has_failed, replies)))  # the others have changed nothing either
         event = "broken"
         try:
-            replies = self._everywhere(request, "weightsync_commit")
-            done = time.perf_counter()
+            replies = self._load(request)
             if not any_failed(replies):
-                replies = self._exchange(lambda: self._finish(asked, asked.version))
-                event = "broken" if any_failed(replies) else "applied"
-            elif not any_failed(self._restore(request, asked, replies)):
+                event = "applied"
+            elif not any_failed(self._undo(request, replies)):
                 event = "untouched"
         finally:
-            self._together.move(event)
-        if self._together.state == "serving":
-            compat_pause.let_go(self._scheduler)
-        else:
-            # Requests cannot keep their KV here: SGLang's watchdog takes a long-paused batch for a hung one.
-            compat_pause.hold(self._scheduler, retract=True)
-        return WeightsyncReqOutput(
-            call=request.call,
-            replies=replies,
+            ended = self._end(event, request)
+        return self._output(
+            request,
+            ended if any_failed(ended) and event == "applied" else replies,
             pause_s=time.perf_counter() - begin,
-            apply_s=done - mark,
+            apply_s=self._apply_s,
             restored=event == "untouched",
             dirty=(before, self._together.state) == ("serving", "dirty"),
             asleep=compat.asleep(self._scheduler),
         )
 
-    def _restore(self, request: WeightsyncReqInput, asked: http.CommitRequest, replies: list[bytes]) -> list[bytes]:
-        """After a commit that failed on some rank, load the previous version on all; returns their replies."""
-        if not all_unchanged(replies):
+    # --- the steps of a commit
+
+    def _hold(self, request: WeightsyncReqInput) -> list[bytes]:
+        """Check that every rank is ready, then stop. `_end` follows, also after a failure."""
+        if self._together.allows("broken"):  # the end of the commit before never came
+            self._together.move("broken")
+        replies = self._everywhere(request, "weightsync_ready")
+        if any_failed(replies):
+            return replies
+        asked = _asked(request)
+        return self._exchange(lambda: self._stop(asked))
+
+    def _load(self, request: WeightsyncReqInput) -> list[bytes]:
+        """Load the prepared push and drop the caches."""
+        begin = time.perf_counter()
+        self._together.move("load")
+        replies = self._everywhere(request, "weightsync_commit")
+        self._apply_s = time.perf_counter() - begin
+        return replies if any_failed(replies) else self._exchange(lambda: self._flush(_asked(request)))
+
+    def _undo(self, request: WeightsyncReqInput, replies: list[bytes]) -> list[bytes]:
+        """After a load that failed on some rank with ``replies``, load the previous version on all."""
+        if not (replies and all_unchanged(replies)):
             restored = self._everywhere(request, "weightsync_restore")
             if any_failed(restored):
                 return restored
-        return self._exchange(lambda: self._finish(asked, ""))
+        return self._exchange(lambda: self._flush(_asked(request)))
+
+    def _end(self, event: str, request: WeightsyncReqInput) -> list[bytes]:
+        """Set the version if the push was applied, and generate again unless the weights must not be served."""
+        replies = [_DONE]
+        if event == "applied":
+            version = _asked(request).version
+            replies = self._exchange(lambda: compat.set_rank_version(self._scheduler, version))
+            event = "broken" if any_failed(replies) else event
+        if loaded := self._together.allows(event):
+            self._together.move(event)
+        if self._together.state == "serving":
+            compat_pause.let_go(self._scheduler)
+        elif loaded:
+            # Requests cannot keep their KV here: SGLang's watchdog takes a long-paused batch for a hung one.
+            compat_pause.hold(self._scheduler, retract=True)
+        return replies
 
     def _stop(self, asked: http.CommitRequest) -> None:
         if reason := compat.not_now(self._scheduler):
@@ -146,11 +184,17 @@ class Handler:
                 "changed, push again"
             )
 
-    def _finish(self, asked: http.CommitRequest, version: str) -> None:
+    def _flush(self, asked: http.CommitRequest) -> None:
         if asked.pause != "keep" and not compat.flush_cache(self._scheduler):
             raise ApplyFailed("SGLang did not flush the caches of the old weights; push again", weights="dirty")
-        if version:
-            compat.set_rank_version(self._scheduler, version)
+
+
+def _has_failed(reply: bytes) -> bool:
+    return any_failed([reply])
+
+
+def _asked(request: WeightsyncReqInput) -> http.CommitRequest:
+    return http.from_json(request.payload, http.CommitRequest)
 
 
 _DONE = http.to_json(http.RankReply())
