@@ -31,16 +31,19 @@ _LOOK_UP_S: Final = 0.5
 #: Names used in the API server, by module.
 SERVER: Final[Names] = {
     "vllm.v1.engine.async_llm": (
-        "AsyncLLM.collective_rpc",
         "AsyncLLM.pause_generation",
-        "AsyncLLM.reset_prefix_cache",
         "AsyncLLM.reset_encoder_cache",
         "AsyncLLM.update_weight_version",
         "AsyncLLM.get_weight_version",
         "AsyncLLM.errored",
     ),
-    "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async",),
-    "vllm.v1.engine.core": ("EngineCore.pause_scheduler", "EngineCore.resume_scheduler"),
+    "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async", "AsyncMPClient._call_utility_async"),
+    "vllm.v1.engine.core": (
+        "EngineCore.pause_scheduler",
+        "EngineCore.resume_scheduler",
+        "EngineCore.reset_prefix_cache",
+        "EngineCore.collective_rpc",
+    ),
     "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_ALL"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.pause_state", "Scheduler.set_pause_state"),
     "vllm.v1.executor.abstract": ("Executor.wake_up",),
@@ -70,8 +73,9 @@ DEEP: Final[Names] = {
 
 
 def worker_rank(worker: Any) -> int:
-    """The worker's rank among all workers of its engine."""
-    return int(worker.rank)
+    """The worker's rank among all workers of its engine; each replica has its own engine core, with ranks from 0."""
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
 
 def worker_device(worker: Any) -> torch.device:
@@ -222,6 +226,16 @@ def _applied_to_identity(module: Any) -> torch.Tensor:
     return computed
 
 
+def replicas(engine_client: Any) -> int:
+    """How many replicas the engine has (``--data-parallel-size``)."""
+    return int(parallel_config(engine_client).data_parallel_size)
+
+
+def step_together(engine_client: Any) -> bool:
+    """Whether replicas take every step together, as those of a mixture of experts do."""
+    return replicas(engine_client) > 1 and bool(engine_client.vllm_config.model_config.is_moe)
+
+
 def parallel_config(engine_client: Any) -> Any:
     """The engine's parallel configuration, as the API server knows it."""
     return engine_client.vllm_config.parallel_config
@@ -259,20 +273,36 @@ async def pause(engine_client: Any) -> None:
 
 async def hold(engine_client: Any, mode: str, refused: str, timeout_s: float) -> None:
     """Stop the engine for a push, or keep it stopped; see `compat_pause`. Raises as `answer`."""
-    call = engine_client.engine_core.call_utility_async(compat_pause.HOLD, mode, refused)
+    call = _call_cores(engine_client, compat_pause.HOLD, mode, refused)
     await answer(engine_client, call, compat_pause.HOLD, timeout_s)
 
 
 async def let_go(engine_client: Any, timeout_s: float) -> None:
     """End `hold`: the engine generates, or is paused if users want that. Raises as `answer`."""
-    call = engine_client.engine_core.call_utility_async(compat_pause.LET_GO)
+    call = _call_cores(engine_client, compat_pause.LET_GO)
     await answer(engine_client, call, compat_pause.LET_GO, timeout_s)
 
 
 async def asleep(engine_client: Any, timeout_s: float) -> list[str]:
     """vLLM's tags of the memory that sleeps. Raises as `answer`."""
-    call = engine_client.engine_core.call_utility_async(compat_pause.ASLEEP)
-    return [str(tag) for tag in await answer(engine_client, call, compat_pause.ASLEEP, timeout_s)]
+    call = _call_cores(engine_client, compat_pause.ASLEEP)
+    found: list[list[Any]] = await answer(engine_client, call, compat_pause.ASLEEP, timeout_s)
+    return sorted({str(tag) for tags in found for tag in tags})
+
+
+async def reset_prefix_cache(engine_client: Any, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+    """Drop the KV of the old weights; returns False if some is still used. Raises as `answer`."""
+    call = _call_cores(engine_client, "reset_prefix_cache", reset_running_requests, reset_connector)
+    return all(await answer(engine_client, call, "reset_prefix_cache", COMMIT_CALL_S))
+
+
+async def _call_cores(engine_client: Any, name: str, *args: Any) -> list[Any]:
+    """Call a method of the engine core of each replica; vLLM's own calls return the reply of the first one only."""
+    client = engine_client.engine_core
+    if replicas(engine_client) == 1:
+        return [await client.call_utility_async(name, *args)]
+    calls = (client._call_utility_async(name, *args, engine=engine) for engine in client.core_engines)
+    return list(await asyncio.gather(*calls))
 
 
 async def call_workers(engine_client: Any, name: str, method: str, payload: str) -> Sequence[str]:
@@ -281,9 +311,9 @@ async def call_workers(engine_client: Any, name: str, method: str, payload: str)
     vLLM's own call gets no timeout: its replies have no number, and after a late one every call would get the reply to
     the call before.
     """
-    call = engine_client.collective_rpc(name, args=(method, payload))
-    replies: Sequence[str] = await answer(engine_client, call, method, COMMIT_CALL_S)
-    return replies
+    call = _call_cores(engine_client, "collective_rpc", name, None, (method, payload), None)
+    replies: list[Sequence[str]] = await answer(engine_client, call, method, COMMIT_CALL_S)
+    return [reply for replica in replies for reply in replica]
 
 
 async def answer(engine_client: Any, call: Awaitable[Any], what: str, timeout_s: float) -> Any:

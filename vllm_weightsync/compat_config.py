@@ -14,6 +14,10 @@ from weightsync.engine.private_names import missing_below
 _RESETTABLE: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _ASKED: Final = (
     "parallel_config.data_parallel_size",
+    "parallel_config.data_parallel_index",
+    "parallel_config.data_parallel_external_lb",
+    "parallel_config.data_parallel_hybrid_lb",
+    "model_config.is_moe",
     "parallel_config.enable_eplb",
     "parallel_config.enable_elastic_ep",
     "ec_transfer_config",
@@ -49,11 +53,12 @@ def _reasons(config: Any, servers: int) -> Iterator[str]:
     parallel = config.parallel_config
     if servers > 1:
         yield refusals.several_servers("--api-server-count", servers)
-    if parallel.data_parallel_size > 1:
-        yield (
-            f"--data-parallel-size {parallel.data_parallel_size}: a push does not reach the replicas inside one "
-            "engine; start one server per replica, and give all their URLs to the Sender"
-        )
+    for balancing in ("external", "hybrid"):
+        if getattr(parallel, f"data_parallel_{balancing}_lb"):
+            yield (
+                f"--data-parallel-{balancing}-lb: each of its servers knows some of the replicas, and all have to stop "
+                "together; let one server balance them, or start one engine per replica without data parallelism"
+            )
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:

@@ -19,8 +19,8 @@ from typing import Any, Final
 #: Names of vLLM that `Llm` and `async_llm` use, by module.
 NAMES: Final = {
     "vllm.v1.engine.core": ("EngineCore.set_weight_version", "EngineCore.get_weight_version"),
-    "vllm.v1.engine.core_client": ("InprocClient", "SyncMPClient.call_utility", "SyncMPClient.collective_rpc"),
-    "vllm.v1.engine.llm_engine": ("LLMEngine.add_request", "LLMEngine.reset_prefix_cache"),
+    "vllm.v1.engine.core_client": ("InprocClient", "SyncMPClient.call_utility"),
+    "vllm.v1.engine.llm_engine": ("LLMEngine.add_request",),
 }
 
 
@@ -126,17 +126,9 @@ class Llm:
 
         return await self._call(call)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Call ``method`` on every worker."""
-        return await self._call(lambda: self._core.collective_rpc(method, None, args, None))
-
     async def pause_generation(self, **kwargs: Any) -> None:
         """Pause as a user would."""
         await self.call_utility_async("pause_scheduler", *kwargs.values())
-
-    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
-        """Drop the KV of the old weights."""
-        return bool(await self.call_utility_async("reset_prefix_cache", reset_running_requests, reset_connector))
 
     async def reset_encoder_cache(self) -> None:
         """Drop the embeddings of the old weights."""

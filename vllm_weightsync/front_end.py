@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 2.0
 #: Seconds: a trainer is waiting for the error.
 _TELL_S = 0.5
+_WAIT_REASON = (
+    "replicas of a mixture of experts take their steps together, and vLLM cannot take back a pause that waits too long "
+    "in one of them"
+)
 _KEEP_REASON = refusals.old_kv("prefix cache", "--no-enable-prefix-caching")
 
 
@@ -72,6 +76,8 @@ class VllmFrontEnd:
         config = engine_client.vllm_config
         self.model = str(config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
+        if compat.step_together(engine_client):
+            self.pause_refused["wait"] = _WAIT_REASON
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self._asleep: tuple[str, ...] = ()
@@ -185,8 +191,9 @@ class VllmFrontEnd:
             raise refusals.still_in_flight(request) from error
 
     async def _drop_caches(self, drop_running: bool, pause: http.PauseMode) -> None:
-        reset = self._client.reset_prefix_cache(reset_running_requests=drop_running, reset_connector=True)
-        dropped = await self._answer(reset, "reset_prefix_cache")
+        dropped = await compat.reset_prefix_cache(
+            self._client, reset_running_requests=drop_running, reset_connector=True
+        )
         if not dropped and pause != "keep":
             raise ApplyFailed("vLLM did not drop the prefix cache of the old weights; push again", weights="dirty")
         await self._answer(self._client.reset_encoder_cache(), "reset_encoder_cache")

@@ -31,6 +31,11 @@ def _llm(name: str, llm: Any) -> EngineInProcess:
     if reason := compat.VLLM.check(compat_llm.NAMES):
         raise UnsupportedOption(reason)
     client = compat_llm.Llm(llm)
+    if compat.replicas(client) > 1:
+        raise UnsupportedOption(
+            "an LLM with data_parallel_size above 1 is one of several processes, each with its own replica: use an "
+            "AsyncLLM, or a server"
+        )
     if client.errored:
         raise UnsupportedOption(f"this LLM cannot be pushed into: {_DEAD}")
     front = LlmFrontEnd(client)

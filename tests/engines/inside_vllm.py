@@ -58,6 +58,8 @@ def settings():
     found = config()
     found.parallel_config.data_parallel_size = 2
     said["data parallel"] = compat_config.unsupported(found, 1)
+    found.parallel_config.data_parallel_external_lb = True
+    said["balanced elsewhere"] = compat_config.unsupported(found, 1)
     return said
 
 

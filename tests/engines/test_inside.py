@@ -49,7 +49,8 @@ VLLM = {
     "several, one kept": "--kv-transfer-config.*ExampleConnector.*start the engine without it",
     "encoder": "--ec-transfer-config.*start this one without it",
     "eplb": "--enable-eplb.*start it without",
-    "data parallel": "--data-parallel-size 2.*one server per replica",
+    "data parallel": "",
+    "balanced elsewhere": "--data-parallel-external-lb.*let one server balance",
 }
 SGLANG = {
     "none": "",
@@ -61,8 +62,8 @@ SGLANG = {
     "encoder": "--encoder-only.*start it without",
     "weight cache": "--weight-cache-mode daemon.*start it with --weight-cache-mode off",
     "eplb": "--enable-eplb.*start it without",
-    "replicas": "--dp-size 2.*one server per replica",
-    "pipeline": "--pp-size 2.*one server per replica",
+    "replicas": "",
+    "pipeline": "--pp-size 2.*start the engine without it",
     "tokenizers": "--tokenizer-worker-num 2.*start the engine with --tokenizer-worker-num 1",
 }
 

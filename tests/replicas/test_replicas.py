@@ -1,4 +1,4 @@
-"""An SGLang with two replicas (``--dp-size 2``), which are one engine: they commit together, or not at all."""
+"""Engines with two replicas (data parallelism), which are one engine: they commit together, or not at all."""
 
 import json
 import os
@@ -43,12 +43,7 @@ class Replicas:
 
     def ask(self, replica, tokens=NEW_TOKENS, timeout=PATIENCE_S):
         """Tokens and logprobs of one replica."""
-        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "routed_dp_rank": replica}
-        answer = requests.post(f"{self.url}/generate", json=body, timeout=timeout)
-        answer.raise_for_status()
-        pairs = answer.json()["meta_info"]["output_token_logprobs"]
-        return [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs]
+        return ASK[self.server.engine](self.server, replica, tokens, timeout)
 
     def assert_serves(self, folder, version):
         """Assert that both replicas hold and serve the weights of a folder."""
@@ -62,18 +57,45 @@ class Replicas:
             assert apart(logprobs, own) <= BF16_ROUNDING, replica
 
 
-def start(model_folder, folder):
+def ask_vllm(server, replica, tokens, timeout):
+    body = {"model": str(server.model), "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "logprobs": 0}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    at = {"X-data-parallel-rank": str(replica)}
+    answer = requests.post(f"{server.url}/v1/completions", json=body, headers=at, timeout=timeout)
+    answer.raise_for_status()
+    (choice,) = answer.json()["choices"]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def ask_sglang(server, replica, tokens, timeout):
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "routed_dp_rank": replica}
+    answer = requests.post(f"{server.url}/generate", json=body, timeout=timeout)
+    answer.raise_for_status()
+    pairs = answer.json()["meta_info"]["output_token_logprobs"]
+    return [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs]
+
+
+ASK = {"vllm": ask_vllm, "sglang": ask_sglang}
+#: Options and variables; on a CPU every rank of every SGLang replica needs cores of its own.
+OPTIONS = {
+    "vllm": (("-dp", "2", "--api-server-count", "1"), {"OMP_NUM_THREADS": "1"}),
+    "sglang": (("--dp-size", "2"), {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+}
+
+
+def start(name, kind, model_folder, folder):
     orders = folder / "order"
-    a, b = model_folder("qwen3", 0), model_folder("qwen3", 1)
+    a, b = model_folder(kind, 0), model_folder(kind, 1)
     path = os.pathsep.join([str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
-    # On a CPU every rank of every replica needs cores of its own.
-    env = {"PYTHONPATH": path, "FAULT_FILE": str(orders), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
-    return Replicas(servers.start("sglang", a, args=("--dp-size", "2"), env=env), orders, a, b)
+    options, env = OPTIONS[name]
+    server = servers.start(name, a, args=options, env={"PYTHONPATH": path, "FAULT_FILE": str(orders), **env})
+    return Replicas(server, orders, a, b)
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder, tmp_path_factory):
-    found = start(model_folder, tmp_path_factory.mktemp("replicas"))
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request, model_folder, tmp_path_factory):
+    found = start(request.param, "qwen3", model_folder, tmp_path_factory.mktemp("replicas"))
     with found.server:
         yield found
 
@@ -99,7 +121,7 @@ def test_requests_of_both_replicas_survive_a_push(engine, pause):
 def test_an_incomplete_push_changes_no_replica(engine):
     engine.push(engine.a, "a")
     weights = dict(models.load_reference(engine.b).state_dict())
-    weights.popitem()
+    weights.pop("model.norm.weight")
     with engine.sender() as sender, pytest.raises(ManifestMismatch) as raised:
         sender.push(weights)
     assert raised.value.engines == {engine.url: "unchanged"}
@@ -136,8 +158,9 @@ def test_a_load_that_fails_in_one_replica_is_undone_in_both(engine, rank):
             sender.push(models.load_reference(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}
         engine.assert_serves(engine.a, "a")
-        assert sender.rollback().version == "b"
-    engine.assert_serves(engine.b, "b")
+        sender.push(models.load_reference(engine.b), version="b again")
+        assert sender.rollback().version == "a"
+    engine.assert_serves(engine.a, "a")
 
 
 def test_a_frozen_replica_ends_a_push_by_its_deadline_and_is_named(engine):
@@ -154,9 +177,10 @@ def test_a_frozen_replica_ends_a_push_by_its_deadline_and_is_named(engine):
     engine.assert_serves(engine.b, "b")
 
 
-def test_a_replica_that_is_killed_while_it_loads_ends_its_engine_alone(model_folder, tmp_path):
-    """SGLang ends an engine of which a scheduler has ended."""
-    engine = start(model_folder, tmp_path)
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_replica_that_is_killed_while_it_loads_ends_its_engine_alone(name, model_folder, tmp_path):
+    """Both engines end when a process of theirs has ended."""
+    engine = start(name, "qwen3", model_folder, tmp_path)
     with engine.server, ReferenceEngine(engine.a) as other:
         with Sender([engine.url, other.url], timeout_s=30) as sender:
             sender.push(models.load_reference(engine.a), version="a")
