@@ -119,8 +119,9 @@ class SglangFrontEnd:
             raise
         failed: WeightSyncError | None = None
         event = "applied"
+        loaded = await step(LOAD)  # if this raises, it is unknown what the replicas hold
         try:
-            settle(await step(LOAD))
+            settle(loaded)
         except WeightSyncError as error:
             failed, event = error, "untouched"
             if error.weights != "unchanged":

@@ -231,11 +231,6 @@ def replicas(engine_client: Any) -> int:
     return int(parallel_config(engine_client).data_parallel_size)
 
 
-def step_together(engine_client: Any) -> bool:
-    """Whether replicas take every step together, as those of a mixture of experts do."""
-    return replicas(engine_client) > 1 and bool(engine_client.vllm_config.model_config.is_moe)
-
-
 def parallel_config(engine_client: Any) -> Any:
     """The engine's parallel configuration, as the API server knows it."""
     return engine_client.vllm_config.parallel_config
@@ -324,7 +319,7 @@ async def answer(engine_client: Any, call: Awaitable[Any], what: str, timeout_s:
     waiting, end = asyncio.ensure_future(call), time.monotonic() + timeout_s
     while not waiting.done() and not engine_client.errored and (left_s := end - time.monotonic()) > 0:
         await asyncio.wait({waiting}, timeout=min(left_s, _LOOK_UP_S))
-    if waiting.done():
+    if waiting.done() and not (engine_client.errored and waiting.exception() is not None):
         return waiting.result()
     waiting.cancel()
     if engine_client.errored:

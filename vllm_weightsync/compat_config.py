@@ -53,6 +53,12 @@ def _reasons(config: Any, servers: int) -> Iterator[str]:
     parallel = config.parallel_config
     if servers > 1:
         yield refusals.several_servers("--api-server-count", servers)
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        yield (
+            f"--data-parallel-size {parallel.data_parallel_size} with a mixture of experts: its replicas take every "
+            "step together, and a push does not stop them together; start one engine per replica, and give the Sender "
+            "all their URLs"
+        )
     for balancing in ("external", "hybrid"):
         if getattr(parallel, f"data_parallel_{balancing}_lb"):
             yield (

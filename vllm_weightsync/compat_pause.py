@@ -54,13 +54,10 @@ class HeldScheduler:
         """Stop everything, whatever the pause was."""
         self._set(type(self._requested).PAUSED_ALL)
 
-    def end(self, core: Any) -> None:
+    def end(self) -> None:
         """Give the scheduler back, in the state that users have requested."""
         del self._scheduler.set_pause_state
-        if self._requested == type(self._requested).UNPAUSED:
-            core.resume_scheduler()  # replicas of a mixture of experts begin their steps together
-        else:
-            self._set(self._requested)
+        self._set(self._requested)
 
 
 def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
@@ -79,7 +76,7 @@ def _let_go(self: Any) -> None:
     """End the hold."""
     held = self.__dict__.pop(_ATTRIBUTE, None)
     if held is not None:
-        held.end(self)
+        held.end()
 
 
 def _asleep(self: Any) -> list[str]:

@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 2.0
 #: Seconds: a trainer is waiting for the error.
 _TELL_S = 0.5
-_WAIT_REASON = (
-    "replicas of a mixture of experts take their steps together, and vLLM cannot take back a pause that waits too long "
-    "in one of them"
-)
 _KEEP_REASON = refusals.old_kv("prefix cache", "--no-enable-prefix-caching")
 
 
@@ -76,8 +72,6 @@ class VllmFrontEnd:
         config = engine_client.vllm_config
         self.model = str(config.model_config.model)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
-        if compat.step_together(engine_client):
-            self.pause_refused["wait"] = _WAIT_REASON
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self._asleep: tuple[str, ...] = ()

@@ -58,6 +58,9 @@ def settings():
     found = config()
     found.parallel_config.data_parallel_size = 2
     said["data parallel"] = compat_config.unsupported(found, 1)
+    found.model_config.get_num_experts = lambda: 4
+    said["experts, data parallel"] = compat_config.unsupported(found, 1)
+    found.model_config.get_num_experts = lambda: 0
     found.parallel_config.data_parallel_external_lb = True
     said["balanced elsewhere"] = compat_config.unsupported(found, 1)
     return said

@@ -50,6 +50,7 @@ VLLM = {
     "encoder": "--ec-transfer-config.*start this one without it",
     "eplb": "--enable-eplb.*start it without",
     "data parallel": "",
+    "experts, data parallel": "--data-parallel-size 2 with a mixture of experts.*one engine per replica",
     "balanced elsewhere": "--data-parallel-external-lb.*let one server balance",
 }
 SGLANG = {

@@ -42,7 +42,11 @@ class Door:
         assert apart(logprobs, own) <= BF16_ROUNDING
 
 
-@pytest.fixture(scope="module", params=DOORS)
+#: What `make test-slow` uses: in these the front end is the same as in a server, in the loop of its own.
+SLOW = ("AsyncLLM", "Engine in coroutines")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(d, marks=pytest.mark.slow if d in SLOW else ()) for d in DOORS])
 def door(request, model_folder, tmp_path_factory):
     engine, kind, _, env = DOORS[request.param]
     a, b = model_folder("qwen3", 0), model_folder("qwen3", 1)

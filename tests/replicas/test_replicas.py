@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +11,7 @@ from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, apart
 from tests.faults.harness import SITE
 from tools import models, servers
 from weightsync import Sender
-from weightsync.errors import ApplyFailed, ManifestMismatch, WeightSyncError
+from weightsync.errors import ApplyFailed, ManifestMismatch, PushTimeout, WeightSyncError
 from weightsync.testing import ReferenceEngine
 
 PATIENCE_S = 120
@@ -93,7 +92,8 @@ def start(name, kind, model_folder, folder):
     return Replicas(server, orders, a, b)
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+#: vLLM's replicas commit by the calls that one engine gets, and SGLang's by steps of their own.
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.slow), "sglang"])
 def engine(request, model_folder, tmp_path_factory):
     found = start(request.param, "qwen3", model_folder, tmp_path_factory.mktemp("replicas"))
     with found.server:
@@ -177,19 +177,20 @@ def test_a_frozen_replica_ends_a_push_by_its_deadline_and_is_named(engine):
     engine.assert_serves(engine.b, "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_replica_that_is_killed_while_it_loads_ends_its_engine_alone(name, model_folder, tmp_path):
-    """Both engines end when a process of theirs has ended."""
+    """vLLM ends when one of its processes has ended; SGLang goes on without its replica, and must not generate."""
     engine = start(name, "qwen3", model_folder, tmp_path)
     with engine.server, ReferenceEngine(engine.a) as other:
-        with Sender([engine.url, other.url], timeout_s=30) as sender:
+        with Sender([engine.url, other.url], timeout_s=PATIENCE_S) as sender:
             sender.push(models.load_reference(engine.a), version="a")
             engine.order("kill", 1)
-            begin = time.monotonic()
             with pytest.raises(WeightSyncError) as raised:
                 sender.push(models.load_reference(engine.b), version="b")
-            assert time.monotonic() < begin + 32
-            assert raised.value.engines == {engine.url: "unknown", other.url: "committed"}
+            assert not isinstance(raised.value, PushTimeout)  # nobody waits for the dead
+            assert raised.value.engines.pop(engine.url) in ("unknown", "dirty")
+            assert raised.value.engines == {other.url: "committed"}
             sender.remove_engine(engine.url)
             sender.push(models.load_reference(engine.a), version="on")
             assert sender.status()[other.url].version == "on"
