@@ -60,8 +60,7 @@ class InProcess(ReferenceInProcess):
     """A reference engine with such a model in this process."""
 
     def __init__(self, count: int, nbytes: int):
-        self.front = ReferenceFrontEnd(BlocksAdapter(count, nbytes), Path(f"{count}x{nbytes}"), False)
-        self.closed = False
+        self._serve(ReferenceFrontEnd(BlocksAdapter(count, nbytes), Path(f"{count}x{nbytes}"), False))
 
 
 def main() -> None:

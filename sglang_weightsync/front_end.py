@@ -13,7 +13,7 @@ from typing import Any
 from sglang_weightsync import compat, compat_config, compat_pause
 from sglang_weightsync.messages import ENDS, HOLD, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
-from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, collect, settle
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
 
@@ -106,34 +106,34 @@ class SglangFrontEnd:
 
     async def _apply_together(self, request: http.CommitRequest, call: Calls) -> float:
         """As `_apply`, into several replicas: none does a step before all have done the one before."""
-        payload, begin = http.to_json(request), time.perf_counter()
+        payload = http.to_json(request)
 
         async def step(method: str) -> Sequence[bytes | str]:
             return await call(method, payload, COMMIT_CALL_S)
 
-        try:
-            collect(await step(HOLD), http.Done)
-        except WeightSyncError as error:
-            if error.weights == "unchanged":
-                await step(ENDS["untouched"])
-            raise
+        # A step that raises leaves the engine dirty: it is unknown what the replicas hold.
+        held = await step(HOLD)
+        if any_failed(held):
+            await step(ENDS["untouched"])
+            collect(held, http.Done)
         failed: WeightSyncError | None = None
         event = "applied"
-        loaded = await step(LOAD)  # if this raises, it is unknown what the replicas hold
+        loaded = await step(LOAD)
         try:
             settle(loaded)
         except WeightSyncError as error:
             failed, event = error, "untouched"
-            if error.weights != "unchanged":
-                failed = _restored(error)
-                try:
-                    collect(await step(UNDO), http.Done)
-                except WeightSyncError as second:
-                    failed, event = ApplyFailed(f"{error}; {second}", weights="dirty"), "broken"
+        if failed is not None and failed.weights != "unchanged":
+            undone = await step(UNDO)
+            try:
+                collect(undone, http.Done)
+                failed = _restored(failed)
+            except WeightSyncError as second:
+                failed, event = ApplyFailed(f"{failed}; {second}", weights="dirty"), "broken"
         settle(await step(ENDS[event]))
         if failed is not None:
             raise failed
-        return time.perf_counter() - begin
+        return max(output.pause_s for output in self._last)
 
     @contextlib.asynccontextmanager
     async def _held(self, request: http.CommitRequest, stopped: bool) -> AsyncIterator[None]:

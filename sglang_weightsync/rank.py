@@ -46,7 +46,8 @@ class Handler:
             UNDO: lambda request: self._undo(request, []),
             **{method: partial(self._end, event) for event, method in ENDS.items()},
         }
-        self._apply_s = 0.0
+        #: When the schedulers were last stopped, and how long the ranks then loaded.
+        self._stopped, self._apply_s = 0.0, 0.0
 
     def __call__(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
         """Run the request on this rank; returns the replies of all ranks."""
@@ -54,8 +55,7 @@ class Handler:
             if request.method == "weightsync_commit":
                 return self._commit(request)
             if (step := self._steps.get(request.method)) is not None:
-                replies = step(request)
-                return self._output(request, replies, apply_s=self._apply_s, asleep=compat.asleep(self._scheduler))
+                return self._committed(request, step(request))
             return self._output(request, self._everywhere(request, request.method))
         except Exception as error:
             logger.exception("%s failed", request.method)
@@ -63,6 +63,11 @@ class Handler:
 
     def _output(self, request: WeightsyncReqInput, replies: list[bytes], **more: Any) -> WeightsyncReqOutput:
         return WeightsyncReqOutput(call=request.call, replies=replies, replica=self._replica, **more)
+
+    def _committed(self, request: WeightsyncReqInput, replies: list[bytes], **more: Any) -> WeightsyncReqOutput:
+        pause_s = time.perf_counter() - self._stopped
+        asleep = compat.asleep(self._scheduler)
+        return self._output(request, replies, pause_s=pause_s, apply_s=self._apply_s, asleep=asleep, **more)
 
     def _receiver(self) -> Receiver:
         if self._made is None:
@@ -106,7 +111,7 @@ class Handler:
         If a rank is not ready or cannot stop, nothing changes. After a later failure the ranks stay stopped, unless all
         could load the previous version again.
         """
-        begin, before = time.perf_counter(), self._together.state
+        before = self._together.state
         replies = self._hold(request)
         if any_failed(replies):
             self._end("untouched", request)
@@ -120,14 +125,11 @@ class Handler:
                 event = "untouched"
         finally:
             ended = self._end(event, request)
-        return self._output(
+        return self._committed(
             request,
             ended if any_failed(ended) and event == "applied" else replies,
-            pause_s=time.perf_counter() - begin,
-            apply_s=self._apply_s,
             restored=event == "untouched",
             dirty=(before, self._together.state) == ("serving", "dirty"),
-            asleep=compat.asleep(self._scheduler),
         )
 
     # --- the steps of a commit
@@ -139,7 +141,7 @@ class Handler:
         replies = self._everywhere(request, "weightsync_ready")
         if any_failed(replies):
             return replies
-        asked = _asked(request)
+        asked, self._stopped = _asked(request), time.perf_counter()
         return self._exchange(lambda: self._stop(asked))
 
     def _load(self, request: WeightsyncReqInput) -> list[bytes]:

@@ -133,10 +133,11 @@ class World:
             "path/to/model": str(folder),
             "MODEL_FOLDER": str(folder),
         }
+        self.llm = ReferenceInProcess(folder)
         self.names = {
             "Sender": Sender,
             "asyncio": asyncio,
-            "llm": ReferenceInProcess(folder),
+            "llm": self.llm,
             "model": models.load_reference(folder),
             "batches": range(2),
             "train_step": train_step,
@@ -153,6 +154,7 @@ class World:
         for value in self.names.values():
             if isinstance(value, Sender):
                 value.close()
+        self.llm.close()
 
 
 def train_step(model, _):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 from vllm_weightsync import compat, compat_llm
 from vllm_weightsync.front_end import VllmFrontEnd
 from weightsync.engine import refusals
 from weightsync.engine.front_end import FrontEnd
-from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread
+from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread, stop
 from weightsync.engine.rank_calls import Calls
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
@@ -39,7 +40,9 @@ def _llm(name: str, llm: Any) -> EngineInProcess:
     if client.errored:
         raise UnsupportedOption(f"this LLM cannot be pushed into: {_DEAD}")
     front = LlmFrontEnd(client)
-    found = EngineInProcess(name, FrontEnd(front), run_in_thread(asyncio.new_event_loop()), lambda: _gone(client))
+    loop = run_in_thread(asyncio.new_event_loop())
+    weakref.finalize(llm, stop, loop)
+    found = EngineInProcess(name, FrontEnd(front), loop, lambda: _gone(client))
     found.run(front.hold_from_start())
     client.stopped = lambda: found.front_end.stopped
     return found

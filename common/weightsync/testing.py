@@ -35,7 +35,7 @@ import torch
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd
-from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread
+from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread, stop
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
@@ -144,6 +144,10 @@ class ReferenceFrontEnd:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loop, self._generate, prompt, tokens)
 
+    def close(self) -> None:
+        """End the thread that generates and loads, after what it is doing."""
+        self._loop.shutdown(wait=False)
+
     def _generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
         dirty = self._receiver.status().state.startswith("dirty")
         return None if dirty else self._adapter.generate(prompt, tokens)
@@ -190,10 +194,12 @@ class ReferenceInProcess:
     """The reference engine in this process, as `Sender` takes it."""
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", wait_for_initial_weights: bool = False):
-        self.front = ReferenceFrontEnd(
-            ModelAdapter(Path(folder), torch.device(device)), Path(folder), wait_for_initial_weights
-        )
-        self.closed = False
+        adapter = ModelAdapter(Path(folder), torch.device(device))
+        self._serve(ReferenceFrontEnd(adapter, Path(folder), wait_for_initial_weights))
+
+    def _serve(self, front: ReferenceFrontEnd) -> None:
+        self.front, self.closed = front, False
+        self.loop = run_in_thread(asyncio.new_event_loop())
 
     def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
@@ -207,14 +213,17 @@ class ReferenceInProcess:
     def close(self) -> None:
         """End the engine; idempotent."""
         self.closed = True
+        stop(self.loop)
+        self.front.close()
 
 
 def attach(engine: ReferenceInProcess) -> EngineInProcess:
     """``weightsync.engines`` entry point: the client of a `ReferenceInProcess`."""
 
     def make(name: str) -> EngineInProcess:
-        loop = run_in_thread(asyncio.new_event_loop())
-        return EngineInProcess(name, FrontEnd(engine.front), loop, lambda: "it was closed" if engine.closed else "")
+        return EngineInProcess(
+            name, FrontEnd(engine.front), engine.loop, lambda: "it was closed" if engine.closed else ""
+        )
 
     return attached(engine, make)
 

@@ -35,7 +35,10 @@ def b(model_folder):
 
 def answer_of(model_folder, seed):
     fresh = ReferenceInProcess(model_folder("llama", seed))
-    return fresh.generate(PROMPT, 8)
+    try:
+        return fresh.generate(PROMPT, 8)
+    finally:
+        fresh.close()
 
 
 def test_a_push_reaches_an_engine_of_this_process_and_a_server(engine, server, b, model_folder):
@@ -143,6 +146,17 @@ def test_a_frozen_engine_ends_a_push_by_its_deadline(engine, b):
             sender.push(b)
         released.set()
         assert raised.value.weights in ("unchanged", "unknown")
+
+
+def test_a_closed_engine_leaves_no_thread_behind(model_folder, b):
+    before = set(threading.enumerate())
+    engine = ReferenceInProcess(model_folder("llama", 0))
+    with Sender([engine]) as sender:
+        sender.push(b)
+    engine.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive(), thread
 
 
 def test_what_is_no_engine_is_refused():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
@@ -27,9 +28,27 @@ _numbers = itertools.count(1)
 
 
 def run_in_thread(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-    """Run ``loop`` in a thread of its own until the process ends."""
-    threading.Thread(target=loop.run_forever, name="weightsync-engine-loop", daemon=True).start()
+    """Run ``loop`` in a thread of its own, until it is stopped or the process ends."""
+    threading.Thread(target=_run, args=(loop,), name="weightsync-engine-loop", daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
+    loop.close()
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def stop(loop: asyncio.AbstractEventLoop) -> None:
+    """End a loop that `run_in_thread` started; idempotent."""
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 class EngineInProcess:
@@ -77,10 +96,10 @@ class EngineInProcess:
                 self._check()
 
     def _check(self) -> None:
-        if self._loop.is_closed() or not self._loop.is_running():
-            raise NotRunning("its event loop does not run")
         if reason := self._gone():
             raise NotRunning(reason)
+        if self._loop.is_closed() or not self._loop.is_running():
+            raise NotRunning("its event loop does not run")
 
     def check_caller(self) -> None:
         """See `weightsync.protocol.in_process.EngineInProcess`."""
