@@ -21,7 +21,7 @@ def _reasons(args: Any) -> Iterator[str]:
         return
     if args.pp_size > 1:
         yield (
-            f"--pp-size {args.pp_size}: a push reaches only the ranks of one tensor-parallel group; start the engine "
+            f"--pp-size {args.pp_size}: a push does not reach the ranks of other pipeline stages; start the engine "
             "without it"
         )
     if args.enable_dp_attention:

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from sglang_weightsync import compat, compat_config, compat_pause
-from sglang_weightsync.messages import ENDS, HOLD, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
+from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
-from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle
+from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle, went_back
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
 
@@ -77,7 +77,6 @@ class SglangFrontEnd:
                 pause_s = await self._apply(request, call)
             else:
                 pause_s = await self._apply_together(request, call)
-            compat.set_served_version(self._manager, request.version)
         if stopped:
             compat.release_first(self._manager)
             await self._gate.open()
@@ -100,8 +99,9 @@ class SglangFrontEnd:
             if last.dirty:
                 raise ApplyFailed(str(error), weights="dirty") from error
             if error.weights != "unchanged" and last.restored:
-                raise _restored(error) from error
+                raise went_back(error) from error
             raise
+        compat.set_served_version(self._manager, request.version)
         return last.pause_s
 
     async def _apply_together(self, request: http.CommitRequest, call: Calls) -> float:
@@ -114,22 +114,18 @@ class SglangFrontEnd:
         # A step that raises leaves the engine dirty: it is unknown what the replicas hold.
         held = await step(HOLD)
         if any_failed(held):
-            await step(ENDS["untouched"])
+            settle(await step(ENDS["untouched"]))
             collect(held, http.Done)
-        failed: WeightSyncError | None = None
-        event = "applied"
-        loaded = await step(LOAD)
-        try:
-            settle(loaded)
-        except WeightSyncError as error:
-            failed, event = error, "untouched"
-        if failed is not None and failed.weights != "unchanged":
-            undone = await step(UNDO)
-            try:
-                collect(undone, http.Done)
-                failed = _restored(failed)
-            except WeightSyncError as second:
-                failed, event = ApplyFailed(f"{failed}; {second}", weights="dirty"), "broken"
+        failed = _failure(await step(LOAD))
+        if failed is None:
+            unlabelled = _failure(await step(LABEL))
+            failed = unlabelled and ApplyFailed(str(unlabelled), weights="dirty")
+        elif failed.weights != "unchanged":
+            second = _failure(await step(UNDO))
+            failed = went_back(failed) if second is None else ApplyFailed(f"{failed}; {second}", weights="dirty")
+        event = "applied" if failed is None else "untouched" if failed.weights == "unchanged" else "broken"
+        if failed is None:  # before any replica generates, whatever becomes of the others
+            compat.set_served_version(self._manager, request.version)
         settle(await step(ENDS[event]))
         if failed is not None:
             raise failed
@@ -151,5 +147,9 @@ class SglangFrontEnd:
             await drained.__aexit__(None, None, None)
 
 
-def _restored(error: WeightSyncError) -> ApplyFailed:
-    return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")
+def _failure(replies: Sequence[bytes | str]) -> WeightSyncError | None:
+    try:
+        settle(replies)
+    except WeightSyncError as error:
+        return error
+    return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_weightsync import compat_engine
 from weightsync.engine.front_end import FrontEnd
-from weightsync.engine.in_process import EngineInProcess, attached
+from weightsync.engine.in_process import EngineInProcess, attached, check_thread
 from weightsync.errors import PluginNotLoaded, UnsupportedOption
 
 
@@ -14,14 +14,15 @@ def attach(engine: Any) -> EngineInProcess:
     """The client of an `Engine`. Raises `UnsupportedOption`, `PluginNotLoaded`."""
     if not compat_engine.is_engine(engine):
         raise UnsupportedOption(f"{type(engine).__name__} is not an engine of SGLang: give a sglang.Engine")
+    if reason := compat_engine.lacking(engine):
+        raise UnsupportedOption(reason)
+    check_thread("this Engine", compat_engine.loop_of(engine))
     return attached(engine, lambda name: _engine(name, engine))
 
 
 def _engine(name: str, engine: Any) -> EngineInProcess:
     from sglang_weightsync.front_end import SglangFrontEnd
 
-    if reason := compat_engine.lacking(engine):
-        raise UnsupportedOption(reason)
     if not compat_engine.has_plugin(engine):
         raise PluginNotLoaded(
             "SGLang did not load weightsync when it started this Engine: set SGLANG_PLUGINS=weightsync before it is "

@@ -13,10 +13,11 @@ else:
     from sglang.srt.managers.io_struct import BaseReq
 
 
-#: Methods of a commit into several replicas (``--dp-size``), step by step: stop; load what was prepared, still stopped;
-#: go back to the version before, still stopped; and its end. ``untouched`` and ``broken`` are as in `states.TOGETHER`.
+#: Methods of a commit into several replicas (``--dp-size``), step by step: stop; load what was prepared; set the
+#: version, or go back to the one before; all still stopped; and the end, by its event in `states.TOGETHER`.
 HOLD: Final = "weightsync_hold"
 LOAD: Final = "weightsync_load"
+LABEL: Final = "weightsync_label"
 UNDO: Final = "weightsync_undo"
 ENDS: Final = {event: f"weightsync_{event}" for event in ("applied", "untouched", "broken")}
 

@@ -1,9 +1,9 @@
 """The handler of our request in a scheduler rank. It never raises: an exception would end the server.
 
 A commit is one call of the handler on every rank, between two steps of the scheduler: retract, begin, load, end, flush,
-set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all decide
-alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several replicas each step is
-a call of its own, since all replicas must have done one before any does the next.
+set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all ranks of a
+replica decide alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several
+replicas each step is a call of its own, since all replicas must have done one before any does the next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_weightsync import compat, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
-from sglang_weightsync.messages import ENDS, HOLD, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
+from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle
@@ -32,7 +32,7 @@ class Handler:
     """One rank's handler of `WeightsyncReqInput`, called from the scheduler's loop.
 
     Every step runs under `_exchange`, which catches exceptions and then takes part in the gather, so that no rank waits
-    for the reply of another in vain. `states.TOGETHER` is the state machine of all ranks together.
+    for the reply of another in vain. `states.TOGETHER` is the state machine of all ranks of one replica together.
     """
 
     def __init__(self, scheduler: Any):
@@ -43,6 +43,7 @@ class Handler:
         self._steps: dict[str, Callable[[WeightsyncReqInput], list[bytes]]] = {
             HOLD: self._hold,
             LOAD: self._load,
+            LABEL: self._label,
             UNDO: lambda request: self._undo(request, []),
             **{method: partial(self._end, event) for event, method in ENDS.items()},
         }
@@ -114,20 +115,21 @@ class Handler:
         before = self._together.state
         replies = self._hold(request)
         if any_failed(replies):
-            self._end("untouched", request)
+            self._end("untouched")
             return self._output(request, list(filter(_has_failed, replies)))  # the others have changed nothing either
         event = "broken"
         try:
             replies = self._load(request)
-            if not any_failed(replies):
+            if any_failed(replies):
+                if not any_failed(self._undo(request, replies)):
+                    event = "untouched"
+            elif not any_failed(replies := self._label(request)):
                 event = "applied"
-            elif not any_failed(self._undo(request, replies)):
-                event = "untouched"
         finally:
-            ended = self._end(event, request)
+            self._end(event)
         return self._committed(
             request,
-            ended if any_failed(ended) and event == "applied" else replies,
+            replies,
             restored=event == "untouched",
             dirty=(before, self._together.state) == ("serving", "dirty"),
         )
@@ -160,13 +162,13 @@ class Handler:
                 return restored
         return self._exchange(lambda: self._flush(_asked(request)))
 
-    def _end(self, event: str, request: WeightsyncReqInput) -> list[bytes]:
-        """Set the version if the push was applied, and generate again unless the weights must not be served."""
-        replies = [_DONE]
-        if event == "applied":
-            version = _asked(request).version
-            replies = self._exchange(lambda: compat.set_rank_version(self._scheduler, version))
-            event = "broken" if any_failed(replies) else event
+    def _label(self, request: WeightsyncReqInput) -> list[bytes]:
+        """Set the version of what is generated from now on."""
+        version = _asked(request).version
+        return self._exchange(lambda: compat.set_rank_version(self._scheduler, version))
+
+    def _end(self, event: str, _: WeightsyncReqInput | None = None) -> list[bytes]:
+        """Generate again unless the weights must not be served."""
         if loaded := self._together.allows(event):
             self._together.move(event)
         if self._together.state == "serving":
@@ -174,7 +176,7 @@ class Handler:
         elif loaded:
             # Requests cannot keep their KV here: SGLang's watchdog takes a long-paused batch for a hung one.
             compat_pause.hold(self._scheduler, retract=True)
-        return replies
+        return [_DONE]
 
     def _stop(self, asked: http.CommitRequest) -> None:
         if reason := compat.not_now(self._scheduler):

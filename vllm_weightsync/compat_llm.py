@@ -1,7 +1,8 @@
 """vLLM's engines in the trainer's process, seen as the engine client of an API server. `compat` checks the names.
 
 `LLM` and the client of its engine core are not made for two threads. So a thread of ours makes the calls of a push, and
-a lock lets either that thread or a method of `LLM` use the engine: `generate` ends before a push goes on.
+a lock lets either that thread or a method of `LLM` use the engine: `generate` ends before a push goes on. vLLM's
+call of an engine core that dies meanwhile never returns, so a second thread makes it, and the first one looks.
 """
 
 from __future__ import annotations
@@ -12,40 +13,55 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-#: Names of vLLM that `Llm` and `async_llm` use, by module.
+from weightsync.daemon_thread import DaemonThread
+from weightsync.engine.in_process import refusing
+from weightsync.errors import EngineUnreachable
+
+#: Names of vLLM that `Llm` uses, by module.
 NAMES: Final = {
     "vllm.v1.engine.core": ("EngineCore.set_weight_version", "EngineCore.get_weight_version"),
     "vllm.v1.engine.core_client": ("InprocClient", "SyncMPClient.call_utility"),
-    "vllm.v1.engine.llm_engine": ("LLMEngine.add_request",),
+    "vllm.v1.engine.llm_engine": ("LLMEngine.add_request", "LLMEngine.step"),
 }
+_OF_CLIENT: Final = ("resources.engine_dead", "_finalizer.alive")
+#: Seconds between two checks that the engine core still runs.
+_LOOK_UP_S: Final = 0.5
+#: Why an `LLM` cannot be used any more.
+DEAD: Final = "its engine has died, or was shut down"
 
 
 class Llm:
     """The engine of an `LLM`, with the methods of `AsyncLLM` that the front end calls.
 
-    ``stopped()`` says why the engine must not generate; a request that is added then raises that.
+    ``stopped`` says why the engine must not generate; a request that is added, or waited for, raises that.
     """
 
     def __init__(self, llm: Any):
         self.vllm_config = llm.llm_engine.vllm_config
-        self.stopped: Callable[[], str] = str
+        self.stopped = ""
         self._llm = llm
         self._lock = threading.RLock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-llm")
+        self._thread, self._caller = DaemonThread("weightsync-llm"), DaemonThread("weightsync-llm-call")
         self._running: tuple[str, float] | None = None
-        self._lock_methods()
         self.engine_core = self  # as AsyncLLM has one
 
-    def _lock_methods(self) -> None:
-        kind = type(self._llm)
+    def lacking(self, missing: Callable[[object, tuple[str, ...]], str]) -> str:
+        """What this `LLM` lacks, said by ``missing(its client, names)``; empty if nothing."""
+        return "" if self.in_one_process else missing(self._core, _OF_CLIENT)
+
+    def lock_methods(self) -> None:
+        """Have every method of `LLM` take its turn with pushes."""
+        kind, engine = type(self._llm), self._llm.llm_engine
         for name, _ in inspect.getmembers(kind, inspect.isfunction):
             if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(kind, name)):
                 setattr(self._llm, name, self._locked(name, getattr(self._llm, name)))
-        self._llm.llm_engine.add_request = self._refusing(self._llm.llm_engine.add_request)
+        # Requests that were enqueued before a push failed half-way are waited for by steps.
+        engine.add_request = refusing(engine.add_request, lambda: self.stopped)
+        engine.step = refusing(engine.step, lambda: self.stopped)
 
     def _locked(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -58,15 +74,6 @@ class Llm:
                     self._running = outer
 
         return locked
-
-    def _refusing(self, add_request: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(add_request)
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            if reason := self.stopped():
-                raise RuntimeError(f"weightsync: {reason}")
-            return add_request(*args, **kwargs)
-
-        return refusing
 
     @property
     def busy(self) -> str:
@@ -90,8 +97,9 @@ class Llm:
     @property
     def errored(self) -> bool:
         """Whether the engine has died or was shut down."""
-        dead = getattr(getattr(self._core, "resources", None), "engine_dead", False)
-        ended = getattr(self._core, "_finalizer", None)
+        core = self._core
+        dead = not self.in_one_process and core.resources.engine_dead
+        ended = getattr(core, "_finalizer", None)  # in one process since vLLM 0.32
         return bool(dead or (ended is not None and not ended.alive))
 
     @asynccontextmanager
@@ -106,7 +114,7 @@ class Llm:
 
     async def _run(self, act: Callable[[], Any]) -> Any:
         """Run ``act`` in the thread that makes all calls, so that the lock is its own."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
+        return await asyncio.wrap_future(self._thread.submit(act))
 
     async def _call(self, act: Callable[[], Any]) -> Any:
         def locked() -> Any:
@@ -120,11 +128,21 @@ class Llm:
 
         def call() -> Any:
             if not self.in_one_process:
-                return self._core.call_utility(name, *args)
+                return self._ask(name, args)
             result = getattr(self._core.engine_core, name)(*args)
             return result.result() if isinstance(result, Future) else result
 
         return await self._call(call)
+
+    def _ask(self, name: str, args: tuple[Any, ...]) -> Any:
+        asked: Future[Any] = Future()
+        if not self.errored:
+            asked = self._caller.submit(lambda: self._core.call_utility(name, *args))
+        while not self.errored and not wait([asked], _LOOK_UP_S).done:
+            pass
+        if not asked.done():
+            raise EngineUnreachable(DEAD, weights="unknown")
+        return asked.result()
 
     async def pause_generation(self, **kwargs: Any) -> None:
         """Pause as a user would."""

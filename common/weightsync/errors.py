@@ -55,6 +55,11 @@ class WeightSyncError(Exception):
         self.weights = max(engines.values(), key=SEVERITY.index)
 
 
+def changed_nothing(error: BaseException) -> bool:
+    """Whether an engine that raised ``error`` serves what it served before; only our own errors promise that."""
+    return isinstance(error, WeightSyncError) and error.weights == "unchanged"
+
+
 class EngineUnreachable(WeightSyncError):
     """Nothing answers at the engine's URL."""
 

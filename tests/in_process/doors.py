@@ -10,6 +10,8 @@ import threading
 from concurrent.futures import Future
 
 LENGTH = 4096
+#: Tokens of a request that is enqueued before a push, and waited for after it.
+ENQUEUED = 400
 #: More tokens than an engine generates while a push runs, however slow the machine.
 MANY = 3000
 
@@ -39,6 +41,7 @@ class Llm:
 
     #: Whether a push waits for a request to end; whether an engine that must not generate refuses requests.
     waits, refuses = True, True
+    own_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
 
     def __init__(self, folder):
         from vllm import LLM
@@ -52,6 +55,18 @@ class Llm:
         options = {"use_tqdm": False, **options}
         (found,) = self.engine.generate([{"prompt_token_ids": prompt}], sampling, **options)
         return answer(found.outputs[0])
+
+    def enqueue(self, prompt, n):
+        from vllm import SamplingParams
+
+        self.engine.enqueue(
+            [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=n, ignore_eos=True), use_tqdm=False
+        )
+
+    def wait(self):
+        """The number of tokens of what was enqueued."""
+        (found,) = self.engine.wait_for_completion(use_tqdm=False)
+        return len(found.outputs[0].token_ids)
 
     def long(self, prompt):
         from tqdm import tqdm

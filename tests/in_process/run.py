@@ -3,18 +3,21 @@
 Prints one line of JSON: what was seen, by test.
 """
 
+import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.in_process.doors import DOORS
+from tests.in_process.doors import DOORS, ENQUEUED
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
 
@@ -22,6 +25,8 @@ PROMPT = list(b"Once upon a time there was a policy that ")
 NEW_TOKENS = 24
 #: Seconds: longer than anything takes on a busy machine.
 PATIENCE_S = 120
+ORDERS = Path(os.environ["FAULT_FILE"])
+FIRED = ORDERS.with_name(f"{ORDERS.name}.fired")
 
 
 def said(act):
@@ -33,6 +38,19 @@ def said(act):
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {}
+
+
+def order(action, tensor):
+    """Order a fault at a tensor of the next load."""
+    ORDERS.write_text(json.dumps({"point": "rank loads", "where": {"tensor": tensor}, "action": action}))
+
+
+def wait_for(found):
+    """Wait until something is so."""
+    end = time.monotonic() + PATIENCE_S
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Trainer:
@@ -60,7 +78,7 @@ class Trainer:
 
     def pushes(self):
         """Push by every transport, and go back."""
-        found = {"before": self.state(), "answers a": self.answer()}
+        found = {"answers a": self.answer(), "before": self.state()}  # it generates before its first sender is built
         for number, transport in enumerate(("auto", "nccl", "nixl")):
             folder = (self.b, self.a)[number % 2]
             found[transport] = self.push(folder, transport, transport=transport)
@@ -82,17 +100,40 @@ class Trainer:
                 **self.state(),
             }
 
+    @contextlib.contextmanager
+    def loading(self):
+        """Inside the context a push that has begun stands still half-way."""
+        FIRED.unlink(missing_ok=True)
+        order("hold", 5)
+        yield
+        FIRED.unlink()
+
     def broken(self):
-        """A load that fails half-way, and the push that heals it."""
-        orders = Path(os.environ["FAULT_FILE"])
-        orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": 5}, "action": "raise"}))
-        with self.sender() as sender:
-            found = {"push": said(lambda: sender.push(str(self.b), version="never"))}
+        """A load that fails half-way, the push that heals it, and what else is asked of the engine meanwhile."""
+        if self.door.waits:
+            self.door.enqueue(PROMPT, ENQUEUED)
+        with self.sender() as sender, ThreadPoolExecutor(2) as threads:
+            with self.loading():
+                pushing = threads.submit(said, lambda: sender.push(str(self.b), version="never"))
+                wait_for(FIRED.exists)
+                asking = threads.submit(said, self.answer)
+                order("raise", 6)
+            found = {"push": pushing.result(PATIENCE_S)}
             (reply,) = sender.status().values()
             found["state"] = reply.state
             if self.door.refuses:
                 found["generate"] = said(self.answer)
-            sender.push(str(self.b), version="healed")
+            if self.door.waits:
+                found |= {"asked meanwhile": asking.result(PATIENCE_S), "wait": said(self.door.wait)}
+            with self.loading():
+                pushing = threads.submit(sender.push, str(self.b), version="healed")
+                wait_for(FIRED.exists)
+                waiting = threads.submit(self.door.wait) if self.door.waits else None
+            pushing.result(PATIENCE_S)
+            if waiting is not None:
+                found["enqueued"] = waiting.result(PATIENCE_S)
+            asking.result(PATIENCE_S)
+            FIRED.unlink(missing_ok=True)
         return {**found, "healed": self.state(), "answers b": self.answer()}
 
     def meanwhile(self):
@@ -121,8 +162,18 @@ class Trainer:
 
         return {"loop": said(lambda: self.door.run(build())) if hasattr(self.door, "loop") else None}
 
+    def killed(self):
+        """The engine core is killed while it loads."""
+        if not (self.door.waits and self.door.own_process):
+            return None
+        order("kill", 5)
+        with self.sender() as sender:
+            return {"push": said(lambda: sender.push(str(self.b))), "generate": said(self.answer)}
+
     def ended(self):
         """The engine is shut down while a sender has it, and a new one is built."""
+        if FIRED.exists():  # it was killed
+            return {"new": said(self.sender)}
         with self.sender() as sender:
             self.door.close()
             return {"push": said(lambda: sender.push(str(self.b))), "new": said(self.sender)}
@@ -137,10 +188,12 @@ def main():
         trainer.broken,
         trainer.meanwhile,
         trainer.callers,
+        trainer.killed,
         trainer.ended,
     )
     found = {act.__name__: act() for act in acts}
     found["threads"] = sorted(thread.name for thread in threading.enumerate())
+    found["loop runs"] = asyncio.get_event_loop_policy().get_event_loop().is_running()
     found["entry points"] = sorted(point.name for point in entry_points(group="weightsync.engines"))
     return found
 
@@ -149,4 +202,8 @@ if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         result = main()
     print(json.dumps(result), flush=True)
-    os._exit(0)  # what is left of the engine is not ours to end
+    if sys.argv[1] == "Engine":
+        os.kill(os.getpid(), signal.SIGQUIT)  # as a child of SGLang does that fails
+        time.sleep(PATIENCE_S)
+    if sys.argv[1] != "LLM":
+        os._exit(0)  # what is left of the engine is not ours to end

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, apart
 from tests.faults.harness import SITE
+from tests.in_process.doors import ENQUEUED
 from tools import models, servers
 
 #: By name: the engine, its door in `doors`, the name that results give it, and the environment.
@@ -63,7 +65,8 @@ def door(request, model_folder, tmp_path_factory):
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    # SGLang ends the whole process if a child fails.
+    assert done.returncode == (-signal.SIGKILL if kind == "Engine" else 0), done.stderr[-6000:]
     return Door(request.param, json.loads(done.stdout.splitlines()[-1]), Path(a), Path(b))
 
 
@@ -106,8 +109,10 @@ def test_an_engine_with_half_of_a_push_does_not_generate_until_the_next_one(door
     broken = door["broken"]
     assert (broken["push"]["error"], broken["push"]["engines"]) == ("ApplyFailed", {door.name: "dirty"})
     assert broken["state"] == "dirty"
-    if "generate" in broken:  # without coroutines nobody else could push, and a wait would never end
-        assert "push failed half-way" in broken["generate"]["text"]
+    for asked in ("generate", "asked meanwhile", "wait"):
+        if asked in broken:  # without coroutines nobody else could push, and a wait would never end
+            assert "push failed half-way" in broken[asked]["text"], asked
+    assert broken.get("enqueued", ENQUEUED) == ENQUEUED
     assert (broken["healed"]["version"], broken["healed"]["state"]) == ("healed", "serving")
     door.assert_agrees(broken["answers b"], door.b)
 
@@ -127,6 +132,18 @@ def test_a_push_and_a_request_of_another_thread_do_not_disturb_each_other(door):
 def test_a_call_that_would_block_the_engines_own_loop_is_refused(door):
     if (refused := door["callers"]["loop"]) is not None:
         assert (refused["error"], "asyncio.to_thread" in refused["text"]) == ("UnsupportedOption", True)
+
+
+def test_a_killed_engine_core_is_named_and_nobody_waits_for_it(door):
+    if (killed := door["killed"]) is not None:
+        assert killed["push"]["engines"] in ({door.name: "unknown"}, {door.name: "dirty"})
+        assert killed["push"]["error"] != "PushTimeout"
+        assert killed["generate"]["error"] in ("EngineDeadError", "RuntimeError")  # vLLM's, or ours
+
+
+def test_an_engine_that_was_shut_down_leaves_nothing_behind(door):
+    assert "weightsync-engine-loop" not in door["threads"] or door.kind.startswith("LLM")
+    assert not door["loop runs"]
 
 
 def test_an_engine_that_was_shut_down_is_named(door):

@@ -32,7 +32,7 @@ def silent():
 def assert_failed(said, error, *words, engines="unchanged"):
     assert said["error"] == error
     assert all(word in said["message"] for word in words), said["message"]
-    assert set(said["engines"].values()) == {engines}
+    assert set(said["engines"].values()) == ({engines} if engines else set())
 
 
 def test_every_rank_is_told_of_a_source_that_cannot_be_read(ready, engines, untrained, expected):
@@ -59,6 +59,11 @@ def test_every_rank_is_told_of_a_rank_that_fails_while_writing(ready, engines, u
     assert served(engines) == [untrained, untrained]
     assert_pushed(ready)
     assert served(engines) == [expected, expected]
+
+
+def test_an_engine_of_one_rank_s_process_is_refused(ready):
+    for said in ready.all("own"):
+        assert_failed(said, "UnsupportedOption", "serve it by HTTP", engines=None)
 
 
 def test_ranks_that_call_different_methods_are_refused(ready):

@@ -21,6 +21,7 @@ from tools import models
 from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
+from weightsync.testing import ReferenceInProcess
 from weightsync.trainer.ranks import assembly
 from weightsync.transports.nccl.groups import Group
 
@@ -234,6 +235,14 @@ class Rank:
 
     def add(self, url):
         return {"transport": self.sender.add_engine(url).transport}
+
+    def own(self, _):
+        """Add an engine of this process, which each rank would have."""
+        engine = ReferenceInProcess(self.folder)
+        try:
+            self.sender.add_engine(engine)
+        finally:
+            engine.close()
 
     def remove(self, url):
         self.sender.remove_engine(url)

@@ -3,12 +3,14 @@
 import asyncio
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tools import models
 from weightsync import Sender
+from weightsync.engine.in_process import EngineInProcess
 from weightsync.errors import ApplyFailed, EngineUnreachable, LeaseHeld, PushTimeout, UnsupportedOption
 from weightsync.testing import ReferenceEngine, ReferenceInProcess, attach
 
@@ -83,6 +85,39 @@ def test_all_senders_use_one_front_end(engine, b):
         assert attach(engine) is attach(engine)
     with pytest.raises(UnsupportedOption, match="give different ones"):
         Sender([engine, engine])
+
+
+def test_two_threads_find_one_front_end(engine, monkeypatch):
+    together, made = threading.Barrier(2), []
+    real = EngineInProcess.__init__
+
+    def slow(self, *args):
+        made.append(self)
+        threading.Event().wait(0.2)  # long enough for the other thread to come
+        real(self, *args)
+
+    monkeypatch.setattr(EngineInProcess, "__init__", slow)
+
+    def find():
+        together.wait(30)
+        return attach(engine)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [future.result(30) for future in (threads.submit(find), threads.submit(find))]
+    assert [first] == [second] == made
+
+
+def test_an_engine_whose_loop_ends_during_a_request_is_named(engine, monkeypatch):
+    client = attach(engine)
+
+    async def version():
+        client._loop.stop()
+        await asyncio.Event().wait()
+
+    with Sender([engine]) as sender:
+        monkeypatch.setattr(engine.front, "version", version)
+        with pytest.raises(EngineUnreachable, match=r"ReferenceInProcess#\d+ .*its event loop does not run"):
+            sender.status()
 
 
 def test_an_engine_that_was_closed_is_named(engine, b):

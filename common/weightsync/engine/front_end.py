@@ -30,6 +30,7 @@ from weightsync.errors import (
     TransferFailed,
     UnsupportedOption,
     WeightSyncError,
+    changed_nothing,
 )
 from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
@@ -285,7 +286,7 @@ class FrontEnd:
                 left = msgspec.structs.replace(asked, timeout_s=max(deadline.left(), _LEAST_S))
                 reply = await self.front.commit(left, self._call, stopped)
             except BaseException as error:
-                unchanged = isinstance(error, WeightSyncError) and error.weights == "unchanged"
+                unchanged = changed_nothing(error)
                 self._machine.move("untouched" if unchanged else "broken")
                 if not unchanged:
                     self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
@@ -337,7 +338,7 @@ class FrontEnd:
 
     def _as_dirty(self, error: BaseException) -> None:
         """Report "dirty", not "unchanged", for an engine that did not generate before the push either."""
-        if self.stopped and isinstance(error, WeightSyncError) and error.weights == "unchanged":
+        if self.stopped and isinstance(error, WeightSyncError) and changed_nothing(error):
             error.weights = "dirty"
 
     async def _forget_after_failure(self, push: str, deadline: Deadline) -> None:

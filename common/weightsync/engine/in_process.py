@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
@@ -22,18 +24,23 @@ _T = TypeVar("_T")
 
 #: Seconds between two checks that an engine that does not answer still runs.
 _LOOK_UP_S: Final = 0.5
-#: The attribute of an engine that holds its `EngineInProcess`, so that all senders use one front end.
+#: The attributes of an engine that hold its `EngineInProcess`, so that all senders use one front end, and a lock.
 _ATTRIBUTE: Final = "_weightsync_in_process"
+_LOCK: Final = "_weightsync_lock"
+_ENDED: Final = "its event loop does not run"
 _numbers = itertools.count(1)
 
 
 def run_in_thread(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-    """Run ``loop`` in a thread of its own, until it is stopped or the process ends."""
-    threading.Thread(target=_run, args=(loop,), name="weightsync-engine-loop", daemon=True).start()
+    """Run ``loop`` in a thread of its own, until it is stopped or the process ends; returns when it runs."""
+    runs = threading.Event()
+    threading.Thread(target=_run, args=(loop, runs), name="weightsync-engine-loop", daemon=True).start()
+    runs.wait()
     return loop
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, runs: threading.Event) -> None:
+    loop.call_soon(runs.set)
     loop.run_forever()
     loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
     loop.close()
@@ -49,6 +56,31 @@ def stop(loop: asyncio.AbstractEventLoop) -> None:
     """End a loop that `run_in_thread` started; idempotent."""
     with contextlib.suppress(RuntimeError):  # it is closed
         loop.call_soon_threadsafe(loop.stop)
+
+
+def refusing(method: Callable[..., Any], stopped: Callable[[], str]) -> Callable[..., Any]:
+    """``method``, which raises what ``stopped`` returns while the engine must not generate."""
+
+    @functools.wraps(method)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if reason := stopped():
+            raise RuntimeError(f"weightsync: {reason}")
+        return method(*args, **kwargs)
+
+    return refused
+
+
+def check_thread(name: str, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise `UnsupportedOption` if the calling thread runs ``loop``, the event loop of the engine called ``name``."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if running is loop:
+        raise UnsupportedOption(
+            f"{name} runs in the event loop of this very thread, so it could not answer: call the sender in another "
+            "one, as in `await asyncio.to_thread(sender.push, model)`"
+        )
 
 
 class EngineInProcess:
@@ -83,11 +115,17 @@ class EngineInProcess:
             return 404, http.to_json(http.ErrorReply(error="PluginNotLoaded", message=f"there is no route {route}"))
         self._check()
         asked = answers.answer(route, self._routes[route], lambda: self.front_end, read)
-        reply = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        try:
+            reply = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        except RuntimeError:  # it was closed just now
+            asked.close()
+            raise NotRunning(self._gone() or _ENDED) from None
         left_s = timeout_s
         while True:
             try:
                 return reply.result(min(left_s, _LOOK_UP_S))
+            except CancelledError:
+                raise NotRunning(self._gone() or _ENDED) from None
             except (FutureTimeout, TimeoutError):  # one class from Python 3.11 on
                 left_s -= _LOOK_UP_S
                 if left_s <= 0:
@@ -99,26 +137,19 @@ class EngineInProcess:
         if reason := self._gone():
             raise NotRunning(reason)
         if self._loop.is_closed() or not self._loop.is_running():
-            raise NotRunning("its event loop does not run")
+            raise NotRunning(_ENDED)
 
     def check_caller(self) -> None:
         """See `weightsync.protocol.in_process.EngineInProcess`."""
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if running is self._loop:
-            raise UnsupportedOption(
-                f"{self.name} runs in the event loop of this very thread, so it could not answer: call the sender in "
-                "another one, as in `await asyncio.to_thread(sender.push, model)`"
-            )
+        check_thread(self.name, self._loop)
 
 
 def attached(engine: object, make: Callable[[str], EngineInProcess]) -> EngineInProcess:
     """The one client of ``engine``; the first time ``make(name)`` makes it."""
-    found: EngineInProcess | None = getattr(engine, _ATTRIBUTE, None)
-    if found is None:
-        kind = type(engine)
-        found = make(f"{kind.__module__.partition('.')[0]}.{kind.__name__}#{next(_numbers)}")
-        setattr(engine, _ATTRIBUTE, found)
-    return found
+    with vars(engine).setdefault(_LOCK, threading.Lock()):
+        found: EngineInProcess | None = getattr(engine, _ATTRIBUTE, None)
+        if found is None:
+            kind = type(engine)
+            found = make(f"{kind.__module__.partition('.')[0]}.{kind.__name__}#{next(_numbers)}")
+            setattr(engine, _ATTRIBUTE, found)
+        return found

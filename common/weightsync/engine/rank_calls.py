@@ -161,4 +161,9 @@ async def restored(error: WeightSyncError, call: Calls, payload: bytes) -> Weigh
         collect(await call("weightsync_restore", payload, COMMIT_CALL_S), Done)
     except WeightSyncError as second:
         return ApplyFailed(f"{error}; {second}", weights="dirty")
+    return went_back(error)
+
+
+def went_back(error: WeightSyncError) -> ApplyFailed:
+    """``error`` of a commit, after which every rank has loaded the version before again."""
     return ApplyFailed(f"{error}; the version before was loaded again on every rank", weights="unchanged")

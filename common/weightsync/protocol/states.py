@@ -69,10 +69,10 @@ PLAN: Final[Mapping[PlanState, Mapping[str, PlanState]]] = {
     "loader_alone": {"record": "unrecorded"},
 }
 
-#: The state that all of SGLang's ranks share. They commit within one call, so ``applied`` of one rank in `ENGINE` does
-#: not mean that all have applied. Events: ``load`` all have stopped, and begin to load · ``applied`` all have loaded
-#: and dropped their caches · ``untouched`` some failed, and all still hold what they held before · ``broken`` some do
-#: not.
+#: The state that the ranks of one SGLang replica share. They load together, so ``applied`` of one rank in `ENGINE` does
+#: not mean that all have applied. Several replicas take each event together, step by step. Events: ``load`` all have
+#: stopped, and begin to load · ``applied`` all have loaded and dropped their caches · ``untouched`` some failed, and
+#: all still hold what they held before · ``broken`` some do not.
 TOGETHER: Final[Mapping[TogetherState, Mapping[str, TogetherState]]] = {
     "serving": {"load": "applying"},
     "applying": {"applied": "serving", "untouched": "serving", "broken": "dirty"},

@@ -145,6 +145,7 @@ class Engines:
     def add(self, target: Target, deadline: Deadline) -> str:
         """Open one more engine and return its URL, or its name. Raises `WeightSyncError`."""
         client = EngineClient(target, self._token)
+        client.check_caller()
         if client.url in self.by_url:
             raise UnsupportedOption(f"{client.url} is already among the engines of this sender")
         hello = client.meet(deadline)

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, get_args
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
 from weightsync.protocol import auth, http
-from weightsync.protocol.in_process import name_of, target
+from weightsync.protocol.in_process import Target, name_of, target
 from weightsync.protocol.names import check_label, plain_url
 from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import Source, open_source
@@ -93,7 +93,7 @@ class Sender:
         address: str | None = None,
     ):
         if isinstance(engines, str) or not engines:
-            raise UnsupportedOption("engines: give a list of one or more")
+            raise UnsupportedOption("engines: give a list of one or more engines")
         targets = [target(engine) for engine in engines]
         urls = [name_of(engine) for engine in targets]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
@@ -128,11 +128,8 @@ class Sender:
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
         self._ranks = ranks()
-        if self._ranks is not None and any(not isinstance(engine, str) for engine in targets):
-            raise UnsupportedOption(
-                "an engine of this process belongs to one process, and this trainer has several: serve it by HTTP, and "
-                "give every rank its URL"
-            )
+        for found in targets:
+            self._check_target(found)
         #: Calls of the trainer and requests to the join server wait for each other.
         self._turns = Turns()
         self._join_server: JoinServer | None = None
@@ -143,6 +140,13 @@ class Sender:
         except BaseException:
             self.close()
             raise
+
+    def _check_target(self, engine: Target) -> None:
+        if self._ranks is not None and not isinstance(engine, str):
+            raise UnsupportedOption(
+                "an engine of this process belongs to one process, and this trainer has several: serve it by HTTP, and "
+                "give every rank its URL"
+            )
 
     def _open(self, token: str | None, deadline: Deadline) -> None:
         key = auth.sender_token() if token is None else token
@@ -230,6 +234,7 @@ class Sender:
         engines are not involved. If no arena holds a whole version, returns None: the next push is the engine's first.
         """
         added = target(url)
+        self._check_target(added)
         return self._run(
             "add_engine", EngineResult | None, lambda _, deadline: self._rank_0_driver.add_engine(added, deadline)
         )

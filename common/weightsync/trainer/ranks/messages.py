@@ -9,12 +9,8 @@ since a request to a store whose process is frozen does not time out.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
@@ -22,6 +18,7 @@ import msgspec
 import torch.distributed as dist
 
 from weightsync import errors
+from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.errors import SourceError, TransferFailed, Weights, WeightSyncError
 from weightsync.memory.processes import ENDED, process_state
@@ -41,7 +38,6 @@ _ENDS_S: Final = 0.1
 _PART_CHARS: Final = 4 << 20
 
 _T = TypeVar("_T")
-_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class RemoteError(Message, frozen=True):
@@ -126,11 +122,10 @@ class Messages:
         self._group_store: Any = dist.distributed_c10d._get_default_store()
         self._own_store: Any = None
         self.pids: dict[int, int] = {}
-        self._calls: _Calls = queue.SimpleQueue()
         # In a thread, since a request to a store whose process is frozen does not time out.
-        threading.Thread(target=_serve, args=(self._calls,), name="weightsync-store", daemon=True).start()
-        #: Ends the thread; also runs when this object is collected.
-        self.close = weakref.finalize(self, self._calls.put, None)
+        self._thread = DaemonThread("weightsync-store")
+        #: Ends the thread.
+        self.close = self._thread.close
 
     @property
     def _store(self) -> Any:
@@ -226,8 +221,7 @@ class Messages:
         return process_state(self.pids[rank]) if rank in self.pids else ""
 
     def _call(self, call: Callable[[], _T], deadline: Deadline, waiting_for: str) -> _T:
-        answer: Future[_T] = Future()
-        self._calls.put((answer, call))
+        answer = self._thread.submit(call)
         while True:
             try:
                 return answer.result(min(max(deadline.left(), 0.05), _CHECK_S))
@@ -240,16 +234,6 @@ class Messages:
                 raise TransferFailed(
                     f"the store of the process group does not answer, waiting for {waiting_for}: {error}{ended}"
                 ) from error
-
-
-def _serve(calls: _Calls) -> None:
-    while (request := calls.get()) is not None:
-        answer, call = request
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-        del request, answer, call  # what they refer to must not live until the next request
 
 
 def remote_error_of(error: BaseException) -> RemoteError:
