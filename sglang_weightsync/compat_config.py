@@ -27,7 +27,10 @@ def _reasons(args: Any) -> Iterator[str]:
     if args.enable_dp_attention:
         yield "--enable-dp-attention: its ranks neither stop nor load together; start the engine without it"
     if args.tokenizer_worker_num > 1:
-        yield refusals.several_servers("--tokenizer-worker-num", args.tokenizer_worker_num)
+        yield (
+            f"--tokenizer-worker-num {args.tokenizer_worker_num}: who may push is remembered in one worker's memory; "
+            "start the engine with --tokenizer-worker-num 1"
+        )
     if args.weight_cache_mode != "off":
         yield (
             f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines; start it with "

@@ -231,6 +231,16 @@ def replicas(engine_client: Any) -> int:
     return int(parallel_config(engine_client).data_parallel_size)
 
 
+def lacks_server_index(engine_client: Any) -> str:
+    """Why `server_index` cannot be told; empty if it can."""
+    return VLLM.check_object(engine_client, ("engine_core.client_index",))
+
+
+def server_index(engine_client: Any) -> int:
+    """Which of the engine's API servers this is (``--api-server-count``)."""
+    return int(engine_client.engine_core.client_index)
+
+
 def parallel_config(engine_client: Any) -> Any:
     """The engine's parallel configuration, as the API server knows it."""
     return engine_client.vllm_config.parallel_config

@@ -41,18 +41,16 @@ def switched_off() -> list[str]:
     )
 
 
-def unsupported(config: Any, servers: int) -> str:
-    """Why pushes are refused, with the setting and what to do; empty if they are not. ``servers``: API servers."""
-    return next(_reasons(config, servers), "")
+def unsupported(config: Any) -> str:
+    """Why pushes are refused, with the setting and what to do; empty if they are not."""
+    return next(_reasons(config), "")
 
 
-def _reasons(config: Any, servers: int) -> Iterator[str]:
+def _reasons(config: Any) -> Iterator[str]:
     if gone := missing_below(config, _ASKED):
         yield refusals.unknown("vLLM's configuration lacks", gone)
         return
     parallel = config.parallel_config
-    if servers > 1:
-        yield refusals.several_servers("--api-server-count", servers)
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         yield (
             f"--data-parallel-size {parallel.data_parallel_size} with a mixture of experts: its replicas take every "

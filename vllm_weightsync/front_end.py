@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -13,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config, compat_workers
-from weightsync.engine import refusals
+from weightsync.engine import refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.routes import HealthGuard, admin_routes
@@ -36,7 +37,8 @@ class EndpointPlugin:
     required_tasks = None
 
     def __init__(self) -> None:
-        self._found: FrontEnd | None = None
+        self._found: FrontEnd | servers.Elsewhere | None = None
+        self._others: asyncio.Server | None = None
         if left_out := compat_config.switched_off():
             logger.warning(
                 "vLLM does not load these installed plugins, because VLLM_PLUGINS does not name them: %s",
@@ -50,12 +52,20 @@ class EndpointPlugin:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Remember the engine; a render-only server has none."""
-        if engine_client is not None:
-            front = VllmFrontEnd(engine_client, getattr(args, "api_server_count", 1) or 1)
-            await front.hold_from_start()
-            self._found = FrontEnd(front)
+        if engine_client is None:
+            return
+        several = (getattr(args, "api_server_count", 1) or 1) > 1
+        lacking = compat.lacks_server_index(engine_client) if several else ""
+        if several and not lacking and compat.server_index(engine_client) > 0:
+            self._found = servers.Elsewhere(servers.meeting_point())
+            return
+        front = VllmFrontEnd(engine_client, lacking)
+        await front.hold_from_start()
+        self._found = found = FrontEnd(front)
+        if several and not lacking:
+            self._others = await servers.answer_others(found, servers.meeting_point())
 
-    def _front_end(self) -> FrontEnd:
+    def _front_end(self) -> FrontEnd | servers.Elsewhere:
         if self._found is None:
             raise UnsupportedOption("this server has no engine to update")
         return self._found
@@ -66,7 +76,7 @@ class VllmFrontEnd:
 
     engine = "vllm"
 
-    def __init__(self, engine_client: Any, servers: int):
+    def __init__(self, engine_client: Any, lacking: str = ""):
         self._client = engine_client
         self.engine_version = compat.VLLM.version()
         config = engine_client.vllm_config
@@ -75,7 +85,7 @@ class VllmFrontEnd:
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self._asleep: tuple[str, ...] = ()
-        self._unsupported = compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config, servers)
+        self._unsupported = lacking or compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
         if reason := compat.VLLM.check(compat.DEEP):
             self.off['verify="deep"'] = reason

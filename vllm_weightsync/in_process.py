@@ -57,7 +57,7 @@ def _async_llm(name: str, async_llm: Any) -> EngineInProcess:
             "the event loop of this AsyncLLM does not run: build the engine, and call the sender, while it does, as in "
             "`await asyncio.to_thread(Sender, [engine])`"
         )
-    front = VllmFrontEnd(async_llm, 1)
+    front = VllmFrontEnd(async_llm)
     found = EngineInProcess(name, FrontEnd(front), loop, lambda: _gone(async_llm))
     found.run(front.hold_from_start())
     return found
@@ -71,7 +71,7 @@ class LlmFrontEnd(VllmFrontEnd):
     """The front end of an `LLM`, which cannot generate while a push uses it, nor be pushed into while it generates."""
 
     def __init__(self, client: compat_llm.Llm):
-        super().__init__(client, 1)
+        super().__init__(client)
         self._llm = client
         client.stopped = refusals.FIRST_PUSH if self.waits else ""
         if client.in_one_process:

@@ -26,7 +26,7 @@ def connector(name, role="kv_both", **extra):
 
 def settings():
     """The reason why each setting is refused; empty if it is not."""
-    said = {"none": compat_config.unsupported(config(), 1), "several servers": compat_config.unsupported(config(), 2)}
+    said = {"none": compat_config.unsupported(config())}
     found = config()
     connectors = {
         "cpu tier": connector("OffloadingConnector", cpu_bytes_to_use=1 << 20),
@@ -47,22 +47,22 @@ def settings():
         ),
     }
     for name, found.kv_transfer_config in connectors.items():
-        said[name] = compat_config.unsupported(found, 1)
+        said[name] = compat_config.unsupported(found)
     found.kv_transfer_config = None
     found.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
-    said["encoder"] = compat_config.unsupported(found, 1)
+    said["encoder"] = compat_config.unsupported(found)
     # On a CPU vLLM accepts neither as an argument.
     found = config()
     found.parallel_config.enable_eplb = True
-    said["eplb"] = compat_config.unsupported(found, 1)
+    said["eplb"] = compat_config.unsupported(found)
     found = config()
     found.parallel_config.data_parallel_size = 2
-    said["data parallel"] = compat_config.unsupported(found, 1)
+    said["data parallel"] = compat_config.unsupported(found)
     found.model_config.get_num_experts = lambda: 4
-    said["experts, data parallel"] = compat_config.unsupported(found, 1)
+    said["experts, data parallel"] = compat_config.unsupported(found)
     found.model_config.get_num_experts = lambda: 0
     found.parallel_config.data_parallel_external_lb = True
-    said["balanced elsewhere"] = compat_config.unsupported(found, 1)
+    said["balanced elsewhere"] = compat_config.unsupported(found)
     return said
 
 

@@ -38,7 +38,6 @@ def sglang(model_folder):
 
 VLLM = {
     "none": "",
-    "several servers": "--api-server-count 2.*start the engine with --api-server-count 1",
     "cpu tier": "",
     "second tier": "--kv-transfer-config.*TieringOffloadingSpec.*the CPU tier alone",
     "lmcache": "--kv-transfer-config.*LMCacheConnectorV1.*start the engine without it",

@@ -153,7 +153,7 @@ def flags(document, first, column):
 
 
 def test_every_refused_setting_is_documented():
-    vllm = {name.rpartition(".")[2].replace("_", "-") for name in vllm_config._ASKED} | {"api-server-count"}
+    vllm = {name.rpartition(".")[2].replace("_", "-") for name in vllm_config._ASKED}
     sglang = {name.replace("_", "-") for name in sglang_config._ASKED}
     left = {"speculative-config", "speculative-draft-model-path", "speculative-algorithm", "model-path"}
     left |= {"data-parallel-index", "is-moe", "dp-size"}

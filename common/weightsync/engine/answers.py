@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -45,6 +45,16 @@ class Route(NamedTuple):
 
     kind: Callable[[], type[msgspec.Struct]]
     answer: _Answer
+
+
+class Elsewhere(Protocol):
+    """The engine's front end is in another server of the same engine."""
+
+    async def pass_on(self, route: str, asked: msgspec.Struct) -> tuple[int, bytes]:
+        """What the other server answers to a message to ``route``."""
+
+    async def stopped(self) -> str:
+        """Why the engine must not generate; empty if it may."""
 
 
 def _fixed(kind: type[msgspec.Struct], answer: _Answer) -> Route:
@@ -96,7 +106,7 @@ def unreadable(kind: type[msgspec.Struct], error: Exception) -> Refused:
 async def answer(
     name: str,
     route: Route,
-    front_end: Callable[[], FrontEnd],
+    front_end: Callable[[], FrontEnd | Elsewhere],
     read: Callable[[type[msgspec.Struct]], Awaitable[msgspec.Struct]],
 ) -> tuple[int, bytes]:
     """Answer a message to ``route``, whose name is ``name``: the HTTP status and the JSON of the reply.
@@ -105,7 +115,10 @@ async def answer(
     """
     try:
         asked = await read(route.kind())
-        return 200, http.to_json(await route.answer(front_end(), asked))
+        found = front_end()
+        if not isinstance(found, FrontEnd):
+            return await found.pass_on(name, asked)
+        return 200, http.to_json(await route.answer(found, asked))
     except Refused as error:
         return error.status, http.to_json(http.ErrorReply(error=error.error, message=str(error)))
     except Exception as error:

@@ -54,11 +54,6 @@ def unknown(settings: str, gone: Sequence[str]) -> str:
     return f"{settings} {', '.join(gone)}, by which weightsync tells what it can push into"
 
 
-def several_servers(option: str, count: int) -> str:
-    """Several processes serve HTTP."""
-    return f"{option} {count}: who may push is remembered in one server's memory; start the engine with {option} 1"
-
-
 def moving_experts(option: str) -> str:
     """Experts are rebalanced while the engine serves."""
     return f"{option}: experts change places while the engine serves; start it without this option"

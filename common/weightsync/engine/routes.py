@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
 from weightsync.engine import answers
+from weightsync.engine.answers import Elsewhere
 from weightsync.engine.front_end import FrontEnd
 from weightsync.errors import AuthenticationFailed
 from weightsync.protocol import auth, http
@@ -24,7 +25,7 @@ from weightsync.protocol import auth, http
 _HEALTH: Final = ("/health", "/health_generate", "/ping")
 
 
-def admin_routes(front_end: Callable[[], FrontEnd], token: str) -> Mount:
+def admin_routes(front_end: Callable[[], FrontEnd | Elsewhere], token: str) -> Mount:
     """The routes of an engine; ``front_end()`` is called for each request. ``token`` is never logged."""
     return Mount(
         http.PREFIX,
@@ -41,29 +42,41 @@ class HealthGuard(BaseRoute):
     Put it before the engine's own routes, which answer at all other times.
     """
 
-    def __init__(self, front_end: Callable[[], FrontEnd | None]):
+    def __init__(self, front_end: Callable[[], FrontEnd | Elsewhere | None]):
         self._front_end = front_end
 
-    def _reason(self) -> str:
-        front_end = self._front_end()
-        return front_end.stopped if front_end is not None else ""
+    async def _reason(self) -> str:
+        found = self._front_end()
+        if found is None:
+            return ""
+        return found.stopped if isinstance(found, FrontEnd) else await found.stopped()
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Match a health route while the engine must not serve."""
+        """Match a health route while the engine must not serve, or if another server knows whether it must."""
         asked = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) in _HEALTH
-        return (Match.FULL if asked and self._reason() else Match.NONE), {}
+        found = self._front_end() if asked else None
+        serves = found is None or (isinstance(found, FrontEnd) and not found.stopped)
+        return (Match.NONE if serves else Match.FULL), {}
 
     def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
         """This route has no name."""
         raise NoMatchFound(name, path_params)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 503 with the reason."""
-        await JSONResponse({"error": self._reason()}, 503)(scope, receive, send)
+        """Answer 503 with the reason; without one, as the engine does."""
+        if reason := await self._reason():
+            await JSONResponse({"error": reason}, 503)(scope, receive, send)
+            return
+        for route in scope["app"].router.routes:
+            match, more = route.matches(scope)
+            if route is not self and match is not Match.NONE:
+                scope.update(more)
+                await route.handle(scope, receive, send)
+                return
 
 
 def _endpoint(
-    name: str, route: answers.Route, front_end: Callable[[], FrontEnd], token: str
+    name: str, route: answers.Route, front_end: Callable[[], FrontEnd | Elsewhere], token: str
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         async def read(kind: type[msgspec.Struct]) -> msgspec.Struct:
