@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_weightsync import compat, compat_loading
+from sglang_weightsync import compat, compat_groups, compat_loading
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
 
@@ -17,7 +17,7 @@ class SglangAdapter:
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
-        self.rank = compat.rank_of(scheduler)
+        self.rank = compat_groups.rank_of(scheduler)
         self.device = compat.device_of(scheduler)
 
     def expected(self) -> Expected:

@@ -204,23 +204,6 @@ def is_idle(scheduler: Any) -> bool:
     return bool(scheduler.is_fully_idle(ignore_waiting=True))
 
 
-def replica_of(scheduler: Any) -> int:
-    """The number of this scheduler's replica (``--dp-size``)."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().dp_rank or 0)
-
-
-def rank_of(scheduler: Any) -> int:
-    """This scheduler's rank among all of its engine: replicas have one tensor-parallel group each."""
-    return int(replica_of(scheduler) * scheduler.tp_group.world_size + scheduler.tp_group.rank_in_group)
-
-
-def cpu_group(scheduler: Any) -> Any:
-    """The gloo group of the scheduler's tensor-parallel ranks."""
-    return scheduler.tp_cpu_group
-
-
 def device_of(scheduler: Any) -> torch.device:
     """The device of the scheduler's weights."""
     return next(model(scheduler).parameters()).device
@@ -296,7 +279,7 @@ def release_first(tokenizer_manager: Any) -> None:
 
 
 async def ask(tokenizer_manager: Any, request: Any) -> list[Any]:
-    """Send a typed request to the schedulers; returns the reply of each replica. It has no deadline of its own."""
+    """Send a typed request to the schedulers; returns the reply of each group. It has no deadline of its own."""
     tokenizer_manager.auto_create_handle_loop()
     replies: list[Any] = await tokenizer_manager.weightsync_communicator(request)
     return replies

@@ -19,11 +19,6 @@ def _reasons(args: Any) -> Iterator[str]:
     if gone := missing_below(args, _ASKED):
         yield refusals.unknown("SGLang's server arguments lack", gone)
         return
-    if args.pp_size > 1:
-        yield (
-            f"--pp-size {args.pp_size}: a push does not reach the ranks of other pipeline stages; start the engine "
-            "without it"
-        )
     if args.enable_dp_attention:
         yield "--enable-dp-attention: its ranks neither stop nor load together; start the engine without it"
     if args.tokenizer_worker_num > 1:
@@ -91,9 +86,14 @@ _ASKED = (
 )
 
 
-def replicas(server_args: Any) -> int:
-    """How many replicas the engine has."""
-    return int(server_args.dp_size)
+def has_stages(args: Any) -> bool:
+    """Whether the engine is a pipeline of several stages (``--pp-size``)."""
+    return int(args.pp_size) > 1
+
+
+def groups(server_args: Any) -> int:
+    """How many groups of ranks answer for themselves, see `compat_groups`."""
+    return int(server_args.dp_size * server_args.pp_size)
 
 
 def has_own_checkpoint(draft: str | None, target: str) -> bool:

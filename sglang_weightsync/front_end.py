@@ -10,16 +10,19 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from sglang_weightsync import compat, compat_config, compat_pause
+from sglang_weightsync import compat, compat_config, compat_groups, compat_pause
 from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle, went_back
-from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
+from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError, changed_nothing
 from weightsync.protocol import http
 
 logger = logging.getLogger(__name__)
 _COMMITS = ("weightsync_commit", *ENDS.values())
 _KEEP_REASON = refusals.old_kv("radix cache", "--disable-radix-cache")
+_STAGES_REASON = (
+    'the stages of a pipeline (--pp-size) cannot be stopped while they hold requests; use "wait" or "abort"'
+)
 
 
 class SglangFrontEnd:
@@ -35,18 +38,25 @@ class SglangFrontEnd:
         self.engine_version = compat.SGLANG.version()
         self.model = compat.model_path(server_args)
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(server_args) else {}
+        self._has_stages = compat_config.has_stages(server_args)
+        if self._has_stages:
+            self._unsupported = self._unsupported or compat.SGLANG.check(compat_groups.STAGES)
+            self.pause_refused = {"retract": _STAGES_REASON, "keep": _STAGES_REASON}
+        #: What keeps requests from the stages of a dirty pipeline.
+        self._drain: contextlib.AbstractAsyncContextManager[None] | None = None
         self.waits = compat.waits_for_initial_weights(server_args)
         if self.waits:
             self._gate.close_at_start(refusals.FIRST_PUSH)
             compat.not_ready_from_start()
-        self._replicas = compat_config.replicas(server_args)
+        self._groups = compat_config.groups(server_args)
+        self._reply_to = ""
         self.off = {} if self._unsupported else compat_config.left_as_it_is(server_args)
         if reason := compat.SGLANG.check(compat.DEEP):
             self.off['verify="deep"'] = reason
         if not self._unsupported and (untested := compat.SGLANG.untested()):
             logger.warning("%s", untested)
             self.off["tests"] = untested
-        #: The replies to the last commit, of each replica.
+        #: The replies to the last commit, of each group.
         self._last: list[WeightsyncReqOutput] = []
 
     async def version(self) -> str:
@@ -57,9 +67,12 @@ class SglangFrontEnd:
         """See `EngineFrontEnd`; goes through the schedulers' request dispatchers."""
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
-        request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload)
+        if self._has_stages and not self._reply_to:
+            self._reply_to = compat_groups.reply_address(self._manager)
+            compat_groups.expect_all(self._manager, self._groups)
+        request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload, reply_to=self._reply_to)
         outputs: list[WeightsyncReqOutput] = sorted(
-            await compat.ask(self._manager, request), key=lambda output: output.replica
+            await compat.ask(self._manager, request), key=lambda output: output.group
         )
         if any(output.call != request.call for output in outputs):
             raise TransferFailed("the schedulers answered another call; push again", weights="unknown")
@@ -70,16 +83,19 @@ class SglangFrontEnd:
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """See `EngineFrontEnd`: drain if asked to, then do the rest between two steps of the schedulers."""
         begin = time.perf_counter()
-        # If the engine is stopped already, its requests would never finish.
-        async with self._held(request, stopped or self._gate.paused):
+        # If the engine is stopped already, its requests would never finish; a pipeline goes on if a user pauses it.
+        async with self._held(request, stopped or (self._gate.paused and not self._has_stages)):
             held_s = time.perf_counter() - begin
-            if self._replicas == 1:
+            if self._groups == 1:
                 pause_s = await self._apply(request, call)
             else:
                 pause_s = await self._apply_together(request, call)
         if stopped:
             compat.release_first(self._manager)
             await self._gate.open()
+            if self._drain is not None:
+                drained, self._drain = self._drain, None
+                await drained.__aexit__(None, None, None)
         apply_s = max(output.apply_s for output in self._last)
         asleep = sorted({tag for output in self._last for tag in output.asleep})
         seconds = {"pause": held_s, "apply": apply_s, "caches": pause_s - apply_s}
@@ -105,13 +121,13 @@ class SglangFrontEnd:
         return last.pause_s
 
     async def _apply_together(self, request: http.CommitRequest, call: Calls) -> float:
-        """As `_apply`, into several replicas: none does a step before all have done the one before."""
+        """As `_apply`, into several groups: none does a step before all have done the one before."""
         payload = http.to_json(request)
 
         async def step(method: str) -> Sequence[bytes | str]:
             return await call(method, payload, COMMIT_CALL_S)
 
-        # A step that raises leaves the engine dirty: it is unknown what the replicas hold.
+        # A step that raises leaves the engine dirty: it is unknown what the groups hold.
         held = await step(HOLD)
         if any_failed(held):
             settle(await step(ENDS["untouched"]))
@@ -124,7 +140,7 @@ class SglangFrontEnd:
             second = _failure(await step(UNDO))
             failed = went_back(failed) if second is None else ApplyFailed(f"{failed}; {second}", weights="dirty")
         event = "applied" if failed is None else "untouched" if failed.weights == "unchanged" else "broken"
-        if failed is None:  # before any replica generates, whatever becomes of the others
+        if failed is None:  # before any of them generates, whatever becomes of the others
             compat.set_served_version(self._manager, request.version)
         settle(await step(ENDS[event]))
         if failed is not None:
@@ -141,10 +157,17 @@ class SglangFrontEnd:
             await asyncio.wait_for(drained.__aenter__(), refusals.drain_s(request))
         except asyncio.TimeoutError as error:
             raise refusals.still_in_flight(request) from error
+        keep = False
         try:
             yield
+        except BaseException as error:
+            keep = self._has_stages and not changed_nothing(error)
+            raise
         finally:
-            await drained.__aexit__(None, None, None)
+            if keep:
+                self._drain = drained
+            else:
+                await drained.__aexit__(None, None, None)
 
 
 def _failure(replies: Sequence[bytes | str]) -> WeightSyncError | None:

@@ -13,8 +13,9 @@ else:
     from sglang.srt.managers.io_struct import BaseReq
 
 
-#: Methods of a commit into several replicas (``--dp-size``), step by step: stop; load what was prepared; set the
-#: version, or go back to the one before; all still stopped; and the end, by its event in `states.TOGETHER`.
+#: Methods of a commit into several groups of ranks (``--dp-size``, ``--pp-size``), step by step: stop; load what was
+#: prepared; set the version, or go back to the one before; all still stopped; and the end, by its event in
+#: `states.TOGETHER`.
 HOLD: Final = "weightsync_hold"
 LOAD: Final = "weightsync_load"
 LABEL: Final = "weightsync_label"
@@ -23,15 +24,19 @@ ENDS: Final = {event: f"weightsync_{event}" for event in ("applied", "untouched"
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):
-    """Run ``method`` of `weightsync.engine.rank_methods.handle` on every rank; the reply repeats ``call``."""
+    """Run ``method`` of `weightsync.engine.rank_methods.handle` on every rank; the reply repeats ``call``.
+
+    Pipeline stages after the first send their replies to ``reply_to``.
+    """
 
     call: str
     method: str
     payload: bytes
+    reply_to: str = ""
 
 
 class WeightsyncReqOutput(BaseReq, kw_only=True):
-    """The replies of all ranks of one replica; ``pause_s`` and ``apply_s`` are seconds of a commit.
+    """The replies of all ranks of one group; ``pause_s`` and ``apply_s`` are seconds of a commit.
 
     ``restored``: the commit failed, and every rank has the previous version again. ``dirty``: it failed, and the ranks
     have stopped generating. ``asleep``: SGLang's tags of the memory that sleeps.
@@ -39,7 +44,7 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
 
     call: str
     replies: List[bytes]  # noqa: UP006
-    replica: int = 0
+    group: int = 0
     pause_s: float = 0.0
     apply_s: float = 0.0
     restored: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_weightsync import compat
+from sglang_weightsync import compat, compat_groups
 
 logger = logging.getLogger(__name__)
 
@@ -42,4 +42,4 @@ def _add_handler(scheduler: Any) -> None:
     from sglang_weightsync.messages import WeightsyncReqInput
     from sglang_weightsync.rank import Handler
 
-    compat.handle(scheduler, WeightsyncReqInput, Handler(scheduler))
+    compat.handle(scheduler, WeightsyncReqInput, compat_groups.replying(Handler(scheduler)))

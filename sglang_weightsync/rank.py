@@ -2,8 +2,8 @@
 
 A commit is one call of the handler on every rank, between two steps of the scheduler: retract, begin, load, end, flush,
 set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all ranks of a
-replica decide alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several
-replicas each step is a call of its own, since all replicas must have done one before any does the next.
+group decide alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several groups
+(`compat_groups`) each step is a call of its own, since all groups must have done one before any does the next.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sglang_weightsync import compat, compat_loading, compat_pause, gather
+from sglang_weightsync import compat, compat_groups, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
 from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle
-from weightsync.engine.receiver import Receiver
+from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
 from weightsync.protocol.states import TOGETHER, Machine, TogetherState
@@ -32,12 +32,12 @@ class Handler:
     """One rank's handler of `WeightsyncReqInput`, called from the scheduler's loop.
 
     Every step runs under `_exchange`, which catches exceptions and then takes part in the gather, so that no rank waits
-    for the reply of another in vain. `states.TOGETHER` is the state machine of all ranks of one replica together.
+    for the reply of another in vain. `states.TOGETHER` is the state machine of all ranks of one group together.
     """
 
     def __init__(self, scheduler: Any):
         self._scheduler = scheduler
-        self._replica = compat.replica_of(scheduler)
+        self._group = compat_groups.group_of()
         self._made: Receiver | None = None
         self._together: Machine[TogetherState] = Machine(TOGETHER, "serving", "the schedulers")
         self._steps: dict[str, Callable[[WeightsyncReqInput], list[bytes]]] = {
@@ -63,7 +63,7 @@ class Handler:
             return self._output(request, [_failed(error)])
 
     def _output(self, request: WeightsyncReqInput, replies: list[bytes], **more: Any) -> WeightsyncReqOutput:
-        return WeightsyncReqOutput(call=request.call, replies=replies, replica=self._replica, **more)
+        return WeightsyncReqOutput(call=request.call, replies=replies, group=self._group, **more)
 
     def _committed(self, request: WeightsyncReqInput, replies: list[bytes], **more: Any) -> WeightsyncReqOutput:
         pause_s = time.perf_counter() - self._stopped
@@ -104,7 +104,7 @@ class Handler:
         return self._gather(mine)
 
     def _gather(self, mine: bytes) -> list[bytes]:
-        return gather.all_replies(mine, compat.cpu_group(self._scheduler))
+        return gather.all_replies(mine, compat_groups.cpu_group(self._scheduler))
 
     def _commit(self, request: WeightsyncReqInput) -> WeightsyncReqOutput:
         """Commit between two steps of the scheduler: stop, load, drop caches, set the version, continue.
@@ -182,6 +182,8 @@ class Handler:
         if reason := compat.not_now(self._scheduler):
             raise TransferFailed(f"{reason}; nothing was changed")
         compat_pause.hold(self._scheduler, retract=asked.pause != "keep")
+        if compat_groups.has_stages() and not compat.is_idle(self._scheduler):
+            raise Busy("the last results are still on their way through the pipeline")
         if asked.pause != "keep" and not compat.is_idle(self._scheduler):
             raise TransferFailed(
                 "requests hold KV that cannot be dropped now (while a grammar is compiled, for example); nothing was "
@@ -205,4 +207,4 @@ _DONE = http.to_json(http.RankReply())
 
 
 def _failed(error: BaseException) -> bytes:
-    return http.to_json(http.RankReply(error=http.error_reply(error)))
+    return http.to_json(http.RankReply(error=http.error_reply(error), later=isinstance(error, Busy)))

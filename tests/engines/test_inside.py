@@ -63,7 +63,7 @@ SGLANG = {
     "weight cache": "--weight-cache-mode daemon.*start it with --weight-cache-mode off",
     "eplb": "--enable-eplb.*start it without",
     "replicas": "",
-    "pipeline": "--pp-size 2.*start the engine without it",
+    "pipeline": "",
     "tokenizers": "--tokenizer-worker-num 2.*start the engine with --tokenizer-worker-num 1",
 }
 

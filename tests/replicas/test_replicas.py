@@ -83,13 +83,13 @@ OPTIONS = {
 }
 
 
-def start(name, kind, model_folder, folder):
+def start(name, kind, model_folder, folder, options=None, make=Replicas):
     orders = folder / "order"
     a, b = model_folder(kind, 0), model_folder(kind, 1)
     path = os.pathsep.join([str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
-    options, env = OPTIONS[name]
-    server = servers.start(name, a, args=options, env={"PYTHONPATH": path, "FAULT_FILE": str(orders), **env})
-    return Replicas(server, orders, a, b)
+    args, env = options or OPTIONS[name]
+    server = servers.start(name, a, args=args, env={"PYTHONPATH": path, "FAULT_FILE": str(orders), **env})
+    return make(server, orders, a, b)
 
 
 #: vLLM's replicas commit by the calls that one engine gets, and SGLang's by steps of their own.

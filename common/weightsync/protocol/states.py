@@ -69,8 +69,8 @@ PLAN: Final[Mapping[PlanState, Mapping[str, PlanState]]] = {
     "loader_alone": {"record": "unrecorded"},
 }
 
-#: The state that the ranks of one SGLang replica share. They load together, so ``applied`` of one rank in `ENGINE` does
-#: not mean that all have applied. Several replicas take each event together, step by step. Events: ``load`` all have
+#: The state that SGLang's ranks of one group share. They load together, so ``applied`` of one rank in `ENGINE` does
+#: not mean that all have applied. Several groups take each event together, step by step. Events: ``load`` all have
 #: stopped, and begin to load · ``applied`` all have loaded and dropped their caches · ``untouched`` some failed, and
 #: all still hold what they held before · ``broken`` some do not.
 TOGETHER: Final[Mapping[TogetherState, Mapping[str, TogetherState]]] = {
