@@ -26,6 +26,11 @@ def _reasons(args: Any) -> Iterator[str]:
             f"--tokenizer-worker-num {args.tokenizer_worker_num}: who may push is remembered in one worker's memory; "
             "start the engine with --tokenizer-worker-num 1"
         )
+    if args.nnodes > 1 and args.pp_size > 1:
+        yield (
+            f"--nnodes {args.nnodes} with --pp-size {args.pp_size}: stages on another host cannot answer; start the "
+            "engine with --pp-size 1, or on one host"
+        )
     if args.weight_cache_mode != "off":
         yield (
             f"--weight-cache-mode {args.weight_cache_mode}: the weights are shared with other engines; start it with "
@@ -65,6 +70,7 @@ _ASKED = (
     "dp_size",
     "enable_dp_attention",
     "pp_size",
+    "nnodes",
     "tokenizer_worker_num",
     "weight_cache_mode",
     "enable_eplb",

@@ -113,7 +113,7 @@ def start(
     """
     model = Path(model).resolve()
     port = free_port() if port is None else port
-    command = [*_COMMANDS[engine](model, tp, port, max_model_len), *args]
+    command = [*command_of(engine, model, tp, port, max_model_len), *args]
     path = Path(log) if log is not None else _new_log(engine)
     path.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
@@ -122,7 +122,7 @@ def start(
             command,
             # Elsewhere than in the checkout, which `python -m` would put before the installed wheel.
             cwd=path.parent,
-            env={**os.environ, **_environment(engine, tp, plugin), **(env or {})},
+            env={**os.environ, **environment_of(engine, tp, plugin), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -259,7 +259,12 @@ def _sglang_command(model: Path, tp: int, port: int, max_model_len: int) -> list
 _COMMANDS = {"vllm": _vllm_command, "sglang": _sglang_command}
 
 
-def _environment(engine: Engine, tp: int, plugin: bool) -> dict[str, str]:
+def command_of(engine: Engine, model: Path, tp: int, port: int, max_model_len: int = MAX_MODEL_LEN) -> list[str]:
+    """The command that serves a model folder on a CPU; options that are appended to it win."""
+    return _COMMANDS[engine](model, tp, port, max_model_len)
+
+
+def environment_of(engine: Engine, tp: int, plugin: bool = True) -> dict[str, str]:
     """The variables an engine needs on a CPU; its threads are shared out among the ranks."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // tp)

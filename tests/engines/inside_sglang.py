@@ -49,6 +49,8 @@ def settings():
         "eplb": {"enable_eplb": True},
         "replicas": {"dp_size": 2},
         "pipeline": {"pp_size": 2},
+        "nodes": {"nnodes": 2},
+        "pipeline over nodes": {"pp_size": 2, "nnodes": 2},
         "tokenizers": {"tokenizer_worker_num": 2},
     }
     return {name: compat_config.unsupported(arguments(**args)) for name, args in wanted.items()}

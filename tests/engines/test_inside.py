@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 def run(engine, folder):
     env = {
         **os.environ,
-        **servers._environment(engine, 1, plugin=True),
+        **servers.environment_of(engine, 1, plugin=True),
         "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT)))),
     }
     python = servers.ROOT / f".venv-{engine}" / "bin" / "python"
@@ -50,7 +50,7 @@ VLLM = {
     "eplb": "--enable-eplb.*start it without",
     "data parallel": "",
     "experts, data parallel": "--data-parallel-size 2 with a mixture of experts.*one engine per replica",
-    "balanced elsewhere": "--data-parallel-external-lb.*let one server balance",
+    "balanced elsewhere": "--data-parallel-external-lb.*let one server balance them.*all their URLs",
 }
 SGLANG = {
     "none": "",
@@ -64,6 +64,8 @@ SGLANG = {
     "eplb": "--enable-eplb.*start it without",
     "replicas": "",
     "pipeline": "",
+    "nodes": "",
+    "pipeline over nodes": "--nnodes 2 with --pp-size 2.*on one host",
     "tokenizers": "--tokenizer-worker-num 2.*start the engine with --tokenizer-worker-num 1",
 }
 

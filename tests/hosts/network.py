@@ -69,9 +69,10 @@ class Host:
         """The prefix of a command that runs on this host and ends with its parent process."""
         return ["nsenter", "--target", str(self._holder.pid), "--net", *NAMESPACES, "setpriv", "--pdeathsig", "KILL"]
 
-    def popen(self, *command, **options):
+    def popen(self, *command, environment=(), **options):
         """Start a program on this host; its process ends with this one."""
-        return subprocess.Popen([*self.entering, *command], env=self._env, **options)
+        env = {**self._env, **dict(environment)}
+        return subprocess.Popen([*self.entering, *command], env=env, **options)
 
     def close(self):
         """End the host and free its memory."""

@@ -10,12 +10,14 @@ import time
 PORT = 8000
 START_S = 120.0
 ASK_S = 30.0
+AGAIN_S = 1.0
 #: Sends a request to an engine from a host that can reach it.
 ASK = """
 import http.client, os, sys
 host, port, route, body = sys.argv[1:]
 connection = http.client.HTTPConnection(host, int(port), timeout=20)
-connection.request("POST", route, body, {"Authorization": f"Bearer {os.environ['WEIGHTSYNC_TOKEN']}"})
+headers = {"Authorization": f"Bearer {os.environ['WEIGHTSYNC_TOKEN']}", "Content-Type": "application/json"}
+connection.request("POST", route, body, headers)
 reply = connection.getresponse()
 print(reply.read().decode())
 sys.exit(reply.status != 200)
@@ -24,6 +26,8 @@ sys.exit(reply.status != 200)
 
 class Engine:
     """A reference engine on a host."""
+
+    start_s = START_S
 
     def __init__(self, host, folder):
         self._host, self._folder = host, folder
@@ -37,13 +41,14 @@ class Engine:
 
     def wait(self):
         """Return once it answers."""
-        end = time.monotonic() + START_S
+        end = time.monotonic() + self.start_s
         while True:
             try:
                 return self.status()
             except subprocess.CalledProcessError:
                 assert self._process.poll() is None, f"{self.url} ended"
                 assert time.monotonic() < end, f"{self.url} does not come up"
+                time.sleep(AGAIN_S)  # each question is a process, and the engine needs the processor
 
     def _ask(self, route, **body):
         command = [sys.executable, "-c", ASK, self._host.address, str(PORT), route, json.dumps(body)]

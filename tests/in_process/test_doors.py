@@ -59,7 +59,7 @@ def door(request, model_folder, tmp_path_factory):
     done = subprocess.run(
         [str(python), "-m", "tests.in_process.run", kind, str(a), str(b)],
         cwd=scratch,
-        env={**os.environ, **servers._environment(engine, 1, plugin=True), **env},
+        env={**os.environ, **servers.environment_of(engine, 1, plugin=True), **env},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

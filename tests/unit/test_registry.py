@@ -80,6 +80,18 @@ def test_ipc_zmq_to_another_host_is_refused_with_advice():
         registry.pick("ipc_zmq", HERE, engine(ALL))
 
 
+def test_an_engine_over_several_hosts_takes_a_transport_that_reaches_all_its_ranks():
+    ranks = [http.RankInfo(rank=0, pid=0, device="cpu", transports=ALL, host=arenas.host_id())]
+    ranks += [http.RankInfo(rank=number, pid=0, device="cpu", transports=ALL, host=FAR) for number in (1, 2)]
+    hello = hello_of(*ranks, host=arenas.host_id())
+    transport, reason = registry.pick("auto", HERE, hello)
+    assert (transport, reason) == ("nixl", "several hosts, with ranks 1, 2 on another, and both sides have NIXL")
+    with pytest.raises(UnsupportedOption, match=f"{HERE} runs on several hosts, with ranks 1, 2 on another.*nccl"):
+        registry.pick("ipc_zmq", HERE, hello)
+    everywhere = msgspec.structs.replace(hello, ranks=tuple(ranks[1:]))
+    assert registry.pick("auto", HERE, everywhere)[1].startswith("another host, and")
+
+
 def test_a_transport_that_the_engine_lacks_is_refused_with_a_list_of_those_it_has():
     with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport nixl, only ipc_zmq, nccl$"):
         registry.pick("nixl", HERE, engine(ALL, ("ipc_zmq", "nccl")))

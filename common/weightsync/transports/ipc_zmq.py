@@ -189,10 +189,19 @@ class MappedIncoming:
                 self._session.taken(index)
 
 
+def _far(hello: http.OpenReply) -> str:
+    """Where the processes of an engine run that are not on this host; empty if all are on it."""
+    here = arenas.host_id()
+    ranks = [str(rank.rank) for rank in hello.ranks if rank.host not in ("", here)]  # an older engine does not say
+    if 0 < len(ranks) < len(hello.ranks):
+        return f"several hosts, with {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)} on another"
+    return "another host" if ranks or hello.host != here else ""
+
+
 def _apart(hello: http.OpenReply) -> tuple[str, str]:
     """Where an engine runs that shared memory cannot reach, and what to do about it; empty if it can be reached."""
-    if hello.host != arenas.host_id():
-        return "another host", (
+    if far := _far(hello):
+        return far, (
             " (or in a container with its own /dev/shm): transport ipc_zmq needs engine and trainer to share one; run "
             "containers with --ipc=host"
         )
