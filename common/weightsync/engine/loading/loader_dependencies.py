@@ -11,7 +11,7 @@ import enum
 import operator
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy
@@ -55,15 +55,21 @@ class Dependencies:
 
     def take(self) -> None:
         """Take the present values as those to compare with."""
-        #: For each dictionary: where it is, the watched keys, how to get their values, the values, its length.
-        self._values: list[tuple[str, dict[str, Any], tuple[str, ...], Any, tuple[Any, ...], int]] = []
+        #: For each dictionary: where it is, the watched keys, their values, its length.
+        self._values: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[Any, ...], int]] = []
         #: Values that take a step of Python: where, the dictionary and key, how to compare, and with what.
         self._others: list[tuple[str, dict[str, Any], str, Callable[[Any, Any], bool], Any]] = []
         self._objects: set[int] = set()
         for name, module in self._model.named_modules():
             self._take(name, vars(module), deeper=True)
             self._take(name, module._buffers, deeper=False)
-        self._environment = dict(os.environ)
+        # The same in columns, which are compared in C: mostly nothing has changed.
+        links = [(held, key) for _, held, keys, *_ in self._values for key in keys]
+        self._holders, self._keys = [held for held, _ in links], [key for _, key in links]
+        self._kept = [value for *_, values, _ in self._values for value in values]
+        sized = [(held, count) for where, held, *_, count in self._values if self._seen[where] < _HARMLESS]
+        self._sized, self._counts = [held for held, _ in sized], [count for _, count in sized]
+        self._environment = dict(_environment())
 
     def _take(self, where: str, held: dict[str, Any], *, deeper: bool) -> None:
         keys: list[str] = []
@@ -85,24 +91,29 @@ class Dependencies:
                     self._objects.add(id(value))
                     self._take(name, vars(value), deeper=False)
         if keys or self._seen[where] < _HARMLESS:
-            get = operator.itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
-            self._values.append((where, held, tuple(keys), get, get(held), len(held)))
+            self._values.append((where, held, tuple(keys), tuple(held[key] for key in keys), len(held)))
 
     def changed(self) -> list[str]:
         """Where a value is not what it was."""
         found = [name for name, held, key, kind, snapshot in self._others if not kind(held.get(key), snapshot)]
-        for where, held, keys, get, values, count in self._values:
+        for where, held, keys, values, count in () if self._values_are_same() else self._values:
             try:
-                if get(held) == values and (len(held) == count or self._seen[where] >= _HARMLESS):
+                if tuple(held[key] for key in keys) == values and (len(held) == count or self._seen[where] >= _HARMLESS):
                     continue
             except Exception:
                 pass  # a key is gone, or its value cannot be compared any more
             found += self._which(where, held, keys, values) or [where]
-        if dict(os.environ) != self._environment:
-            names = os.environ.keys() | self._environment.keys()
-            changed = (name for name in names if os.environ.get(name) != self._environment.get(name))
-            found += (f"environment variable {name}" for name in changed)
+        if (now := _environment()) != (before := self._environment):
+            changed = (name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+            found += (f"environment variable {os.fsdecode(name)}" for name in changed)
         return [name for name in found if self._seen[name] < _HARMLESS]
+
+    def _values_are_same(self) -> bool:
+        try:
+            values = list(map(operator.getitem, self._holders, self._keys))
+            return values == self._kept and list(map(len, self._sized)) == self._counts
+        except Exception:
+            return False  # a key is gone, or its value cannot be compared any more
 
     @staticmethod
     def _which(where: str, held: dict[str, Any], keys: tuple[str, ...], values: tuple[Any, ...]) -> list[str]:
@@ -114,6 +125,12 @@ class Dependencies:
         """Note that the loader does what it did although these changed; stop watching those that keep changing."""
         self._seen.update(names)
         self.take()
+
+
+def _environment() -> Mapping[str | bytes, str | bytes]:
+    """What `os.environ` holds; `os.environ` itself would decode all of it."""
+    found: Mapping[str | bytes, str | bytes] = getattr(os.environ, "_data", os.environ)
+    return found
 
 
 def _is_flat(value: Any) -> bool:

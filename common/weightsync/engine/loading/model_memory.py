@@ -100,7 +100,7 @@ class Memory:
 
     def owner(self, tensor: torch.Tensor) -> Owner | None:
         """The owner of a tensor's memory; None if the model does not own it, or the tensor has no data."""
-        if tensor.device.type == "meta" or tensor.numel() == 0:
+        if tensor.is_meta or tensor.numel() == 0:
             return None
         try:
             return self.owner_at(tensor.data_ptr())

@@ -11,6 +11,7 @@ parameters or raises cannot be recorded at all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -57,7 +58,7 @@ class Copy(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """Equal for copies of the same slice to the same place."""
-        return (*self[:4], *_place(self.target))
+        return (self.name, self.dtype, self.offset_bytes, self.strides, *_place(self.target))
 
 
 class Constant(NamedTuple):
@@ -91,12 +92,20 @@ class Recording:
         """Names of the tensors that are loaded from."""
         return set(self.unfollowed).union(*self.touched.values())
 
+    @functools.cached_property
+    def _keys(self) -> dict[str, list[tuple[Any, ...]]]:
+        """The keys of all copies, by the names of the tensors that they copy. For a recording that has ended."""
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.name, []).append(copy.key())
+        return found
+
     def differs(self, again: Recording, names: Collection[str] | None = None) -> str:
         """Name of something that the loader does differently in ``again``, recorded with the same memory; else empty.
 
         ``names`` are the tensors that it was given for ``again``; None for all.
         """
-        mine = {copy.key(): copy.name for copy in self.copies if names is None or copy.name in names}
+        mine = {key: name for name in (self._keys if names is None else names) for key in self._keys.get(name, ())}
         theirs = {copy.key(): copy.name for copy in again.copies}
         for key in mine.keys() ^ theirs.keys():
             return mine.get(key) or theirs[key]
@@ -196,6 +205,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # A short way for what a loader does most: it copies a checkpoint tensor, or a part of one, into a parameter.
+        if func is aten.copy_.default and type(args[1]) is FakeTensor:
+            owner = self._place(args[0])
+            if type(owner) is Owner:
+                self._note_copy(owner, args[0], args[1])
+                return args[0]
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
@@ -318,25 +333,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.broken = f"{_name(func)} writes to memory that is no parameter, or more than one"
         elif target.numel():
             assert isinstance(place, Owner)
-            self.recording.written.setdefault(place, []).append(target)
             self._note(func, place, target, args, names)
 
     def _note(self, func: Any, owner: Owner, target: torch.Tensor, args: tuple[Any, ...], names: set[str]) -> None:
         """Record a write to ``target``, a part of a parameter."""
         source: Any = args[1] if len(args) > 1 else None
-        touched = self.recording.touched.setdefault(owner, set())
-        touched |= names
         if func in (aten.copy_.default, aten.fill_.Tensor) and isinstance(source, FakeTensor):
-            if source.slice is None:
-                self._fall(owner, "what is copied into it is computed", names)
-            elif not one_cast((source.slice.dtype, *source.dtypes, target.dtype)):
-                self._fall(owner, "what is copied into it is rounded twice", names)
-            else:
-                part = source.slice.expand(target.shape)
-                offset_bytes = int(part.storage_offset()) * part.dtype.itemsize
-                (name,) = source.names
-                self.recording.copies.append(Copy(name, part.dtype, offset_bytes, part.stride(), target.detach()))
-        elif func in (aten.zero_.default, aten.fill_.Scalar):
+            self._note_copy(owner, target, source)
+            return
+        self._note_target(owner, target, names)
+        if func in (aten.zero_.default, aten.fill_.Scalar):
             value = torch.full((), source if source is not None else 0, dtype=target.dtype, device=target.device)
             self.recording.constants.append(Constant(value, target.detach()))
         elif (
@@ -348,6 +354,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.constants.append(Constant(value, target.detach()))
         else:
             self._fall(owner, f"{_name(func)} writes to it", names)
+
+    def _note_copy(self, owner: Owner, target: torch.Tensor, source: FakeTensor) -> None:
+        """Record that ``target``, a part of a parameter, gets a checkpoint tensor or a part of one."""
+        self._note_target(owner, target, source.names)
+        part = source.slice
+        if part is None:
+            self._fall(owner, "what is copied into it is computed", source.names)
+        elif (source.dtypes or part.dtype != target.dtype) and not one_cast(
+            (part.dtype, *source.dtypes, target.dtype)
+        ):
+            self._fall(owner, "what is copied into it is rounded twice", source.names)
+        else:
+            if part.shape != target.shape:
+                part = part.expand(target.shape)
+            offset_bytes = int(part.storage_offset()) * part.dtype.itemsize
+            (name,) = source.names
+            self.recording.copies.append(Copy(name, part.dtype, offset_bytes, part.stride(), target.detach()))
+
+    def _note_target(self, owner: Owner, target: torch.Tensor, names: Collection[str]) -> None:
+        self.recording.written.setdefault(owner, []).append(target)
+        self.recording.touched.setdefault(owner, set()).update(names)
 
     def _fall(self, owner: Owner, why: str, names: Iterable[str]) -> None:
         self.recording.fallen.setdefault(owner, why)
