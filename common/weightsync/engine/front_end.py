@@ -21,7 +21,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine import refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
-from weightsync.engine.rank_calls import Calls, Replies, collect
+from weightsync.engine.rank_calls import Calls, Replies, Turn, collect
 from weightsync.errors import (
     EngineRestarted,
     LeaseHeld,
@@ -109,7 +109,7 @@ class FrontEnd:
         )
         self._call = Calls(front.call, lambda: front.busy)
         self._lease = Lease()
-        self._turn = asyncio.Lock()
+        self._turn = Turn()
         self._push = self._committed = ""
         self._aborted: deque[str] = deque(maxlen=_ABORTED)
         self._detail = "it waits for its first push" if front.waits else ""
@@ -377,7 +377,7 @@ class FrontEnd:
     async def _exclusive(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
         """Serialise the requests that change state. Raises `PushTimeout` if the turn does not come in time."""
         try:
-            await asyncio.wait_for(self._turn.acquire(), deadline.left())
+            await self._turn.acquire(deadline.left())
         except asyncio.TimeoutError as error:
             raise PushTimeout(
                 f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{self._call.dead_ranks()}"

@@ -34,6 +34,26 @@ _AGAIN_S: Final = 0.05
 _ASKING_S: Final = 1.0
 
 
+class Turn:
+    """A lock of an event loop. To take it while it is free costs next to nothing."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+        self.release = self._lock.release
+
+    async def acquire(self, timeout_s: float) -> None:
+        """Take it. Raises `asyncio.TimeoutError` if that takes more than ``timeout_s`` seconds."""
+        if not (self._waiting or self._lock.locked()):
+            await self._lock.acquire()  # at once
+            return
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(self._lock.acquire(), timeout_s)  # makes a task, and a timer
+        finally:
+            self._waiting -= 1
+
+
 class Calls:
     """Calls to all ranks. ``raw(method, payload)`` makes one by the engine's own means, without a deadline.
 
@@ -42,7 +62,7 @@ class Calls:
 
     def __init__(self, raw: Callable[[str, bytes], Awaitable[Replies]], busy: Callable[[], str] = str):
         self._raw, self._busy = raw, busy
-        self._turn = asyncio.Lock()
+        self._turn = Turn()
         self._running = ""
         self._since = 0.0
         #: The ranks, as of the last `weightsync_open`.
@@ -63,7 +83,7 @@ class Calls:
     async def _once(self, method: str, payload: bytes, timeout_s: float) -> Replies:
         start = time.monotonic()
         try:
-            await asyncio.wait_for(self._turn.acquire(), timeout_s)
+            await self._turn.acquire(timeout_s)
         except asyncio.TimeoutError as error:
             raise PushTimeout(
                 f"the ranks do not come to {method}: they are in {self._running} for "

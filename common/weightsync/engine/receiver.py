@@ -14,6 +14,7 @@ from threading import Event
 
 from msgspec import UNSET
 
+from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Adapter
 from weightsync.engine.loading.loader import Loading
@@ -90,6 +91,8 @@ class Receiver:
         self._previous: Staged | None = None
         #: The last commit that was begun, and the values of the two above before it.
         self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
+        #: Receives one push after the other.
+        self._thread = DaemonThread("weightsync-receive")
         #: Guards the machine and the job against the receiving thread.
         self._lock = threading.Lock()
 
@@ -164,7 +167,7 @@ class Receiver:
         with self._lock:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
-        threading.Thread(target=self._receive, args=(job,), name="weightsync-receive", daemon=True).start()
+        self._thread.submit(lambda: self._receive(job))
         return self._loading.accepted()
 
     def _receive(self, job: _Job) -> None:

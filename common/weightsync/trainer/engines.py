@@ -338,8 +338,8 @@ class Engines:
             for _, client in clients:
                 client.close()
 
-        try:  # includes the start: after Ctrl-C in it, the thread would otherwise run for ever
-            threading.Thread(target=run, name="weightsync-lease", daemon=True).start()
+        try:  # includes the start: after Ctrl-C in it, `run` would otherwise go on for ever
+            self._threads.submit(run)
             yield
         finally:
             ended.set()

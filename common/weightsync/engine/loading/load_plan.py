@@ -51,12 +51,13 @@ class _Bound(NamedTuple):
     """A plan's copies out of one stage. Host memory is addressed, not referenced: the stage's owner keeps it alive.
 
     ``ends`` counts the pieces of `_PIECE_BYTES` up to the end of each run; ``samples`` of them are compared after a
-    replay.
+    replay. If every run is one piece, ``columns`` has the sources, targets and sizes of all, to compare them in C.
     """
 
     copies: Copies
     runs: list[Run]
     ends: list[int]
+    columns: list[Sequence[int]]
     samples: int
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
@@ -221,6 +222,7 @@ class LoadPlan:
             Copies(runs),
             runs,
             ends,
+            list(zip(*runs, strict=True)) if ends and ends[-1] == len(runs) else [],
             min(_SAMPLES, _SAMPLE_BYTES * ends[-1] // nbytes) if nbytes else 0,
             [target for target, _ in pairs],
             [source for _, source in pairs],
@@ -259,7 +261,9 @@ class LoadPlan:
         """Name of a parameter that is not, in a sample, what `replay` put there; another sample each time."""
         bound, turn = self._bound[key(stage)], self._comparisons
         self._comparisons += 1
-        for piece in _sample(bound.ends[-1] if bound.ends else 0, turn, bound.samples):
+        pieces = _sample(bound.ends[-1] if bound.ends else 0, turn, bound.samples)
+        columns = [column[pieces.start :: pieces.step] for column in bound.columns]
+        for piece in pieces if not columns or any(map(_memcmp, *columns)) else ():
             at = bisect.bisect_right(bound.ends, piece)
             source, target, nbytes = bound.runs[at]
             into = (piece - (bound.ends[at - 1] if at else 0)) * _PIECE_BYTES
