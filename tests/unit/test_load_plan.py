@@ -155,14 +155,14 @@ def test_replay_equals_loading(program, apart):
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
     assert plan.differs(stage) == plan.strays(stage) == ""
     loader_hooks = LoaderHooks(model, lambda weights: load(model, weights), contextlib.nullcontext)
-    assert [plan.changed(loader_hooks, sample=sample) for sample in (True, True, False)] == [""] * 3
+    assert [plan.changed(loader_hooks, samples) for samples in (1, 1, 0)] == [""] * 3
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == want
     # A tensor that the loader skips from now on is detected.
     for left_out in {copy.name for copy in plan.copies} - plan.loader:
         less = LoaderHooks(
             model, lambda weights, name=left_out: load(model, [p for p in weights if p[0] != name]), loader_hooks[2]
         )
-        assert plan.changed(less, sample=True) == plan.changed(less, sample=False) == left_out
+        assert plan.changed(less, 1) == plan.changed(less, 0) == left_out
     if plan.copies:
         target = plan.copies[0].target
         target.as_strided((1,), (1,), target.storage_offset()).view(torch.uint8)[0] ^= 1

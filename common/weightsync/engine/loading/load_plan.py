@@ -22,7 +22,8 @@ import torch
 from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.model_memory import Owner, overlap
-from weightsync.engine.loading.recording import Copy, Recording, record
+from weightsync.engine.loading.recorded import Copy, Recording
+from weightsync.engine.loading.recording import record
 from weightsync.tensors.boxes import Box, cut_of, hull, whole
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Copies, Run
@@ -37,8 +38,8 @@ _SAMPLE_BYTES: Final = 4 << 20
 _PIECE_BYTES: Final = 64 << 10
 _SAMPLES: Final = 512
 _STRIDED_SAMPLES: Final = 8
-#: The loader is recorded again with one in `_SHARES` of the tensors, but at least `_SHARE` of them, others each time.
-#: That happens twice in a push, so every tensor has its turn within 16 pushes; it costs about 30 microseconds a tensor.
+#: A sample of what the loader does takes one in `_SHARES` of the tensors, but at least `_SHARE` of them, others each
+#: time. There are two in a push, so every tensor has its turn within 16 pushes; it costs 10 microseconds a tensor.
 _SHARES: Final = 32
 _SHARE: Final = 64
 
@@ -102,6 +103,7 @@ class LoadPlan:
             for owner in self.memory.owners
             if (owner.parameter or owner in found.written) and self.memory.gaps(owner, found.written.get(owner, ()))
         ]
+        self._followed = [entry.spec for entry in layout.entries if entry.spec.name not in self.loader]
         #: How many samples were compared: of the model, and of what the loader does.
         self._comparisons = self._rerecorded = 0
 
@@ -277,18 +279,20 @@ class LoadPlan:
                     return owner.name if owner is not None else ""
         return ""
 
-    def changed(self, loader_hooks: LoaderHooks, sample: bool) -> str:
+    def changed(self, loader_hooks: LoaderHooks, samples: int = 0) -> str:
         """Record the loader again; returns the name of something that it now does differently, empty if nothing.
 
-        With ``sample``, only with some of the tensors, others each time. Raises as `record`.
+        With a number of ``samples``, only with some of the tensors, others in each. Raises as `record`.
         """
-        specs = [entry.spec for entry in self.layout.entries]
-        if not sample:
+        if not samples:
+            specs = [entry.spec for entry in self.layout.entries]
             return self._recording.differs(record(loader_hooks, specs, self._device, self.memory))
-        specs = [spec for spec in specs if spec.name not in self.loader]
-        specs = [specs[at] for at in _sample(len(specs), self._rerecorded, max(_SHARE, len(specs) // _SHARES))]
+        count = len(self._followed)
+        turns = range(self._rerecorded, self._rerecorded + samples)
+        sampled = {at for turn in turns for at in _sample(count, turn, max(_SHARE, count // _SHARES))}
+        specs = [self._followed[at] for at in sorted(sampled)]
         names = frozenset(spec.name for spec in specs)
-        self._rerecorded += 1
+        self._rerecorded += samples
         if not names:
             return ""
         return self._recording.differs(record(loader_hooks, specs, self._device, self.memory), names)

@@ -1,10 +1,9 @@
 """Loading in one rank: what a complete push is, and whether a load plan or the engine's own loader loads it.
 
 A plan is checked continually, outside of the pause. At prepare and before each commit it is compared with the model's
-addresses, the simple values of its modules and the environment, and with what the loader does to a few tensors, others
-each time. If anything differs, the loader is recorded again, and that push goes through the loader. After a replay, 4
-MiB of the live parameters are compared with the stage; if they differ, the loader loads the push, and the plan is
-dropped.
+addresses, the simple values of its modules and the environment, and in samples with what the loader does to a few
+tensors. If anything differs, the loader is recorded again, and that push goes through the loader. After a replay, 4 MiB
+of the live parameters are compared with the stage; if they differ, the loader loads the push, and the plan is dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
 from weightsync.engine.loading.recording import record, uncollected
+from weightsync.engine.loading.samples import Samples
 from weightsync.engine.stage import Staged
 from weightsync.errors import ManifestMismatch, ManifestUnknown, TransferFailed, WrongState
 from weightsync.memory import arenas
@@ -36,10 +36,6 @@ from weightsync.tensors.subset import Subset
 logger = logging.getLogger(__name__)
 
 _OWN: Final = "the engine's own loader"
-#: Seconds of this thread's CPU that a sample may take in every check. One that takes n times as long is taken in every
-#: n-th check, and at least in every `_RESTS`-th.
-_SAMPLE_S: Final = 0.05
-_RESTS: Final = 16
 
 
 class Loading:
@@ -68,7 +64,7 @@ class Loading:
         self._pushes = 0  # loaded by the plan
         #: The push that was last checked before its commit.
         self._checked_push = ""
-        self._rest = 0  # checks left to do without a sample
+        self._samples = Samples()
         self._compared: dict[str, Comparison] = {}  # the last of each kind
 
     @property
@@ -104,8 +100,9 @@ class Loading:
             if self._layout is None or self._layout.name != known:
                 raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
             manifest = self._manifest
+        self._checked_push = ""
         layout = self._layout if manifest == self._manifest else None
-        if layout is not None and not self._record_if_changed(layout, push, sample=True):
+        if layout is not None and not self._record_if_changed(layout, push):
             return layout
         expected = self._known()
         self._layout = None
@@ -215,17 +212,20 @@ class Loading:
             isinstance(hooks, LoaderHooks) and hooks.model is self._plan.memory.model and self._plan.memory.is_unmoved()
         )
 
-    def _record_if_changed(self, layout: Layout, push: str, *, sample: bool) -> bool:
-        """Record the loader again if the plan for this layout no longer holds; returns whether it did so."""
+    def _record_if_changed(self, layout: Layout, push: str, *, sample: bool = True, commits: bool = False) -> bool:
+        """Record the loader again if the plan for this layout no longer holds; returns whether it did so.
+
+        ``commits``: this is the check before the commit.
+        """
         if not self._unmoved():
             why = "the model's memory has moved"
-        elif not (why := self._find_change(push, sample)):
+        elif not (why := self._find_change(push, sample, commits)):
             return False
         logger.warning("rank %d: %s; its load plan is recorded again", self._adapter.rank, why)
         self._record(layout)
         return True
 
-    def _find_change(self, push: str, sample: bool) -> str:
+    def _find_change(self, push: str, sample: bool, commits: bool) -> str:
         """Why a trusted plan no longer is what the loader does; empty if no cheap check finds a difference."""
         plan, hooks, dependencies = self._plan, self._hooks, self._dependencies
         if plan is None or hooks is None or dependencies is None or not self._machine.allows("replay"):
@@ -233,13 +233,13 @@ class Loading:
         start, changed = time.perf_counter(), []
         try:
             changed = dependencies.changed()
-            sample = sample and self._is_due()
-            if not (changed or sample):
+            samples = self._samples.due(plan, commits=commits) if sample else 0
+            if not (changed or samples):
                 return ""
             with uncollected():
-                found = self._sample(plan, hooks) if sample and not changed else "some"
+                found = self._samples.compare(plan, hooks, samples) if samples and not changed else "some"
                 # With few tensors a loader may behave differently than with all: only a full recording decides.
-                found = found and plan.changed(hooks, sample=False)
+                found = found and plan.changed(hooks)
             if changed and not found:
                 dependencies.was_harmless(changed)
         except Exception as error:
@@ -251,28 +251,22 @@ class Loading:
         self._note("what the loader does", push, fault)
         return fault
 
-    def _is_due(self) -> bool:
-        self._rest -= 1
-        return self._rest < 0
-
-    def _sample(self, plan: LoadPlan, hooks: LoaderHooks) -> str:
-        """As `LoadPlan.changed` with a sample; if that is expensive, the next checks do without."""
-        start = time.thread_time()
-        found = plan.changed(hooks, sample=True)
-        self._rest = min(_RESTS, int((time.thread_time() - start) / _SAMPLE_S))
-        return found
-
     def _note(self, what: str, push: str, fault: str) -> None:
         self._compared[what] = Comparison(what, push, fault)
 
     def prepare_load(self, staged: Staged | None, push: str = "") -> None:
         """Prepare to load, before generation stops; record a changed loader again. Raises `TransferFailed`."""
-        before = self._accepted.unwritten.keys()
+        before, accepted = self._plan, self._accepted
         if self._layout is not None:
             # Some engines call this twice for a push.
-            self._record_if_changed(self._layout, push, sample=push != self._checked_push or not push)
+            first = push != self._checked_push or not push
+            self._record_if_changed(self._layout, push, sample=first, commits=True)
             self._checked_push = push
-        if worse := self._accepted.unwritten.keys() - before:
+        worse = self._accepted.unwritten.keys() - accepted.unwritten.keys()
+        if before is not None and before is not self._plan and not before.subset.name and not worse:
+            # A tensor that one rank with a subset leaves out, another may read; this rank would need all.
+            worse = set(self._plan.unread() if self._plan is not None else ()).difference(before.unread())
+        if worse:
             self._layout = None  # so that all ranks check the next push in full
             raise TransferFailed(
                 f"rank {self._adapter.rank}: the engine's loader has changed since the push was accepted, and does not "
@@ -380,7 +374,7 @@ class Loading:
             self._drop(why)
         else:
             plan.bind(staged.data)
-            self._rest = 0
+            self._samples = Samples()
             self._machine.move("matched")
         logger.info("rank %d loads through %s", self._adapter.rank, self.path)
 

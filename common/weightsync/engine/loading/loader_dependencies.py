@@ -98,7 +98,8 @@ class Dependencies:
         found = [name for name, held, key, kind, snapshot in self._others if not kind(held.get(key), snapshot)]
         for where, held, keys, values, count in () if self._values_are_same() else self._values:
             try:
-                if tuple(held[key] for key in keys) == values and (len(held) == count or self._seen[where] >= _HARMLESS):
+                same = tuple(held[key] for key in keys) == values
+                if same and (len(held) == count or self._seen[where] >= _HARMLESS):
                     continue
             except Exception:
                 pass  # a key is gone, or its value cannot be compared any more
@@ -127,9 +128,9 @@ class Dependencies:
         self.take()
 
 
-def _environment() -> Mapping[str | bytes, str | bytes]:
+def _environment() -> Mapping[Any, Any]:
     """What `os.environ` holds; `os.environ` itself would decode all of it."""
-    found: Mapping[str | bytes, str | bytes] = getattr(os.environ, "_data", os.environ)
+    found: Mapping[Any, Any] = getattr(os.environ, "_data", None) or os.environ
     return found
 
 

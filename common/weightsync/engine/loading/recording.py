@@ -11,13 +11,11 @@ parameters or raises cannot be recorded at all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +32,7 @@ from weightsync.engine.loading.fake_tensor import (
     tensors_in,
 )
 from weightsync.engine.loading.model_memory import Memory, Owner, extent_bytes
+from weightsync.engine.loading.recorded import Constant, Copy, Recording
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.layout import DTYPES
 
@@ -41,80 +40,6 @@ aten: Final = torch.ops.aten
 
 #: How often the loader is run again without the tensors whose values it read.
 _ATTEMPTS: Final = 8
-
-
-class Copy(NamedTuple):
-    """``target`` gets a slice of the tensor ``name``, cast to its dtype as `torch.Tensor.copy_` does.
-
-    The slice has the shape of ``target``; it starts ``offset_bytes`` into the tensor's bytes, which are read as
-    ``dtype``, and has ``strides`` in elements.
-    """
-
-    name: str
-    dtype: torch.dtype
-    offset_bytes: int
-    strides: tuple[int, ...]
-    target: torch.Tensor
-
-    def key(self) -> tuple[Any, ...]:
-        """Equal for copies of the same slice to the same place."""
-        return (self.name, self.dtype, self.offset_bytes, self.strides, *_place(self.target))
-
-
-class Constant(NamedTuple):
-    """``target`` gets ``value``, expanded to its shape, whatever is pushed."""
-
-    value: torch.Tensor
-    target: torch.Tensor
-
-    def key(self) -> tuple[Any, ...]:
-        """Equal for the same value at the same place."""
-        return (self.value.reshape(1).view(torch.uint8).cpu().numpy().tobytes(), *_place(self.target))
-
-
-@dataclass
-class Recording:
-    """What the loader does with one checkpoint."""
-
-    memory: Memory
-    copies: list[Copy] = field(default_factory=list)
-    constants: list[Constant] = field(default_factory=list)
-    fallen: dict[Owner, str] = field(default_factory=dict)
-    """Parameters whose loading takes more than views, casts and copies, each with the reason."""
-    touched: dict[Owner, set[str]] = field(default_factory=dict)
-    """By parameter, the names of the tensors that it is loaded from."""
-    unfollowed: dict[str, str] = field(default_factory=dict)
-    """Tensors that could not be followed at all, each with the reason."""
-    written: dict[Owner, list[torch.Tensor]] = field(default_factory=dict)
-    """By parameter, the parts that are written."""
-
-    def read(self) -> set[str]:
-        """Names of the tensors that are loaded from."""
-        return set(self.unfollowed).union(*self.touched.values())
-
-    @functools.cached_property
-    def _keys(self) -> dict[str, list[tuple[Any, ...]]]:
-        """The keys of all copies, by the names of the tensors that they copy. For a recording that has ended."""
-        found: dict[str, list[tuple[Any, ...]]] = {}
-        for copy in self.copies:
-            found.setdefault(copy.name, []).append(copy.key())
-        return found
-
-    def differs(self, again: Recording, names: Collection[str] | None = None) -> str:
-        """Name of something that the loader does differently in ``again``, recorded with the same memory; else empty.
-
-        ``names`` are the tensors that it was given for ``again``; None for all.
-        """
-        mine = {key: name for name in (self._keys if names is None else names) for key in self._keys.get(name, ())}
-        theirs = {copy.key(): copy.name for copy in again.copies}
-        for key in mine.keys() ^ theirs.keys():
-            return mine.get(key) or theirs[key]
-        before, after = ({each.key(): each.target for each in found.constants} for found in (self, again))
-        for key in (before.keys() ^ after.keys()) if names is None else ():
-            owner = self.memory.owner(before[key] if key in before else after[key])
-            return owner.name if owner is not None else ""
-        fallen = (owner.name for owner in again.fallen if owner not in self.fallen)
-        return next(fallen, "") or next(iter(again.unfollowed.keys() - self.unfollowed.keys()), "")
 
 
 def record(
@@ -207,9 +132,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         # A short way for what a loader does most: it copies a checkpoint tensor, or a part of one, into a parameter.
         if func is aten.copy_.default and type(args[1]) is FakeTensor:
-            owner = self._place(args[0])
-            if type(owner) is Owner:
-                self._note_copy(owner, args[0], args[1])
+            place = self._place(args[0])
+            if isinstance(place, Owner):
+                self._note_copy(place, args[0], args[1])
                 return args[0]
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
@@ -361,9 +286,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         part = source.slice
         if part is None:
             self._fall(owner, "what is copied into it is computed", source.names)
-        elif (source.dtypes or part.dtype != target.dtype) and not one_cast(
-            (part.dtype, *source.dtypes, target.dtype)
-        ):
+        elif (source.dtypes or part.dtype != target.dtype) and not one_cast((part.dtype, *source.dtypes, target.dtype)):
             self._fall(owner, "what is copied into it is rounded twice", source.names)
         else:
             if part.shape != target.shape:
@@ -380,10 +303,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.fallen.setdefault(owner, why)
         # At least the tensor that the loader is reading at this moment belongs to it.
         self.recording.touched.setdefault(owner, set()).update(names or filter(None, (self._current,)))
-
-
-def _place(target: torch.Tensor) -> tuple[Any, ...]:
-    return target.data_ptr(), target.shape, target.stride(), target.dtype
 
 
 _writes: dict[Any, list[tuple[int, str]]] = {}

@@ -1,0 +1,90 @@
+"""What the recording of a loader holds: which slice of which tensor goes where."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from weightsync.engine.loading.model_memory import Memory, Owner
+
+
+class Copy(NamedTuple):
+    """``target`` gets a slice of the tensor ``name``, cast to its dtype as `torch.Tensor.copy_` does.
+
+    The slice has the shape of ``target``; it starts ``offset_bytes`` into the tensor's bytes, which are read as
+    ``dtype``, and has ``strides`` in elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    offset_bytes: int
+    strides: tuple[int, ...]
+    target: torch.Tensor
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for copies of the same slice to the same place."""
+        return (self.name, self.dtype, self.offset_bytes, self.strides, *_place(self.target))
+
+
+class Constant(NamedTuple):
+    """``target`` gets ``value``, expanded to its shape, whatever is pushed."""
+
+    value: torch.Tensor
+    target: torch.Tensor
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same value at the same place."""
+        return (self.value.reshape(1).view(torch.uint8).cpu().numpy().tobytes(), *_place(self.target))
+
+
+@dataclass
+class Recording:
+    """What the loader does with one checkpoint."""
+
+    memory: Memory
+    copies: list[Copy] = field(default_factory=list)
+    constants: list[Constant] = field(default_factory=list)
+    fallen: dict[Owner, str] = field(default_factory=dict)
+    """Parameters whose loading takes more than views, casts and copies, each with the reason."""
+    touched: dict[Owner, set[str]] = field(default_factory=dict)
+    """By parameter, the names of the tensors that it is loaded from."""
+    unfollowed: dict[str, str] = field(default_factory=dict)
+    """Tensors that could not be followed at all, each with the reason."""
+    written: dict[Owner, list[torch.Tensor]] = field(default_factory=dict)
+    """By parameter, the parts that are written."""
+
+    def read(self) -> set[str]:
+        """Names of the tensors that are loaded from."""
+        return set(self.unfollowed).union(*self.touched.values())
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, list[tuple[Any, ...]]]:
+        """The keys of all copies, by the names of the tensors that they copy. For a recording that has ended."""
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.name, []).append(copy.key())
+        return found
+
+    def differs(self, again: Recording, names: Collection[str] | None = None) -> str:
+        """Name of something that the loader does differently in ``again``, recorded with the same memory; else empty.
+
+        ``names`` are the tensors that it was given for ``again``; None for all.
+        """
+        mine = {key: name for name in (self._keys if names is None else names) for key in self._keys.get(name, ())}
+        theirs = {copy.key(): copy.name for copy in again.copies}
+        for key in mine.keys() ^ theirs.keys():
+            return mine.get(key) or theirs[key]
+        before, after = ({each.key(): each.target for each in found.constants} for found in (self, again))
+        for key in (before.keys() ^ after.keys()) if names is None else ():
+            owner = self.memory.owner(before[key] if key in before else after[key])
+            return owner.name if owner is not None else ""
+        fallen = (owner.name for owner in again.fallen if owner not in self.fallen)
+        return next(fallen, "") or next(iter(again.unfollowed.keys() - self.unfollowed.keys()), "")
+
+
+def _place(target: torch.Tensor) -> tuple[Any, ...]:
+    return target.data_ptr(), target.shape, target.stride(), target.dtype

@@ -1,0 +1,43 @@
+"""When samples of what a loader does are compared with its load plan."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from weightsync.engine.adapter import LoaderHooks
+from weightsync.engine.loading.load_plan import LoadPlan
+
+#: Seconds of this thread's CPU that a sample may take in every check. One that takes n times as long is taken in every
+#: n-th check, and at least in every `_RESTS`-th.
+_SAMPLE_S: Final = 0.05
+_RESTS: Final = 16
+
+
+class Samples:
+    """The samples of one rank, of which one is due in each check: at prepare, and before the commit.
+
+    A rank that gets all tensors in full can load any push by the engine's loader. It leaves the sample of prepare to
+    the check before the commit, which sees every change that it would have shown, and runs the loader once for both.
+    """
+
+    def __init__(self) -> None:
+        self._rest = 0  # checks left to do without a sample
+        self._left = 0  # samples that the check at prepare has left to that before the commit
+
+    def due(self, plan: LoadPlan, *, commits: bool) -> int:
+        """How many to compare in this check; ``commits``: it is the one before the commit."""
+        self._rest -= 1
+        due = int(self._rest < 0)
+        if commits:
+            due, self._left = due + self._left, 0
+        elif not plan.subset.name:
+            due, self._left = 0, due
+        return due
+
+    def compare(self, plan: LoadPlan, hooks: LoaderHooks, samples: int) -> str:
+        """As `LoadPlan.changed`; if a sample is expensive, the next checks do without."""
+        start = time.thread_time()
+        found = plan.changed(hooks, samples)
+        self._rest = min(_RESTS, int((time.thread_time() - start) / samples / _SAMPLE_S))
+        return found
