@@ -4,7 +4,8 @@ One trainer, which is this process, and a reference engine that loads by its loa
 model and way to push it (from private or shared memory, verified or not), every round has memcpys of its bytes and a
 warm push; afterwards the engine's weights are compared with what was pushed. One series of models varies the number of
 tensors at one size, where 16 bytes a tensor show the cost apart from the bytes; another varies the size at one number.
-Exit code 0 if everything was served.
+With ``--engine vllm`` or ``--engine sglang`` it measures what a push costs that moves nothing, into that engine, see
+`control`. Exit code 0 if everything was served.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import bare, report
+from benchmarks import bare, control, report
 from benchmarks.blocks import Blocks, InProcess, engine
 from benchmarks.trainer import MEMCPYS, ROOT
+from tools import servers
 from weightsync import PushResult, Sender
 from weightsync.protocol.http import Verify
 
@@ -192,12 +194,22 @@ def plot(record: report.Record, path: Path) -> None:
     pyplot.close(figure)
 
 
+def _control(engine: servers.Engine, rounds: int) -> int:
+    record = control.record(engine, rounds)
+    path = report.save(record, kept=rounds >= MIN_ROUNDS, name=f"control-{engine}")
+    print(f"{control.table(record)}\nraw samples: {path.relative_to(ROOT)}")
+    return 0 if control.is_served(record) else 1
+
+
 def main() -> int:
     """Run the benchmark; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("reference", "vllm", "sglang"), default="reference")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
     parser.add_argument("--only", help="models with this in their name, as '18000 x'")
     args = parser.parse_args()
+    if args.engine != "reference":
+        return _control(args.engine, args.rounds)
     # Every parameter in shared memory is an open file here, and for a moment in the engine.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     models = [model for model in (*SIZES, *COUNTS, *EMPTY) if (args.only or "") in str(model)]

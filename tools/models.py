@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_0_6b"]
+Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_0_6b", "qwen3_narrow"]
 
 MAX_POSITIONS = 32768
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
@@ -45,6 +45,15 @@ _QWEN3_0_6B = {
     "max_position_embeddings": MAX_POSITIONS,
     "initializer_range": 0.05,
 }
+# 299 tensors of few bytes.
+_NARROW = {
+    **_TINY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
 _MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -58,6 +67,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_TINY, "tie_word_embeddings": True}),
     "llama": ("Llama", {**_TINY, "tie_word_embeddings": False}),
     "qwen3_moe": ("Qwen3Moe", {**_TINY, **_MOE, "tie_word_embeddings": False}),
+    "qwen3_narrow": ("Qwen3", {**_NARROW, "tie_word_embeddings": True}),
     "qwen3_0_6b": ("Qwen3", {**_QWEN3_0_6B, "tie_word_embeddings": True}),
 }
 

@@ -71,9 +71,8 @@ class ModelAdapter:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy each tensor over the model's tensor of the same name."""
         state = dict(self.model.named_parameters(remove_duplicate=False))
-        state.update(self.model.named_buffers(remove_duplicate=False))
         for name, tensor in weights:
-            state[name].copy_(tensor)
+            (state[name] if name in state else self.model.get_buffer(name)).copy_(tensor)
 
     def digest(self) -> str:
         """Digest of the model's state."""

@@ -223,3 +223,29 @@ async def test_a_prepared_push_does_not_expire_between_ready_and_apply(harness):
     gate.set()
     await commit
     assert front.seen() == SERVING[1]
+
+
+@driven
+async def test_a_turn_comes_when_it_is_free_and_a_wait_for_it_ends_in_time():
+    turn, order = rank_calls.Turn(), []
+
+    async def taken(name, timeout_s=60.0):
+        await turn.acquire(timeout_s)
+        order.append(name)
+
+    before = asyncio.all_tasks()
+    started = turn.acquire(60.0)
+    with pytest.raises(StopIteration):
+        started.send(None)  # it was free: nothing was waited for
+    assert asyncio.all_tasks() == before
+    with pytest.raises(asyncio.TimeoutError):
+        await turn.acquire(0.01)
+    waiting = [asyncio.ensure_future(taken(name)) for name in ("first", "second")]
+    while turn._waiting != 2:
+        await asyncio.sleep(0)
+    turn.release()
+    with pytest.raises(asyncio.TimeoutError):
+        await turn.acquire(0.01)  # free at this moment, but others have waited longer
+    turn.release()
+    await asyncio.gather(*waiting)
+    assert order == ["first", "second"]

@@ -198,3 +198,16 @@ def test_what_is_no_engine_is_refused():
     for wrong in (torch.nn.Linear(1, 1), object()):
         with pytest.raises(UnsupportedOption, match="neither a URL nor an engine"):
             Sender([wrong])
+
+
+def test_a_warm_push_starts_no_thread(engine, b):
+    started = []
+    with Sender([engine]) as sender:
+        for _ in range(3):
+            sender.push(b)
+        threading.setprofile(lambda *_: started.append(threading.current_thread().name))
+        try:
+            sender.push(b)
+        finally:
+            threading.setprofile(None)
+    assert started == []

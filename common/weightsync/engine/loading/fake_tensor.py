@@ -41,8 +41,8 @@ class Record(Protocol):
     """The identity of the recorded thread."""
     broken: str
     """Why the recording must not be used; empty if it may."""
-    made: list[tuple[str, weakref.ref[FakeTensor]]]
-    """Every fake tensor, with the name of a checkpoint tensor that it stands for."""
+    made: list[tuple[frozenset[str], weakref.ref[FakeTensor]]]
+    """Every fake tensor, with the names of the checkpoint tensors that it stands for."""
 
 
 class FakeTensor(torch.Tensor):
@@ -77,7 +77,7 @@ class FakeTensor(torch.Tensor):
             device=device,
         )
         self.recorder, self.names, self.seen, self.slice, self.dtypes = recorder, names, seen, slice_, dtypes
-        recorder.made.append((min(names), weakref.ref(self)))
+        recorder.made.append((names, weakref.ref(self)))
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

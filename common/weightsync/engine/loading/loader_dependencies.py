@@ -119,7 +119,7 @@ class Dependencies:
     @staticmethod
     def _which(where: str, held: dict[str, Any], keys: tuple[str, ...], values: tuple[Any, ...]) -> list[str]:
         pairs = zip(keys, values, strict=True)
-        changed = (key for key, value in pairs if type(held.get(key)) is not type(value) or held[key] != value)
+        changed = (key for key, value in pairs if key not in held or not _is_same(held[key], value))
         return [f"{where}.{key}" if where else key for key in changed]
 
     def was_harmless(self, names: list[str]) -> None:
@@ -148,6 +148,10 @@ def _is_equal(value: Any, kept: Any) -> bool:
         return same
     except Exception:
         return False  # it now holds something that cannot be compared
+
+
+def _is_same(value: Any, kept: Any) -> bool:
+    return value is kept or _is_equal(value, kept)
 
 
 def _is_unchanged(value: Any, snapshot: tuple[Any, ...]) -> bool:

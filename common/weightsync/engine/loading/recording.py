@@ -97,7 +97,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.broken = ""
         #: Tensors whose values the loader read, and how; the loader is to be recorded again without them.
         self.stopped: dict[str, str] = {}
-        self.made: list[tuple[str, weakref.ref[FakeTensor]]] = []
+        self.made: list[tuple[frozenset[str], weakref.ref[FakeTensor]]] = []
         self._current = ""
         #: Memory that the loader allocated, by address, referenced so that no address is used again; and the names
         #: of the tensors that were written there.
@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Name of a tensor that the loader references after it has returned; empty if there is none."""
         if any(found() is not None for _, found in self.made):
             gc.collect()  # reference cycles do not count
-        return next((name for name, found in self.made if found() is not None), "")
+        return next((min(names) for names, found in self.made if found() is not None), "")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,145 @@
+"""Pushes that move nothing, and beside them the engine's own pause, resume and calls; also run by an engine's Python.
+
+python benchmarks/control_inside.py vllm|sglang MODEL ROUNDS: an engine of this very process, `vllm.LLM` or
+`sglang.Engine`; prints its samples as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WARM_UP = 4
+#: What a push into an engine asks of its ranks: to accept it, whether they are ready, to load it.
+CALLS = 3
+
+Sample = dict[str, float]
+
+
+class Beside(NamedTuple):
+    """What is measured beside a push; each returns once it is done.
+
+    ``request`` is a request that makes no call to the ranks, ``call`` one that makes one, and in vLLM also one for the
+    version, as a push does. ``pause`` and ``resume`` are the engine's own; ``load`` returns the seconds that its own
+    loader takes, where that loads every push.
+    """
+
+    request: Callable[[], object]
+    call: Callable[[], object]
+    pause: Callable[[], object]
+    resume: Callable[[], object]
+    load: Callable[[], float]
+
+
+def measure(push: Callable[[], object], beside: Beside, rounds: int) -> list[Sample]:
+    """The seconds of every round."""
+    for _ in range(WARM_UP):
+        push()
+    return [_round(push, beside) for _ in range(rounds)]
+
+
+def _round(push: Callable[[], object], beside: Beside) -> Sample:
+    names = ("push", "request", "call", "pause", "resume")
+    found = {name: _timed(act) for name, act in zip(names, (push, *beside[:4]), strict=True)}
+    return {**found, "load": beside.load()}
+
+
+def _timed(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def _vllm(folder: str) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
+    from vllm import LLM
+
+    engine = LLM(
+        folder,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        worker_extension_cls="peer_vllm.BenchExtension",
+    )
+    core = engine.llm_engine.engine_core
+    engine.collective_rpc("weightsync_bench_hold", args=(folder,))
+    return (
+        engine,
+        lambda: core.call_utility("pause_scheduler", "keep", False),
+        lambda: core.call_utility("resume_scheduler"),
+        lambda: float(engine.collective_rpc("weightsync_bench_reload", args=("0",))[0]),
+    )
+
+
+def _sglang(folder: str) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
+    import sglang
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    engine = sglang.Engine(
+        model_path=folder,
+        dtype="bfloat16",
+        context_length=256,
+        max_total_tokens=4096,
+        device="cpu",
+        attention_backend="torch_native",
+        disable_cuda_graph=True,
+        mem_fraction_static=0.1,
+        sleep_on_idle=True,
+        log_level="warning",
+    )
+    manager = engine.tokenizer_manager
+
+    def run(method: Any, message: object) -> None:
+        asyncio.run_coroutine_threadsafe(method(message), engine.loop).result()
+
+    return (
+        engine,
+        lambda: run(manager.pause_generation, PauseGenerationReqInput(mode="retract")),
+        lambda: run(manager.continue_generation, ContinueGenerationReqInput(torch_empty_cache=False)),
+        float,
+    )
+
+
+def main() -> None:
+    """Measure an engine of this process."""
+    # Everything that is printed goes to stderr, so that stdout has the samples only.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from weightsync import Sender
+    from weightsync.protocol.in_process import target
+
+    kind, folder, rounds = sys.argv[1:]
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()  # not a mapped file
+    engine, pause, resume, load = (_vllm if kind == "vllm" else _sglang)(folder)
+    with Sender([engine]) as sender:
+        routes: Any = target(engine)
+        beside = Beside(
+            lambda: routes.ask("lease", b'{"owner": "nobody"}', 60.0),
+            lambda: routes.ask("status", b"{}", 60.0),
+            pause,
+            resume,
+            load,
+        )
+        samples = measure(lambda: sender.push(module), beside, int(rounds))
+        last = sender.push(module)
+        (found,) = sender.status().values()
+    served = (found.version, found.state) == (last.version, "serving")
+    print(
+        json.dumps({"samples": samples, "served": served, "loading": found.ranks[0].loading}), file=answers, flush=True
+    )
+    os._exit(0)  # SGLang ends the whole process otherwise, with an error
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()
