@@ -130,7 +130,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A short way for what a loader does most: it copies a checkpoint tensor, or a part of one, into a parameter.
+        # Short ways for what loaders do most: to copy a checkpoint tensor, or a part of one, into a parameter, and
+        # to view a part of either.
         if func is aten.copy_.default and type(args[1]) is FakeTensor:
             place = self._place(args[0])
             if isinstance(place, Owner):
@@ -138,6 +139,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return args[0]
         kwargs = kwargs or {}
         tensors = tensors_in(args, kwargs)
+        if is_view(func) and len(tensors) == 1 and args and args[0] is tensors[0]:
+            first = tensors[0]
+            return first.follow(func, args[1:], kwargs) if isinstance(first, FakeTensor) else func(*args, **kwargs)
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if targets := list(_written(func, args, kwargs)):
             return self._write(func, args, kwargs, targets)
@@ -167,9 +171,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         first = fakes[0]
         alone = len(tensors) == 1 and args and args[0] is first
-        if alone and (is_view(func) or func in COPIES or func in RESHAPES):
-            if func in COPIES:
-                return first.like(func(first.seen, *args[1:], **kwargs), first.slice)
+        if alone and func in COPIES:
+            return first.like(func(first.seen, *args[1:], **kwargs), first.slice)
+        if alone and func in RESHAPES:
             return first.follow(func, args[1:], kwargs)
         if alone and func is aten._to_copy.default:
             return self._cast(first, kwargs)
