@@ -2,7 +2,7 @@
 
 A model of 300 small tensors, in a server and in an engine of the trainer's process, on this machine's CPU. Each round
 pushes it as it is, and measures beside it what the engine takes by itself: its own pause and resume, the calls to its
-ranks, and in vLLM the reload of the model. The control cost is the time of the push without these. What remains in it
+ranks, and what it does to load: in vLLM the reload of the model, in SGLang the steps around it. The control cost is the time of the push without these. What remains in it
 of the engine's own are the flush of its caches and, in vLLM, five of its eleven calls, which are not measured alone.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import requests
 
 from benchmarks import report
-from benchmarks.control_inside import CALLS, Beside, Sample, measure
+from benchmarks.control_inside import CALLS, Beside, Sample, measure, session_s
 from benchmarks.peers import TIMEOUT_S
 from benchmarks.trainer import ROOT, model_folders
 from tools import models, servers
@@ -83,14 +83,22 @@ def _beside(server: servers.Server) -> Beside:
         (said,) = answer.json()["results"]
         return str(said)
 
+    def call() -> None:
+        ask(f"{http.PREFIX}/status", b"{}")
+
+    def load() -> float:
+        if server.engine == "vllm":
+            return float(worker("weightsync_bench_reload", "0"))
+        return session_s(lambda: ask("/begin_weight_update", b"{}"), lambda: ask("/end_weight_update", b"{}"), call)
+
     if server.engine == "vllm":
         worker("weightsync_bench_hold", str(server.model))
     return Beside(
         lambda: ask(f"{http.PREFIX}/lease", b'{"owner": "nobody"}'),
-        lambda: ask(f"{http.PREFIX}/status", b"{}"),
+        call,
         lambda: ask(pause, body),
         lambda: ask(resume, b"{}"),
-        lambda: float(worker("weightsync_bench_reload", "0")) if server.engine == "vllm" else 0.0,
+        load,
     )
 
 

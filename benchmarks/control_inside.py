@@ -26,8 +26,8 @@ class Beside(NamedTuple):
     """What is measured beside a push; each returns once it is done.
 
     ``request`` is a request that makes no call to the ranks, ``call`` one that makes one, and in vLLM also one for the
-    version, as a push does. ``pause`` and ``resume`` are the engine's own; ``load`` returns the seconds that its own
-    loader takes, where that loads every push.
+    version, as a push does. ``pause`` and ``resume`` are the engine's own; ``load`` returns the seconds that it takes
+    to load by itself: in vLLM the reload of the model, in SGLang the two steps around a load.
     """
 
     request: Callable[[], object]
@@ -50,13 +50,20 @@ def _round(push: Callable[[], object], beside: Beside) -> Sample:
     return {**found, "load": beside.load()}
 
 
+def session_s(begin: Callable[[], object], end: Callable[[], object], call: Callable[[], object]) -> float:
+    """The seconds that SGLang's ``begin`` and ``end`` of a load take beyond a ``call`` each."""
+    return _timed(begin) + _timed(end) - _timed(call) - _timed(call)
+
+
 def _timed(act: Callable[[], object]) -> float:
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
 
 
-def _vllm(folder: str) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
+def _vllm(
+    folder: str, call: Callable[[], object]
+) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
     from vllm import LLM
 
     engine = LLM(
@@ -76,7 +83,9 @@ def _vllm(folder: str) -> tuple[Any, Callable[[], object], Callable[[], object],
     )
 
 
-def _sglang(folder: str) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
+def _sglang(
+    folder: str, call: Callable[[], object]
+) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
     import sglang
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
@@ -101,7 +110,7 @@ def _sglang(folder: str) -> tuple[Any, Callable[[], object], Callable[[], object
         engine,
         lambda: run(manager.pause_generation, PauseGenerationReqInput(mode="retract")),
         lambda: run(manager.continue_generation, ContinueGenerationReqInput(torch_empty_cache=False)),
-        float,
+        lambda: session_s(engine.begin_weight_update, engine.end_weight_update, call),
     )
 
 
@@ -120,12 +129,17 @@ def main() -> None:
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()  # not a mapped file
-    engine, pause, resume, load = (_vllm if kind == "vllm" else _sglang)(folder)
+    routes: Any = None
+
+    def call() -> None:
+        routes.ask("status", b"{}", 60.0)
+
+    engine, pause, resume, load = (_vllm if kind == "vllm" else _sglang)(folder, call)
     with Sender([engine]) as sender:
-        routes: Any = target(engine)
+        routes = target(engine)
         beside = Beside(
             lambda: routes.ask("lease", b'{"owner": "nobody"}', 60.0),
-            lambda: routes.ask("status", b"{}", 60.0),
+            call,
             pause,
             resume,
             load,

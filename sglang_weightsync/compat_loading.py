@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: SGLang's LoRA wrapper of experts, in `sglang.srt.lora.layers`, which only processes with LoRA import.
 _EXPERT_LORA: Final = "FusedMoEWithLoRA"
+#: Models of which SGLang has said that they hold nothing that is derived from weights and not loaded with them.
+_without_derived: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
 
 def _runners(scheduler: Any) -> list[Any]:
@@ -38,14 +41,27 @@ def refused(scheduler: Any) -> str:
             runner.weight_updater._assert_weight_cache_inactive("a push")
         except RuntimeError as error:
             return str(error)
-        if reason := weight_updater._unsupported_derived_weight_cache_error(runner.model):
-            return str(reason)
-        if any(type(module).__name__ == _EXPERT_LORA for module in runner.model.modules()):
+        # SGLang looks at every module several times, for what is determined when a model is built.
+        if runner.model not in _without_derived:
+            if reason := weight_updater._unsupported_derived_weight_cache_error(runner.model):
+                return str(reason)
+            _without_derived.add(runner.model)
+        if any(kind.__name__ == _EXPERT_LORA for kind in _kinds(runner.model)):
             return (
                 "LoRA is enabled for experts, which hides their weights from the model's own loader: leave the experts "
                 "out of --lora-target-modules, or start the engine without --enable-lora"
             )
     return ""
+
+
+def _kinds(model: torch.nn.Module) -> set[type]:
+    """The classes of the model and its parts; faster than `torch.nn.Module.modules`, which makes names too."""
+    found, left = set[type](), [model]
+    while left:
+        part = left.pop()
+        found.add(type(part))
+        left += filter(None, part._modules.values())
+    return found
 
 
 def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
