@@ -1,9 +1,10 @@
 """What a push costs that moves nothing, into a real engine: `make bench-sizes ARGS="--engine vllm"`.
 
-A model of 300 small tensors, in a server and in an engine of the trainer's process, on this machine's CPU. Each round
+A model of 299 small tensors, in a server and in an engine of the trainer's process, on this machine's CPU. Each round
 pushes it as it is, and measures beside it what the engine takes by itself: its own pause and resume, the calls to its
-ranks, and what it does to load: in vLLM the reload of the model, in SGLang the steps around it. The control cost is the time of the push without these. What remains in it
-of the engine's own are the flush of its caches and, in vLLM, five of its eleven calls, which are not measured alone.
+ranks, and what it does to load: in vLLM the reload of the model, in SGLang the steps around it. The control cost is the
+time of the push without these. What remains in it of the engine's own are the flush of its caches and, in vLLM, five of
+its eleven calls, which are not measured alone.
 """
 
 from __future__ import annotations
