@@ -71,11 +71,14 @@ def _by_url(engine: servers.Engine, folder: Path, rounds: int) -> dict[str, Any]
 
 def _beside(server: servers.Server) -> Beside:
     # The sender's own client, so that a request costs what it costs in a push.
-    client = Server(server.url, {"Authorization": f"Bearer {auth.sender_token()}"})
+    key = {"Authorization": f"Bearer {auth.sender_token()}", "Content-Type": "application/json"}
+    client = Server(server.url, key)
     pause, resume, body = _PAUSE[server.engine]
 
-    def ask(path: str, asked: bytes) -> None:
-        client.ask("POST", path, asked, Deadline(TIMEOUT_S), limit=http.MAX_BODY_BYTES)
+    def ask(path: str, asked: bytes, status: int = 200) -> None:
+        reply = client.ask("POST", path, asked, Deadline(TIMEOUT_S), limit=http.MAX_BODY_BYTES)
+        if reply.status != status:
+            raise RuntimeError(f"{path} answered {reply.status}: {reply.body[:500]!r}")
 
     def worker(method: str, argument: str) -> str:
         asked = {"method": method, "args": [argument]}
@@ -95,7 +98,7 @@ def _beside(server: servers.Server) -> Beside:
     if server.engine == "vllm":
         worker("weightsync_bench_hold", str(server.model))
     return Beside(
-        lambda: ask(f"{http.PREFIX}/lease", b'{"owner": "nobody"}'),
+        lambda: ask(f"{http.PREFIX}/lease", b'{"owner": "nobody"}', 409),
         call,
         lambda: ask(pause, body),
         lambda: ask(resume, b"{}"),

@@ -270,7 +270,7 @@ async def test_a_commit_that_times_out_before_its_ranks_are_ready_changes_nothin
         await trainer.stage("v1", 1)
         gate, end = threading.Event(), Deadline(6.0)
         front.gates["weightsync_ready"] = gate
-        await front.front_end._turn.acquire()
+        await front.front_end._turn.acquire(60.0)
         commit = await queued(front, trainer.commit("v1", timeout_s=5.0))
         await asyncio.sleep(2.5)  # when its turn comes, little of its time is left
         front.front_end._turn.release()
