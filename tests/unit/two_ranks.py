@@ -105,6 +105,6 @@ def until(true, what):
 
 async def queued(front, coroutine):
     turn = front.front_end._turn
-    before, task = len(turn._waiters or ()), asyncio.ensure_future(coroutine)
-    await asyncio.to_thread(until, lambda: len(turn._waiters or ()) > before, "it does not wait")
+    before, task = turn._waiting, asyncio.ensure_future(coroutine)
+    await asyncio.to_thread(until, lambda: turn._waiting > before, "it does not wait")
     return task
