@@ -2,8 +2,8 @@
 
 A model of 299 small tensors, in a server and in an engine of the trainer's process, on this machine's CPU. Each round
 pushes it as it is, and measures beside it what the engine takes by itself: its own pause and resume, the calls to its
-ranks, and what it does to load: in vLLM the reload of the model, in SGLang the steps around it. The control cost is the
-time of the push without these. What remains in it of the engine's own are the flush of its caches and, in vLLM, five of
+ranks, and what it does to load: in vLLM the reload of the model (of the same push), in SGLang the steps around a load.
+The control cost is the time of the push without these. What remains in it of the engine's own are the flush of its caches and, in vLLM, five of
 its eleven calls, which are not measured alone.
 """
 
@@ -16,8 +16,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import requests
 
 from benchmarks import report
 from benchmarks.control_inside import CALLS, Beside, Sample, measure, session_s
@@ -32,10 +30,9 @@ from weightsync.trainer.http_client import Server
 KIND: models.Kind = "qwen3_narrow"
 BY_URL, INSIDE = "by URL", "in the trainer's process"
 AIMS_S = {BY_URL: 0.008, INSIDE: 0.004}
-_ARGS: dict[servers.Engine, list[str]] = {
-    "vllm": ["--worker-extension-cls", "peer_vllm.BenchExtension"],
-    "sglang": ["--sleep-on-idle"],
-}
+_ARGS: dict[servers.Engine, list[str]] = {"vllm": [], "sglang": ["--sleep-on-idle"]}
+#: vLLM's own pause and resume are developers' routes; the server listens on the loopback interface only.
+_DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 _PAUSE = {
     "vllm": ("/pause?mode=keep&clear_cache=false", "/resume", b""),
     "sglang": ("/pause_generation", "/continue_generation", b'{"mode": "retract"}'),
@@ -49,17 +46,12 @@ def record(engine: servers.Engine, rounds: int) -> report.Record:
     return {**report.about(engine), "engine": engine, "model": KIND, "rounds": rounds, "doors": doors}
 
 
-def _environment(engine: servers.Engine) -> dict[str, str]:
-    development = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
-    return development if engine == "vllm" else {}
-
-
 def _by_url(engine: servers.Engine, folder: Path, rounds: int) -> dict[str, Any]:
     module = models.load_reference(folder)
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()  # not a mapped file
     with (
-        servers.start(engine, folder, args=_ARGS[engine], env=_environment(engine), max_model_len=256) as server,
+        servers.start(engine, folder, args=_ARGS[engine], env=_DEVELOPMENT, max_model_len=256) as server,
         Sender([server.url]) as sender,
     ):
         found = measure(lambda: sender.push(module), _beside(server), rounds)
@@ -80,23 +72,14 @@ def _beside(server: servers.Server) -> Beside:
         if reply.status != status:
             raise RuntimeError(f"{path} answered {reply.status}: {reply.body[:500]!r}")
 
-    def worker(method: str, argument: str) -> str:
-        asked = {"method": method, "args": [argument]}
-        answer = requests.post(f"{server.url}/collective_rpc", json=asked, timeout=TIMEOUT_S)
-        answer.raise_for_status()
-        (said,) = answer.json()["results"]
-        return str(said)
-
     def call() -> None:
         ask(f"{http.PREFIX}/status", b"{}")
 
-    def load() -> float:
+    def load(step_s: float) -> float:
         if server.engine == "vllm":
-            return float(worker("weightsync_bench_reload", "0"))
+            return step_s
         return session_s(lambda: ask("/begin_weight_update", b"{}"), lambda: ask("/end_weight_update", b"{}"), call)
 
-    if server.engine == "vllm":
-        worker("weightsync_bench_hold", str(server.model))
     return Beside(
         lambda: ask(f"{http.PREFIX}/lease", b'{"owner": "nobody"}', 409),
         call,
@@ -111,7 +94,7 @@ def _inside(engine: servers.Engine, folder: Path, rounds: int) -> dict[str, Any]
     done = subprocess.run(
         [python, Path(__file__).with_name("control_inside.py"), engine, folder, str(rounds)],
         cwd=tempfile.gettempdir(),
-        env={**os.environ, **servers.environment_of(engine, 1), **_environment(engine)},
+        env={**os.environ, **servers.environment_of(engine, 1)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 WARM_UP = 4
@@ -26,28 +25,32 @@ class Beside(NamedTuple):
     """What is measured beside a push; each returns once it is done.
 
     ``request`` is a request that makes no call to the ranks, ``call`` one that makes one, and in vLLM also one for the
-    version, as a push does. ``pause`` and ``resume`` are the engine's own; ``load`` returns the seconds that it takes
-    to load by itself: in vLLM the reload of the model, in SGLang the two steps around a load.
+    version, as a push does. ``pause`` and ``resume`` are the engine's own; ``load`` returns the seconds that the engine
+    takes to load by itself, given the step of a push in which it loads, without the call: in vLLM, which reloads the
+    model in it, all of it, in SGLang those of the two steps around a load.
     """
 
     request: Callable[[], object]
     call: Callable[[], object]
     pause: Callable[[], object]
     resume: Callable[[], object]
-    load: Callable[[], float]
+    load: Callable[[float], float]
 
 
-def measure(push: Callable[[], object], beside: Beside, rounds: int) -> list[Sample]:
+def measure(push: Callable[[], Any], beside: Beside, rounds: int) -> list[Sample]:
     """The seconds of every round."""
     for _ in range(WARM_UP):
         push()
     return [_round(push, beside) for _ in range(rounds)]
 
 
-def _round(push: Callable[[], object], beside: Beside) -> Sample:
-    names = ("push", "request", "call", "pause", "resume")
-    found = {name: _timed(act) for name, act in zip(names, (push, *beside[:4]), strict=True)}
-    return {**found, "load": beside.load()}
+def _round(push: Callable[[], Any], beside: Beside) -> Sample:
+    start = time.perf_counter()
+    (engine,) = push().engines.values()
+    found = {"push": time.perf_counter() - start}
+    names = ("request", "call", "pause", "resume")
+    found |= {name: _timed(act) for name, act in zip(names, beside[:4], strict=True)}
+    return {**found, "load": beside.load(engine.seconds["apply"] - (found["call"] - found["request"]))}
 
 
 def session_s(begin: Callable[[], object], end: Callable[[], object], call: Callable[[], object]) -> float:
@@ -63,7 +66,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 def _vllm(
     folder: str, call: Callable[[], object]
-) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
+) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[float], float]]:
     from vllm import LLM
 
     engine = LLM(
@@ -71,21 +74,19 @@ def _vllm(
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=256,
-        worker_extension_cls="peer_vllm.BenchExtension",
     )
     core = engine.llm_engine.engine_core
-    engine.collective_rpc("weightsync_bench_hold", args=(folder,))
     return (
         engine,
         lambda: core.call_utility("pause_scheduler", "keep", False),
         lambda: core.call_utility("resume_scheduler"),
-        lambda: float(engine.collective_rpc("weightsync_bench_reload", args=("0",))[0]),
+        lambda reload_s: reload_s,
     )
 
 
 def _sglang(
     folder: str, call: Callable[[], object]
-) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[], float]]:
+) -> tuple[Any, Callable[[], object], Callable[[], object], Callable[[float], float]]:
     import sglang
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
@@ -110,7 +111,7 @@ def _sglang(
         engine,
         lambda: run(manager.pause_generation, PauseGenerationReqInput(mode="retract")),
         lambda: run(manager.continue_generation, ContinueGenerationReqInput(torch_empty_cache=False)),
-        lambda: session_s(engine.begin_weight_update, engine.end_weight_update, call),
+        lambda _: session_s(engine.begin_weight_update, engine.end_weight_update, call),
     )
 
 
@@ -155,5 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()
