@@ -3,8 +3,8 @@
 A model of 299 small tensors, in a server and in an engine of the trainer's process, on this machine's CPU. Each round
 pushes it as it is, and measures beside it what the engine takes by itself: its own pause and resume, the calls to its
 ranks, and what it does to load: in vLLM the reload of the model (of the same push), in SGLang the steps around a load.
-The control cost is the time of the push without these. What remains in it of the engine's own are the flush of its caches and, in vLLM, five of
-its eleven calls, which are not measured alone.
+The control cost is the time of the push without these. What remains in it of the engine's own are the flush of its
+caches and, in vLLM, five of its eleven calls, which are not measured alone.
 """
 
 from __future__ import annotations
