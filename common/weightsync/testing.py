@@ -144,8 +144,9 @@ class ReferenceFrontEnd:
         return await loop.run_in_executor(self._loop, self._generate, prompt, tokens)
 
     def close(self) -> None:
-        """End the thread that generates and loads, after what it is doing."""
+        """End the threads that generate and load, and receive, after what they are doing."""
         self._loop.shutdown(wait=False)
+        self._receiver.close()
 
     def _generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
         dirty = self._receiver.status().state.startswith("dirty")

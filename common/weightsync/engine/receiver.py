@@ -93,6 +93,8 @@ class Receiver:
         self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
         #: Receives one push after the other.
         self._thread = DaemonThread("weightsync-receive")
+        #: Ends that thread after what it is doing, once there will be no push any more.
+        self.close = self._thread.close
         #: Guards the machine and the job against the receiving thread.
         self._lock = threading.Lock()
 
