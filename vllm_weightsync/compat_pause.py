@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
+from vllm_weightsync import compat_waves
+
 HOLD: Final = "weightsync_hold"
 LET_GO: Final = "weightsync_let_go"
 ASLEEP: Final = "weightsync_asleep"
@@ -27,12 +29,12 @@ class HeldScheduler:
         self._scheduler = scheduler
         self._set: Callable[[Any], None] = scheduler.set_pause_state
         self._requested = scheduler.pause_state
-        self._ours = False
+        self.ours = False
         self.refused = ""
         scheduler.set_pause_state = self._on_request
 
     def _on_request(self, state: Any) -> None:
-        if self._ours:
+        if self.ours:
             self._set(state)
             return
         if state == type(state).UNPAUSED and self.refused:
@@ -43,11 +45,11 @@ class HeldScheduler:
         """Pause as vLLM does; the future is done when every request that was to finish first has finished."""
         if mode == "wait" and self._scheduler.pause_state == type(self._requested).PAUSED_ALL:
             mode = "keep"  # a user has frozen the requests: they finish only after that user resumes
-        self._ours = True
+        self.ours = True
         try:
             paused: Future[Any] | None = core.pause_scheduler(mode=mode, clear_cache=False)
         finally:
-            self._ours = False
+            self.ours = False
         return paused
 
     def freeze(self) -> None:
@@ -68,7 +70,10 @@ def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
     held.refused = refused
     if mode:
         return held.pause(self, mode)
-    held.freeze()
+    if compat_waves.steps_together(self) and not compat_waves.has_stopped(self):
+        held.pause(self, "keep")
+    else:
+        held.freeze()
     return None
 
 
@@ -77,6 +82,14 @@ def _let_go(self: Any) -> None:
     held = self.__dict__.pop(_ATTRIBUTE, None)
     if held is not None:
         held.end()
+    if compat_waves.steps_together(self):
+        compat_waves.go_on(self)
+
+
+def _remembers(core: Any) -> bool:
+    """Whether what users request takes effect only when the hold ends."""
+    held: HeldScheduler | None = core.__dict__.get(_ATTRIBUTE)
+    return held is not None and not held.ours
 
 
 def _asleep(self: Any) -> list[str]:
@@ -90,3 +103,4 @@ def install() -> None:
 
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):
         setattr(EngineCore, name, method)
+    compat_waves.install(_remembers)
