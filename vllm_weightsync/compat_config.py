@@ -17,6 +17,7 @@ _ASKED: Final = (
     "parallel_config.data_parallel_size",
     "parallel_config.data_parallel_index",
     "parallel_config.data_parallel_external_lb",
+    "parallel_config.data_parallel_hybrid_lb",
     "parallel_config.data_parallel_rank_local",
     "parallel_config.local_engines_only",
     "model_config.is_moe",
@@ -54,14 +55,7 @@ def _reasons(config: Any) -> Iterator[str]:
         return
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
-        if gone := compat_waves.lacking():
-            yield refusals.unknown("vLLM's engine core lacks", gone)
-        if parallel.local_engines_only or parallel.data_parallel_rank_local is not None:
-            yield (
-                f"{_balancing(parallel)} with a mixture of experts: the replicas of all its servers take every step "
-                "together, and a push through one of them would not stop those of the others; let one server balance "
-                "all of them, with --data-parallel-size alone"
-            )
+        yield from _replicas_of_experts(parallel)
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:
@@ -73,11 +67,20 @@ def _reasons(config: Any) -> Iterator[str]:
         yield from _connectors(transfer)
 
 
-def _balancing(parallel: Any) -> str:
-    """The option by which servers other than this one have replicas of the engine."""
-    if not parallel.local_engines_only:
-        return "VLLM_DP_RANK"
-    return f"--data-parallel-{'external' if parallel.data_parallel_external_lb else 'hybrid'}-lb"
+def _replicas_of_experts(parallel: Any) -> Iterator[str]:
+    if gone := compat_waves.lacking():
+        yield refusals.unknown("vLLM's engine core lacks", gone)
+    balanced = {
+        "--data-parallel-external-lb": parallel.data_parallel_external_lb,
+        "--data-parallel-hybrid-lb": parallel.data_parallel_hybrid_lb,
+        "VLLM_DP_RANK": parallel.data_parallel_rank_local is not None,
+    }
+    for option in (name for name, given in balanced.items() if given):
+        yield (
+            f"{option} with a mixture of experts: the replicas of all servers take every step together, and a push "
+            "into one server would not stop those of the others; start one server for all of them, with "
+            "--data-parallel-size alone"
+        )
 
 
 def _connectors(transfer: Any) -> Iterator[str]:

@@ -1,14 +1,14 @@
 """Replicas of a mixture of experts in vLLM, which take every step together, and how a push stops them.
 
-A replica that steps waits in each layer of experts until all others take the same step, so none may stop or start alone.
-vLLM lets them step in *waves*. A replica that was asked to pause goes on, with dummy steps if it has nothing else to do,
-until all have been asked: they find that out in one all-reduce, and stop after the same step. A hold is such a pause.
-Where this differs from vLLM:
+A replica that steps waits in each layer of experts until all others take the same step, so none may stop or start
+alone. vLLM lets them step in *waves*. A replica that was asked to pause goes on, with dummy steps if it has nothing
+else to do, until all have been asked: they find that out in one all-reduce, and stop after the same step. A hold is
+such a pause. Where this differs from vLLM:
 
 - Pauses and resumes that users request during a hold are only remembered (`compat_pause`).
-- Replicas wait for each other in steps alone. vLLM's resume waits in an all-reduce of its own; if one replica is asked to
-  resume and to pause in another order than the others, all wait for ever. Here a resume begins a wave, and the replicas
-  find out in it whether to go on.
+- Replicas wait for each other in steps alone. vLLM's resume waits in an all-reduce of its own; if one replica is asked
+  to resume and to pause in another order than the others, all wait for ever. Here a resume begins a wave, and the
+  replicas find out in it whether to go on.
 - A replica that begins a wave has the others woken. When a hold that came too late is ended, some may be idle, and some
   may have been asked to pause.
 """
@@ -19,7 +19,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 #: Attributes of a replica's engine core that are used here.
-_USED: Final = ("engines_running", "pending_pause", "ignore_start_dp_wave", "current_wave", "output_queue")
+_USED: Final = (
+    "engines_running",
+    "pending_pause",
+    "ignore_start_dp_wave",
+    "current_wave",
+    "has_coordinator",
+    "output_queue",
+)
 
 
 def lacking() -> list[str]:
@@ -53,10 +60,10 @@ def go_on(core: Any) -> None:
 def _begin(core: Any) -> None:
     from vllm.v1.engine import EngineCoreOutputs
 
-    if not core.engines_running:
-        core.engines_running = True
+    if not core.engines_running and core.has_coordinator:
         # The coordinator, which is client -1, wakes the others. Those that are held do not hear it.
         core.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=core.current_wave)))
+    core.engines_running = True
 
 
 def install(is_held: Callable[[Any], bool]) -> None:

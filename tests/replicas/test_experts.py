@@ -4,6 +4,7 @@ vLLM does not serve them on a CPU by itself; `cpu_experts` has what it lacks the
 """
 
 import itertools
+import json
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ SERVERS = {
     "two servers, parallel experts": ("-dp", "2", "--no-enable-prefix-caching", "--enable-expert-parallel"),
 }
 ENV = {"OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "weightsync,cpu_experts", "VLLM_SERVER_DEV_MODE": "1"}
+WAIT = json.dumps({"weightsync": {"wait_for_initial_weights": True}})
 #: Seconds in which an engine that generates would have answered.
 QUIET_S = 3.0
 PUSHES = 20
@@ -48,8 +50,8 @@ class Experts(Replicas):
         return requests.post(f"{self.url}{route}", timeout=PATIENCE_S)
 
 
-def experts(name, model_folder, folder):
-    return start("vllm", "qwen3_moe", model_folder, folder, (SERVERS[name], ENV), Experts)
+def experts(name, model_folder, folder, *more):
+    return start("vllm", "qwen3_moe", model_folder, folder, ((*SERVERS[name], *more), ENV), Experts)
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -66,9 +68,7 @@ class Load:
         self._ended = threading.Event()
         self._threads = ThreadPoolExecutor(len(lengths))
         self._begun = threading.Barrier(len(lengths) + 1)
-        self._asking = [
-            self._threads.submit(self._ask, engine, replica, tokens) for replica, tokens in lengths.items()
-        ]
+        self._asking = [self._threads.submit(self._ask, engine, replica, tokens) for replica, tokens in lengths.items()]
 
     def _ask(self, engine, replica, tokens):
         answers = 0
@@ -108,12 +108,15 @@ def test_a_pause_stops_both_replicas(engine, pause, busy):
     engine.assert_serves(engine.b, pause)
 
 
-@pytest.mark.parametrize("lengths", [{0: 3, 1: 17}, {0: 40}, {1: 1}], ids=str)
+@pytest.mark.parametrize("lengths", [{0: 3, 1: 17}, {1: 1}], ids=["both", "second"])
 def test_many_pushes_while_waves_begin_and_end(engine, lengths):
+    weights = models.load_reference(engine.b), models.load_reference(engine.a)
+    senders = [engine.sender(pause=pause) for pause in ("keep", "retract", "wait")]
     with Load(engine, lengths):
-        for number, pause in zip(range(PUSHES), itertools.cycle(("keep", "retract", "wait"))):
-            folder = (engine.b, engine.a)[number % 2]
-            engine.push(folder, f"push {number}", pause=pause)
+        for number, sender in zip(range(PUSHES), itertools.cycle(senders)):
+            sender.push(weights[number % 2], version=f"push {number}")
+    for sender in senders:
+        sender.close()
     engine.assert_serves(engine.a, f"push {PUSHES - 1}")
 
 
@@ -163,12 +166,26 @@ def test_a_pause_that_fails_in_one_replica_releases_both(engine, replica, busy):
     engine.order_at("replica stops", "raise", replica=replica)
     with engine.sender() as sender, ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(engine.ask, replica, 100) for replica in busy]
-        with pytest.raises(ApplyFailed, match="vLLM did not pause, and nothing was changed.*injected") as raised:
+        with pytest.raises(ApplyFailed, match=r"vLLM did not pause, and nothing was changed.*injected") as raised:
             sender.push(models.load_reference(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}
         assert [len(request.result(PATIENCE_S)[0]) for request in asked] == [100] * len(busy)
         engine.assert_serves(engine.a, "a")
         sender.push(models.load_reference(engine.b), version="b")
+    engine.assert_serves(engine.b, "b")
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_pause_that_waits_too_long_for_one_replica_releases_both(engine, replica):
+    engine.push(engine.a, "a")
+    with ThreadPoolExecutor(1) as threads, Sender([engine.url], timeout_s=10, pause="wait") as sender:
+        asked = threads.submit(engine.ask, replica, 2000)
+        with pytest.raises(PushTimeout, match="requests in flight did not finish") as raised:
+            sender.push(models.load_reference(engine.b), version="never")
+        assert raised.value.engines == {engine.url: "unchanged"}
+        engine.assert_serves(engine.a, "a")
+        assert len(asked.result(PATIENCE_S)[0]) == 2000
+    engine.push(engine.b, "b")
     engine.assert_serves(engine.b, "b")
 
 
@@ -254,19 +271,24 @@ def test_a_replica_that_freezes_in_the_pause_ends_the_push_and_goes_on(engine, r
 
 
 @pytest.mark.parametrize("point", ["rank loads", "replica stops"])
-def test_a_replica_that_is_killed_ends_its_engine_alone(point, model_folder, tmp_path):
-    engine = experts("one server", model_folder, tmp_path)
+def test_replicas_wait_for_their_first_push_and_end_alone_when_one_is_killed(point, model_folder, tmp_path):
+    engine = experts("one server", model_folder, tmp_path, "--additional-config", WAIT)
+    where = {"replica": 1} if point == "replica stops" else {"rank": 1, "tensor": 5}
     with engine.server, ReferenceEngine(engine.a) as other:
-        with Sender([engine.url, other.url], timeout_s=PATIENCE_S) as sender:
-            sender.push(models.load_reference(engine.a), version="a")
-            engine.order_at(point, "kill", **({"replica": 1} if point == "replica stops" else {"rank": 1, "tensor": 5}))
+        with Sender([engine.url, other.url], timeout_s=PATIENCE_S) as sender, ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(engine.ask, replica, 4) for replica in (0, 1)]
+            assert not wait(waiting, timeout=QUIET_S).done
+            sender.push(models.load_reference(engine.b), version="b")
+            assert [len(request.result(PATIENCE_S)[0]) for request in waiting] == [4, 4]
+            engine.assert_serves(engine.b, "b")
+            engine.order_at(point, "kill", **where)
             with pytest.raises(WeightSyncError) as raised:
-                sender.push(models.load_reference(engine.b), version="b")
+                sender.push(models.load_reference(engine.a), version="a")
             assert not isinstance(raised.value, PushTimeout)  # nobody waits for the dead
             assert raised.value.engines.pop(engine.url) in ("unknown", "dirty")
             assert raised.value.engines == {other.url: "committed"}
             sender.remove_engine(engine.url)
-            sender.push(models.load_reference(engine.a), version="on")
+            sender.push(models.load_reference(engine.b), version="on")
             assert sender.status()[other.url].version == "on"
         with pytest.raises(requests.RequestException):
             engine.ask(0, 4, timeout=5)
