@@ -213,9 +213,10 @@ def test_what_a_user_requests_during_a_push_takes_effect_afterwards(engine, paus
     if paused:
         assert engine.call("/pause?mode=keep").ok
     with ThreadPoolExecutor(2) as threads:
+        fired = engine.orders.with_suffix(".fired")
+        fired.unlink(missing_ok=True)  # of an earlier test
         engine.order("hold", 1)
         pushing = threads.submit(engine.push, engine.b, "b")
-        fired = engine.orders.with_suffix(".fired")
         while not fired.exists():
             assert not pushing.done() or pushing.result()
         requested = threads.submit(engine.call, "/resume" if paused else "/pause?mode=keep")
