@@ -43,7 +43,8 @@ class HeldScheduler:
 
     def pause(self, core: Any, mode: str) -> Future[Any] | None:
         """Pause as vLLM does; the future is done when every request that was to finish first has finished."""
-        if mode == "wait" and self._scheduler.pause_state == type(self._requested).PAUSED_ALL:
+        frozen = self._scheduler.pause_state == type(self._requested).PAUSED_ALL
+        if mode == "wait" and (frozen or compat_waves.wants_to_go_on(core)):
             mode = "keep"  # a user has frozen the requests: they finish only after that user resumes
         self.ours = True
         try:
@@ -70,10 +71,9 @@ def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
     held.refused = refused
     if mode:
         return held.pause(self, mode)
-    if compat_waves.steps_together(self) and not compat_waves.has_stopped(self):
-        held.pause(self, "keep")
-    else:
-        held.freeze()
+    held.freeze()
+    if compat_waves.steps_together(self):
+        compat_waves.stop(self)
     return None
 
 
@@ -86,10 +86,12 @@ def _let_go(self: Any) -> None:
         compat_waves.go_on(self)
 
 
-def _remembers(core: Any) -> bool:
-    """Whether what users request takes effect only when the hold ends."""
-    held: HeldScheduler | None = core.__dict__.get(_ATTRIBUTE)
-    return held is not None and not held.ours
+def _is_held(core: Any) -> bool:
+    return _ATTRIBUTE in core.__dict__
+
+
+def _is_ours(core: Any) -> bool:
+    return _is_held(core) and bool(core.__dict__[_ATTRIBUTE].ours)
 
 
 def _asleep(self: Any) -> list[str]:
@@ -103,4 +105,4 @@ def install() -> None:
 
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):
         setattr(EngineCore, name, method)
-    compat_waves.install(_remembers)
+    compat_waves.install(_is_held, _is_ours)

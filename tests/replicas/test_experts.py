@@ -3,6 +3,7 @@
 vLLM does not serve them on a CPU by itself; `cpu_experts` has what it lacks there.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -34,12 +35,18 @@ WAIT = json.dumps({"weightsync": {"wait_for_initial_weights": True}})
 QUIET_S = 3.0
 PUSHES = 20
 
+load = functools.cache(models.load_reference)
+
 
 class Experts(Replicas):
+    def push(self, folder, version, **options):
+        with self.sender(**options) as sender:
+            return sender.push(load(folder), version=version)
+
     def assert_serves(self, folder, version):
         reply = self.status()
         assert (reply.state, reply.version, [rank.rank for rank in reply.ranks]) == ("serving", version, [0, 1])
-        model = models.load_reference(folder)
+        model = load(folder)
         for replica in (0, 1):
             tokens, logprobs = self.ask(replica)
             own = models.reference_logprobs(model, PROMPT + tokens, len(PROMPT))
@@ -110,7 +117,7 @@ def test_a_pause_stops_both_replicas(engine, pause, busy):
 
 @pytest.mark.parametrize("lengths", [{0: 3, 1: 17}, {1: 1}], ids=["both", "second"])
 def test_many_pushes_while_waves_begin_and_end(engine, lengths):
-    weights = models.load_reference(engine.b), models.load_reference(engine.a)
+    weights = load(engine.b), load(engine.a)
     senders = [engine.sender(pause=pause) for pause in ("keep", "retract", "wait")]
     with Load(engine, lengths):
         for number, sender in zip(range(PUSHES), itertools.cycle(senders)):
@@ -127,18 +134,18 @@ def test_a_load_that_fails_in_one_replica_stops_both_until_a_push_heals_them(eng
     with engine.sender() as sender, ThreadPoolExecutor(3) as threads:
         early = threads.submit(engine.ask, rank, 60)  # some of its tokens may be of the old weights
         with pytest.raises(ApplyFailed, match=f"rank {rank} failed") as raised:
-            sender.push(models.load_reference(engine.b), version="never")
+            sender.push(load(engine.b), version="never")
         assert raised.value.engines == {engine.url: "dirty"}
         assert requests.get(f"{engine.url}/health", timeout=PATIENCE_S).status_code == 503
         waiting = [threads.submit(engine.ask, replica, 4) for replica in (0, 1)]
         with pytest.raises(ManifestMismatch):
-            sender.push({"lm_head.weight": models.load_reference(engine.b).lm_head.weight})
+            sender.push({"lm_head.weight": load(engine.b).lm_head.weight})
         assert sender.status()[engine.url].state == "dirty"
         refused = engine.call("/resume")
         assert refused.status_code in (500, 503)
         assert "push a full version" in refused.text
         assert not wait(waiting, timeout=QUIET_S).done
-        sender.push(models.load_reference(engine.b), version="healed")
+        sender.push(load(engine.b), version="healed")
         assert [len(request.result(PATIENCE_S)[0]) for request in waiting] == [4, 4]
         assert len(early.result(PATIENCE_S)[0]) == 60
     engine.assert_serves(engine.b, "healed")
@@ -147,14 +154,14 @@ def test_a_load_that_fails_in_one_replica_stops_both_until_a_push_heals_them(eng
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_load_that_fails_in_one_replica_is_undone_in_both(engine, rank):
     with engine.sender(keep_previous=True) as sender:
-        sender.push(models.load_reference(engine.b), version="b")
-        sender.push(models.load_reference(engine.a), version="a")
+        sender.push(load(engine.b), version="b")
+        sender.push(load(engine.a), version="a")
         engine.order("raise", rank)
         with pytest.raises(ApplyFailed, match="the version before was loaded again") as raised:
-            sender.push(models.load_reference(engine.b), version="never")
+            sender.push(load(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}
         engine.assert_serves(engine.a, "a")
-        sender.push(models.load_reference(engine.b), version="b again")
+        sender.push(load(engine.b), version="b again")
         assert sender.rollback().version == "a"
     engine.assert_serves(engine.a, "a")
 
@@ -167,11 +174,11 @@ def test_a_pause_that_fails_in_one_replica_releases_both(engine, replica, busy):
     with engine.sender() as sender, ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(engine.ask, replica, 100) for replica in busy]
         with pytest.raises(ApplyFailed, match=r"vLLM did not pause, and nothing was changed.*injected") as raised:
-            sender.push(models.load_reference(engine.b), version="never")
+            sender.push(load(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}
         assert [len(request.result(PATIENCE_S)[0]) for request in asked] == [100] * len(busy)
         engine.assert_serves(engine.a, "a")
-        sender.push(models.load_reference(engine.b), version="b")
+        sender.push(load(engine.b), version="b")
     engine.assert_serves(engine.b, "b")
 
 
@@ -181,7 +188,7 @@ def test_a_pause_that_waits_too_long_for_one_replica_releases_both(engine, repli
     with ThreadPoolExecutor(1) as threads, Sender([engine.url], timeout_s=10, pause="wait") as sender:
         asked = threads.submit(engine.ask, replica, 2000)
         with pytest.raises(PushTimeout, match="requests in flight did not finish") as raised:
-            sender.push(models.load_reference(engine.b), version="never")
+            sender.push(load(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}
         engine.assert_serves(engine.a, "a")
         assert len(asked.result(PATIENCE_S)[0]) == 2000
@@ -249,7 +256,7 @@ def test_a_frozen_replica_ends_a_push_by_its_deadline_and_is_named(engine, rank)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert [len(request.result(PATIENCE_S)[0]) for request in asked] == [30, 30]
-        sender.push(models.load_reference(engine.b), version="b")
+        sender.push(load(engine.b), version="b")
     engine.assert_serves(engine.b, "b")
 
 
@@ -261,7 +268,7 @@ def test_a_replica_that_freezes_in_the_pause_ends_the_push_and_goes_on(engine, r
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(engine.ask, replica, 100) for replica in busy]
         with Sender([engine.url], timeout_s=5) as sender, pytest.raises(PushTimeout):
-            sender.push(models.load_reference(engine.b), version="never")
+            sender.push(load(engine.b), version="never")
         for process in engine.server.processes():
             if process.status() == psutil.STATUS_STOPPED:
                 process.resume()
@@ -279,17 +286,17 @@ def test_replicas_wait_for_their_first_push_and_end_alone_when_one_is_killed(poi
         with Sender([engine.url, other.url], timeout_s=PATIENCE_S) as sender, ThreadPoolExecutor(2) as threads:
             waiting = [threads.submit(engine.ask, replica, 4) for replica in (0, 1)]
             assert not wait(waiting, timeout=QUIET_S).done
-            sender.push(models.load_reference(engine.b), version="b")
+            sender.push(load(engine.b), version="b")
             assert [len(request.result(PATIENCE_S)[0]) for request in waiting] == [4, 4]
             engine.assert_serves(engine.b, "b")
             engine.order_at(point, "kill", **where)
             with pytest.raises(WeightSyncError) as raised:
-                sender.push(models.load_reference(engine.a), version="a")
+                sender.push(load(engine.a), version="a")
             assert not isinstance(raised.value, PushTimeout)  # nobody waits for the dead
             assert raised.value.engines.pop(engine.url) in ("unknown", "dirty")
             assert raised.value.engines == {other.url: "committed"}
             sender.remove_engine(engine.url)
-            sender.push(models.load_reference(engine.b), version="on")
+            sender.push(load(engine.b), version="on")
             assert sender.status()[other.url].version == "on"
         with pytest.raises(requests.RequestException):
             engine.ask(0, 4, timeout=5)
