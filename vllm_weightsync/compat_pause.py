@@ -83,7 +83,7 @@ def _let_go(self: Any) -> None:
     if held is not None:
         held.end()
     if compat_waves.steps_together(self):
-        compat_waves.go_on(self)
+        compat_waves.let_go(self)
 
 
 def _is_held(core: Any) -> bool:

@@ -38,6 +38,8 @@ _USED: Final = (
 #: How often the replicas have stopped and gone on, and whether this one wants to go on again.
 _GONE_ON: Final = "_weightsync_gone_on"
 _WANTS: Final = "_weightsync_wants_to_go_on"
+#: This replica was let go before the replicas agreed to stop, so it wants to go on when they do.
+_AGAIN: Final = "_weightsync_goes_on_again"
 #: In the queue of a replica's calls: all want to go on.
 _ALL_WANT: Final = "weightsync: all replicas want to go on"
 _EVER: Final = timedelta(days=365)
@@ -64,6 +66,13 @@ def stop(core: Any) -> None:
     if not core.ignore_start_dp_wave:  # which says whether they have agreed
         core.pending_pause = True
         _step(core)
+
+
+def let_go(core: Any) -> None:
+    """Go on after a hold. Each replica wants to once, also one that is let go before the others are held."""
+    if not core.ignore_start_dp_wave:
+        core.__dict__[_AGAIN] = True
+    go_on(core)
 
 
 def go_on(core: Any) -> None:
@@ -123,7 +132,7 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
     from vllm.v1.engine.core import DPEngineCoreProc
 
     handle, has_work = DPEngineCoreProc._handle_client_request, DPEngineCoreProc.has_work
-    notify = DPEngineCoreProc._notify_idle_state_callbacks
+    notify, sync = DPEngineCoreProc._notify_idle_state_callbacks, DPEngineCoreProc._has_global_unfinished_reqs
     if hasattr(handle, "__wrapped__"):
         return
 
@@ -145,6 +154,14 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
         if not wants_to_go_on(self):  # otherwise it may have requests to finish
             notify(self)
 
+    @functools.wraps(sync)
+    def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> bool:
+        unfinished = bool(sync(self, local_unfinished))
+        if self.ignore_start_dp_wave and self.__dict__.pop(_AGAIN, False) and not is_held(self):
+            go_on(self)
+        return unfinished
+
+    @functools.wraps(DPEngineCoreProc._pause_complete)
     def _pause_complete(self: Any) -> bool:
         if is_ours(self) or not is_held(self):
             stop(self)
@@ -152,11 +169,18 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
             go_on(self)  # requests that were frozen may finish in the new pause
         return not self.has_work() and (is_held(self) or not wants_to_go_on(self))
 
-    def resume_scheduler(self: Any) -> None:
+    @functools.wraps(DPEngineCoreProc.resume_scheduler)
+    def _resume_scheduler(self: Any) -> None:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
         if not is_held(self):
             go_on(self)
 
-    for method in (_handle_client_request, _notify_idle_state_callbacks, _pause_complete, resume_scheduler):
+    for method in (
+        _handle_client_request,
+        _has_global_unfinished_reqs,
+        _has_work,
+        _notify_idle_state_callbacks,
+        _pause_complete,
+        _resume_scheduler,
+    ):
         setattr(DPEngineCoreProc, method.__name__, method)
-    DPEngineCoreProc.has_work = _has_work
