@@ -44,6 +44,7 @@ SERVER: Final[Names] = {
         "EngineCore.reset_prefix_cache",
         "EngineCore.collective_rpc",
         "EngineCore.is_scheduler_paused",
+        "DPEngineCoreProc.add_request",
         "DPEngineCoreProc.has_work",
         "DPEngineCoreProc._handle_client_request",
         "DPEngineCoreProc._has_global_unfinished_reqs",

@@ -95,6 +95,13 @@ def wants_to_go_on(core: Any) -> bool:
     return bool(core.__dict__.get(_WANTS))
 
 
+def _has_to_finish(core: Any) -> bool:
+    """Whether the replica goes on so that requests finish, here or in another one."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return wants_to_go_on(core) and core.scheduler.pause_state != PauseState.PAUSED_ALL
+
+
 def _await_others(core: Any, turn: int) -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
@@ -133,6 +140,7 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
 
     handle, has_work = DPEngineCoreProc._handle_client_request, DPEngineCoreProc.has_work
     notify, sync = DPEngineCoreProc._notify_idle_state_callbacks, DPEngineCoreProc._has_global_unfinished_reqs
+    add = DPEngineCoreProc.add_request
     if hasattr(handle, "__wrapped__"):
         return
 
@@ -143,6 +151,13 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
         else:
             handle(self, request_type, request)
 
+    @functools.wraps(add)
+    def _add_request(self: Any, request: Any, request_wave: int = 0) -> None:
+        stopped = self.ignore_start_dp_wave and not self.engines_running
+        add(self, request, request_wave)
+        if stopped:
+            self.engines_running = False  # vLLM begins a wave for some requests
+
     @functools.wraps(has_work)
     def _has_work(self: Any) -> bool:
         if self.ignore_start_dp_wave and not self.engines_running:
@@ -151,7 +166,7 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
 
     @functools.wraps(notify)
     def _notify_idle_state_callbacks(self: Any) -> None:
-        if not wants_to_go_on(self):  # otherwise it may have requests to finish
+        if not _has_to_finish(self):
             notify(self)
 
     @functools.wraps(sync)
@@ -167,7 +182,7 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
             stop(self)
         if not is_held(self):
             go_on(self)  # requests that were frozen may finish in the new pause
-        return not self.has_work() and (is_held(self) or not wants_to_go_on(self))
+        return not self.has_work() and (is_held(self) or not _has_to_finish(self))
 
     @functools.wraps(DPEngineCoreProc.resume_scheduler)
     def _resume_scheduler(self: Any) -> None:
@@ -176,6 +191,7 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
             go_on(self)
 
     for method in (
+        _add_request,
         _handle_client_request,
         _has_global_unfinished_reqs,
         _has_work,

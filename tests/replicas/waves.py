@@ -30,7 +30,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from vllm_weightsync import compat_pause
 
 #: Seconds; whatever takes longer never comes.
-NEVER_S = 30.0
+NEVER_S = 60.0
 MODES = ("keep", "wait", "abort")
 
 
