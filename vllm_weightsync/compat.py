@@ -43,7 +43,16 @@ SERVER: Final[Names] = {
         "EngineCore.resume_scheduler",
         "EngineCore.reset_prefix_cache",
         "EngineCore.collective_rpc",
+        "EngineCore.is_scheduler_paused",
+        "DPEngineCoreProc.add_request",
+        "DPEngineCoreProc.has_work",
+        "DPEngineCoreProc._handle_client_request",
+        "DPEngineCoreProc._has_global_unfinished_reqs",
+        "DPEngineCoreProc._notify_idle_state_callbacks",
+        "DPEngineCoreProc._pause_complete",
+        "DPEngineCoreProc.resume_scheduler",
     ),
+    "vllm.v1.engine": ("EngineCoreOutputs.start_wave", "EngineCoreRequestType.WAKEUP"),
     "vllm.v1.core.sched.interface": ("PauseState.UNPAUSED", "PauseState.PAUSED_ALL"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.pause_state", "Scheduler.set_pause_state"),
     "vllm.v1.executor.abstract": ("Executor.wake_up",),
@@ -75,7 +84,10 @@ DEEP: Final[Names] = {
 def worker_rank(worker: Any) -> int:
     """The worker's rank among all workers of its engine; each replica has its own engine core, with ranks from 0."""
     parallel = worker.vllm_config.parallel_config
-    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
+    # With hybrid balancing each server has some of the replicas, and is an engine of its own.
+    hybrid = parallel.local_engines_only
+    replica = parallel.data_parallel_rank_local if hybrid else parallel.data_parallel_index
+    return int(replica * parallel.world_size + worker.rank)
 
 
 def worker_device(worker: Any) -> torch.device:
@@ -227,8 +239,9 @@ def _applied_to_identity(module: Any) -> torch.Tensor:
 
 
 def replicas(engine_client: Any) -> int:
-    """How many replicas the engine has (``--data-parallel-size``)."""
-    return int(parallel_config(engine_client).data_parallel_size)
+    """How many replicas the engine has (``--data-parallel-size``); with hybrid balancing, those of this server."""
+    parallel = parallel_config(engine_client)
+    return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
 
 
 def lacks_server_index(engine_client: Any) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
+from vllm_weightsync import compat_waves
+
 HOLD: Final = "weightsync_hold"
 LET_GO: Final = "weightsync_let_go"
 ASLEEP: Final = "weightsync_asleep"
@@ -27,12 +29,12 @@ class HeldScheduler:
         self._scheduler = scheduler
         self._set: Callable[[Any], None] = scheduler.set_pause_state
         self._requested = scheduler.pause_state
-        self._ours = False
+        self.ours = False
         self.refused = ""
         scheduler.set_pause_state = self._on_request
 
     def _on_request(self, state: Any) -> None:
-        if self._ours:
+        if self.ours:
             self._set(state)
             return
         if state == type(state).UNPAUSED and self.refused:
@@ -41,13 +43,14 @@ class HeldScheduler:
 
     def pause(self, core: Any, mode: str) -> Future[Any] | None:
         """Pause as vLLM does; the future is done when every request that was to finish first has finished."""
-        if mode == "wait" and self._scheduler.pause_state == type(self._requested).PAUSED_ALL:
+        frozen = self._scheduler.pause_state == type(self._requested).PAUSED_ALL
+        if mode == "wait" and (frozen or compat_waves.wants_to_go_on(core)):
             mode = "keep"  # a user has frozen the requests: they finish only after that user resumes
-        self._ours = True
+        self.ours = True
         try:
             paused: Future[Any] | None = core.pause_scheduler(mode=mode, clear_cache=False)
         finally:
-            self._ours = False
+            self.ours = False
         return paused
 
     def freeze(self) -> None:
@@ -69,6 +72,8 @@ def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
     if mode:
         return held.pause(self, mode)
     held.freeze()
+    if compat_waves.steps_together(self):
+        compat_waves.stop(self)
     return None
 
 
@@ -77,6 +82,16 @@ def _let_go(self: Any) -> None:
     held = self.__dict__.pop(_ATTRIBUTE, None)
     if held is not None:
         held.end()
+    if compat_waves.steps_together(self):
+        compat_waves.let_go(self)
+
+
+def _is_held(core: Any) -> bool:
+    return _ATTRIBUTE in core.__dict__
+
+
+def _is_ours(core: Any) -> bool:
+    return _is_held(core) and bool(core.__dict__[_ATTRIBUTE].ours)
 
 
 def _asleep(self: Any) -> list[str]:
@@ -90,3 +105,4 @@ def install() -> None:
 
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):
         setattr(EngineCore, name, method)
+    compat_waves.install(_is_held, _is_ours)

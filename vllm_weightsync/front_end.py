@@ -18,7 +18,7 @@ from weightsync.engine import refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.routes import HealthGuard, admin_routes
-from weightsync.errors import ApplyFailed, PushTimeout, UnsupportedOption, WeightSyncError
+from weightsync.errors import ApplyFailed, EngineUnreachable, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http
 
 logger = logging.getLogger(__name__)
@@ -193,6 +193,11 @@ class VllmFrontEnd:
         except PushTimeout as error:
             await compat.let_go(self._client, COMMIT_CALL_S)
             raise refusals.still_in_flight(request) from error
+        except EngineUnreachable:
+            raise
+        except Exception as error:  # one replica may have failed: the others are held
+            await compat.let_go(self._client, COMMIT_CALL_S)
+            raise ApplyFailed(f"vLLM did not pause, and nothing was changed: {error}", weights="unchanged") from error
 
     async def _drop_caches(self, drop_running: bool, pause: http.PauseMode) -> None:
         dropped = await compat.reset_prefix_cache(

@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
@@ -15,6 +16,8 @@ from weightsync.errors import ApplyFailed, ManifestMismatch, PushTimeout, Weight
 from weightsync.testing import ReferenceEngine
 
 PATIENCE_S = 120
+#: A plugin of vLLM, in the servers that name it.
+CPU_EXPERTS = Path(__file__).parent / "cpu_experts"
 
 
 class Replicas:
@@ -37,8 +40,11 @@ class Replicas:
 
     def order(self, action, rank, tensor=5):
         """Order a fault in the next load of a rank."""
-        where = {"tensor": tensor, "rank": rank}
-        self.orders.write_text(json.dumps({"point": "rank loads", "where": where, "action": action}))
+        self.order_at("rank loads", action, tensor=tensor, rank=rank)
+
+    def order_at(self, point, action, **where):
+        """Order a fault at a point of `tests/faults/site`."""
+        self.orders.write_text(json.dumps({"point": point, "where": where, "action": action}))
 
     def ask(self, replica, tokens=NEW_TOKENS, timeout=PATIENCE_S):
         """Tokens and logprobs of one replica."""
@@ -86,7 +92,7 @@ OPTIONS = {
 def start(name, kind, model_folder, folder, options=None, make=Replicas):
     orders = folder / "order"
     a, b = model_folder(kind, 0), model_folder(kind, 1)
-    path = os.pathsep.join([str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(SITE), str(CPU_EXPERTS), str(servers.ROOT), os.environ.get("PYTHONPATH", "")])
     args, env = options or OPTIONS[name]
     server = servers.start(name, a, args=args, env={"PYTHONPATH": path, "FAULT_FILE": str(orders), **env})
     return make(server, orders, a, b)

@@ -257,7 +257,15 @@ def front_end(module):
         return reply
 
 
+def compat_pause(module):
+    @around(module.HeldScheduler, "pause")
+    def pause(original, self, core, mode):
+        at("replica stops", replica=core.engine_index)
+        return original(self, core, mode)
+
+
 PATCHES = {
+    "vllm_weightsync.compat_pause": compat_pause,
     "weightsync.engine.receiver": receiver,
     "weightsync.engine.loading.load_plan": load_plan,
     "weightsync.transports.control.engine": engine_control,
