@@ -21,14 +21,12 @@ from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
-from starlette.testclient import TestClient
 
-from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, plugin
+from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, compat_workers, in_process, plugin
 from tests.engines.recorded import one_element_calls
-from weightsync.protocol import auth
+from weightsync.errors import UnsupportedOption
 
 FOLDER = sys.argv[1]
-PATH = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 def arguments(**more):
@@ -193,18 +191,20 @@ def guards():
     return said
 
 
-def worker():
-    """The reply of one of several tokenizer workers to a sender."""
-    from sglang.srt.entrypoints import http_server
-
-    from sglang_weightsync import refusing
-
+def workers():
+    """Why pushes are refused that several tokenizer workers cannot pass on."""
     args = arguments(tokenizer_worker_num=2)
-    http_server._global_state = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
-    headers = {"Authorization": f"Bearer {auth.engine_token()}"}
-    reply = TestClient(refusing.app).post("/weightsync/open", content=b'{"protocol": [1, 0]}', headers=headers)
-    several = [compat.serve_by_workers(found, "ours:app") for found in (arguments(), args)]
-    return {"status": reply.status_code, "text": reply.text, "several": several, "app": os.environ.get(PATH)}
+    router = SimpleNamespace(send_to_scheduler=None, recv_from_detokenizer=None, _loop=None)
+    with patch.dict(compat_workers.WORKERS, {"sglang.srt.environ": ("envs.GONE",)}):
+        said = {"older": plugin._answer_workers(args, router)}
+    with patch.dict(os.environ, {"SGLANG_HTTP_SERVER_APP_PATH": "theirs:app"}):
+        said["other app"] = plugin._answer_workers(args, router)
+    engine = MagicMock(server_args=args)
+    try:
+        in_process.attach(engine)
+    except UnsupportedOption as error:
+        said["in process"] = str(error)
+    return said
 
 
 def deep():
@@ -226,7 +226,7 @@ if __name__ == "__main__":
             "drafts": drafts(),
             "embeddings": embeddings(),
             "pauses": pauses(),
-            "worker": worker(),
+            "workers": workers(),
             "loads": loads(),
             "guards": guards(),
             "deep": deep(),

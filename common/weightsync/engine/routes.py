@@ -22,7 +22,7 @@ from weightsync.errors import AuthenticationFailed
 from weightsync.protocol import auth, http
 
 #: Health routes of the engines; SageMaker calls ``/ping``.
-_HEALTH: Final = ("/health", "/health_generate", "/ping")
+_HEALTH: Final = ("/health", "/health_generate", "/ready", "/ping")
 
 
 def admin_routes(front_end: Callable[[], FrontEnd | Elsewhere], token: str) -> Mount:
