@@ -58,8 +58,7 @@ class Workers(Replicas):
 
     def begin(self, tokens):
         """Begin to read a stream: an iterator over its events, of which the first has arrived."""
-        lines = (line.removeprefix(b"data:").strip() for line in self.send(tokens, stream=True).getresponse())
-        events = (json.loads(line) for line in lines if line and line != b"[DONE]")
+        events = streamed(self.send(tokens, stream=True))
         return itertools.chain([next(events)], events)
 
     def begin_with_each(self, tokens):
@@ -147,6 +146,14 @@ def answered(connection):
     assert answer.status == 200, said
     pairs = said["meta_info"].get("output_token_logprobs", ())
     return [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs], said["meta_info"]
+
+
+def streamed(connection):
+    with contextlib.closing(connection):
+        for line in connection.getresponse():
+            event = line.removeprefix(b"data:").strip()
+            if event and event != b"[DONE]":
+                yield json.loads(event)
 
 
 def any_answered(connections):
