@@ -83,13 +83,9 @@ class Router:
         self._groups = compat_config.groups(server_args)
         self._closed = self._draining = False
         self._abort = io_struct.AbortReq
-        self._kinds = (
-            io_struct.TokenizedGenerateReqInput,
-            io_struct.TokenizedEmbeddingReqInput,
-            io_struct.BatchTokenizedGenerateReqInput,
-            io_struct.BatchTokenizedEmbeddingReqInput,
-        )
-        #: Requests that wait for `open`, or for the end of `drained`, and what would abort them, in their order.
+        self._one = (io_struct.TokenizedGenerateReqInput, io_struct.TokenizedEmbeddingReqInput)
+        self._many = (io_struct.BatchTokenizedGenerateReqInput, io_struct.BatchTokenizedEmbeddingReqInput)
+        #: Requests that wait for `open`, or for the end of `drained`.
         self._waiting: deque[Any] = deque()
         #: The replies that are awaited, by call.
         self._replies: dict[str, asyncio.Queue[WeightsyncReqOutput]] = {}
@@ -98,13 +94,20 @@ class Router:
         router._distribute_result_to_workers = self._on_result
 
     async def _on_send(self, socket: Any, sent: Any) -> None:
-        held = self._closed or self._draining or self._waiting
-        if held and isinstance(sent, self._kinds):
-            self._waiting.append(sent)
+        if (self._closed or self._draining) and isinstance(sent, (*self._one, *self._many)):
+            self._waiting.extend([sent] if isinstance(sent, self._one) else sent)
             return
-        if held and isinstance(sent, self._abort):
-            self._waiting.append(sent)  # it may be for a request that waits
+        if isinstance(sent, self._abort):
+            await self._abort_waiting(sent)
         await self._send(socket, sent)
+
+    async def _abort_waiting(self, asked: Any) -> None:
+        """Answer requests that wait here and are to be aborted, as a scheduler does those that it has not begun."""
+        aborted = [one for one in self._waiting if asked.abort_all or one.rid.startswith(asked.rid)]
+        for one in aborted:
+            self._waiting.remove(one)
+            reason, worker = asked.finished_reason, one.http_worker_ipc
+            await self._distribute(self._abort(rid=one.rid, http_worker_ipc=worker, finished_reason=reason))
 
     async def _on_result(self, result: Any) -> None:
         if not isinstance(result, WeightsyncReqOutput):
@@ -116,10 +119,8 @@ class Router:
         await self._send(self._router.send_to_scheduler, sent)
 
     async def _let_through(self) -> None:
-        # What arrives meanwhile waits behind the others, so that no request is sent after what would abort it.
         while self._waiting and not (self._closed or self._draining):
-            await self._forward(self._waiting[0])
-            self._waiting.popleft()
+            await self._forward(self._waiting.popleft())
 
     def close_at_start(self, why: str) -> None:
         """See `front_end.Tokenizers`."""
@@ -203,6 +204,7 @@ class _Following:
 
     _weightsync_label: Label
     _weightsync_elsewhere: Elsewhere
+    _weightsync_waits: bool
 
     @property
     def initial_weights_loaded(self) -> bool:

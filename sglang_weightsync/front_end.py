@@ -29,7 +29,7 @@ class Tokenizers(Protocol):
     """What passes clients' requests to the schedulers."""
 
     several: bool
-    """Whether several processes answer clients, so that a label is theirs a moment after it is set."""
+    """Whether answers reach clients by other processes, so that nothing may generate while the label is set."""
 
     def close_at_start(self, why: str) -> None:
         """Before HTTP is served: as `close`, and let nobody think that the engine is ready before `open`."""

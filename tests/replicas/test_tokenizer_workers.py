@@ -254,12 +254,12 @@ def test_a_failed_load_stops_all_workers_until_a_push_heals_them(engine):
         sender.push({"lm_head.weight": models.load_reference(engine.b).lm_head.weight})
     engine.assert_dirty()
     requests.post(f"{engine.url}/abort_request", json={"rid": "aborted"}, timeout=PATIENCE_S).raise_for_status()
+    assert answered(aborted)[2]["finish_reason"]["type"] == "abort"
     assert not any_answered(waiting)
     engine.push(engine.b, "healed")
     for connection in waiting:
         about = answered(connection)[2]
         assert (about["completion_tokens"], about["weight_version"]) == (4, "healed")
-    assert answered(aborted)[2]["finish_reason"]["type"] == "abort"
     engine.assert_serves(engine.b, "healed")
 
 
@@ -364,23 +364,29 @@ def ready(engine):
             deadline.check("a worker to be ready")
 
 
-class ReplicasOfWorkers(Workers):
+class GroupsOfWorkers(Workers):
     ranks = (0, 1)
+
+    def sender(self, **options):
+        return super().sender(**{"pause": "wait", **options})
 
 
 @pytest.mark.slow
-def test_two_workers_of_two_replicas(model_folder, tmp_path, router):
+@pytest.mark.parametrize("option", ["--dp-size", "--pp-size"])
+def test_two_workers_of_two_groups_of_ranks(model_folder, tmp_path, router, option):
     env = {**ENVIRONMENT, **OPTIONS["sglang"][1]}
-    engine = workers(model_folder, tmp_path, "--dp-size", "2", env=env, make=ReplicasOfWorkers)
+    engine = workers(model_folder, tmp_path, option, "2", env=env, make=GroupsOfWorkers)
     with engine.server:
-        push_in_turn(engine, router, engine.b, "b", transport="nccl")
+        push_in_turn(engine, router, engine.b, "b", transport="nccl", pause="wait")
         engine.assert_serves(engine.b, "b")
         begun = engine.begin_with_each(200)
-        engine.push(engine.a, "a", pause="wait")
+        engine.push(engine.a, "a")
         for events in begun:
             *_, last = events
             assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["b"]
         engine.fail(engine.b)
         engine.assert_dirty()
-        push_in_turn(engine, router, engine.b, "healed")
+        waiting = [engine.send_to(worker, 4) for worker in engine.pids()]
+        push_in_turn(engine, router, engine.b, "healed", pause="wait")
+        assert [answered(connection)[2]["weight_version"] for connection in waiting] == ["healed"] * COUNT
         engine.assert_serves(engine.b, "healed")

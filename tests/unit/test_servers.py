@@ -72,6 +72,7 @@ def test_a_lease_that_one_server_gave_holds_at_the_other(pair, trained):
 def test_every_server_says_that_the_engine_is_dirty(pair, trained):
     urls = [pair.first.url, pair.other.url]
     assert [requests.get(f"{url}/health", timeout=9).json() for url in urls] == [{"from": "the engine"}] * 2
+    assert [requests.get(f"{url}/ready", timeout=9).status_code for url in urls] == [404, 404]  # it has no such route
     pair.orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": 2}, "action": "raise"}))
     with Sender([pair.other.url]) as sender:
         with pytest.raises(ApplyFailed) as raised:

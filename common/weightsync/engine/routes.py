@@ -73,6 +73,7 @@ class HealthGuard(BaseRoute):
                 scope.update(more)
                 await route.handle(scope, receive, send)
                 return
+        await scope["app"].router.default(scope, receive, send)
 
 
 def _endpoint(
