@@ -103,9 +103,12 @@ class Router:
 
     async def _abort_waiting(self, asked: Any) -> None:
         """Answer requests that wait here and are to be aborted, as a scheduler does those that it has not begun."""
-        aborted = [one for one in self._waiting if asked.abort_all or one.rid.startswith(asked.rid)]
+
+        def meant(one: Any) -> bool:
+            return bool(asked.abort_all or one.rid.startswith(asked.rid))
+
+        aborted, self._waiting = filter(meant, self._waiting), deque(one for one in self._waiting if not meant(one))
         for one in aborted:
-            self._waiting.remove(one)
             reason, worker = asked.finished_reason, one.http_worker_ipc
             await self._distribute(self._abort(rid=one.rid, http_worker_ipc=worker, finished_reason=reason))
 
