@@ -107,7 +107,8 @@ class Router:
         def meant(one: Any) -> bool:
             return bool(asked.abort_all or one.rid.startswith(asked.rid))
 
-        aborted, self._waiting = filter(meant, self._waiting), deque(one for one in self._waiting if not meant(one))
+        aborted = list(filter(meant, self._waiting))
+        self._waiting = deque(one for one in self._waiting if not meant(one))
         for one in aborted:
             reason, worker = asked.finished_reason, one.http_worker_ipc
             await self._distribute(self._abort(rid=one.rid, http_worker_ipc=worker, finished_reason=reason))
