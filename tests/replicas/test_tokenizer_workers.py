@@ -95,6 +95,7 @@ class Workers(Replicas):
         assert len(workers) == COUNT
         for worker in workers:
             with self.only(worker):
+                self.await_ready()
                 reply = self.status()
                 assert (reply.state, reply.version) == ("serving", version)
                 assert tuple(rank.rank for rank in reply.ranks) == self.ranks
@@ -127,15 +128,24 @@ class Workers(Replicas):
         """Kill a worker, and wait until the engine has started another one, which serves."""
         started = self.started()
         os.kill(worker, signal.SIGKILL)
-        deadline = Deadline(PATIENCE_S)
-        while self.started() == started:
-            deadline.check("another worker")
-            assert self.server.process.poll() is None
+        self.await_started(started + 1)
         assert worker not in self.pids()
 
     def started(self):
         """How many workers have started so far, as the server's log says."""
         return self.server.log.read_text(errors="replace").count("Application startup complete")
+
+    def await_started(self, count):
+        deadline = Deadline(PATIENCE_S)
+        while self.started() < count:
+            deadline.check("another worker")
+            assert self.server.process.poll() is None
+
+    def await_ready(self):
+        """Wait until SGLang has warmed up the worker that answers."""
+        deadline = Deadline(PATIENCE_S)
+        while self.get("/ping").status_code != 200:
+            deadline.check("a worker to be ready")
 
 
 def answered(connection):
@@ -160,14 +170,18 @@ def any_answered(connections):
     return bool(select.select([connection.sock for connection in connections], [], [], 0)[0])
 
 
+@contextlib.contextmanager
 def workers(model_folder, folder, *more, env=ENVIRONMENT, make=Workers):
-    return start("sglang", "qwen3", model_folder, folder, ((*WORKERS[0], *more), env), make)
+    """An engine whose workers have all started; the first that has makes the server answer."""
+    engine = start("sglang", "qwen3", model_folder, folder, ((*WORKERS[0], *more), env), make)
+    with engine.server:
+        engine.await_started(COUNT)
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def engine(model_folder, tmp_path_factory):
-    found = workers(model_folder, tmp_path_factory.mktemp("workers"))
-    with found.server:
+    with workers(model_folder, tmp_path_factory.mktemp("workers")) as found:
         yield found
 
 
@@ -334,8 +348,7 @@ def test_a_frozen_main_process_is_named_and_goes_on(engine):
 
 @pytest.mark.slow
 def test_an_engine_that_waits_for_its_first_push(model_folder, tmp_path, router):
-    engine = workers(model_folder, tmp_path, *WAITING["sglang"])
-    with engine.server:
+    with workers(model_folder, tmp_path, *WAITING["sglang"]) as engine:
         for worker in engine.pids():
             with engine.only(worker):
                 for path in ("/health", "/ready"):
@@ -349,19 +362,7 @@ def test_an_engine_that_waits_for_its_first_push(model_folder, tmp_path, router)
         assert not any_answered([waiting])
         push_in_turn(engine, router, engine.b, "first")
         assert answered(waiting)[2]["weight_version"] == "first"
-        ready(engine)
         engine.assert_serves(engine.b, "first")
-
-
-def ready(engine):
-    """Wait until SGLang has warmed up each worker, which it begins after the first push."""
-    deadline = Deadline(PATIENCE_S)
-    for worker in engine.pids():
-        while True:
-            with engine.only(worker):
-                if engine.get("/ping").status_code == 200:
-                    break
-            deadline.check("a worker to be ready")
 
 
 class GroupsOfWorkers(Workers):
@@ -375,8 +376,7 @@ class GroupsOfWorkers(Workers):
 @pytest.mark.parametrize("option", ["--dp-size", "--pp-size"])
 def test_two_workers_of_two_groups_of_ranks(model_folder, tmp_path, router, option):
     env = {**ENVIRONMENT, **OPTIONS["sglang"][1]}
-    engine = workers(model_folder, tmp_path, option, "2", env=env, make=GroupsOfWorkers)
-    with engine.server:
+    with workers(model_folder, tmp_path, option, "2", env=env, make=GroupsOfWorkers) as engine:
         push_in_turn(engine, router, engine.b, "b", transport="nccl", pause="wait")
         engine.assert_serves(engine.b, "b")
         begun = engine.begin_with_each(200)
