@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import time
 from http.client import HTTPConnection
 from http.server import HTTPServer
 
@@ -15,7 +16,7 @@ import requests
 
 from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, WAITING, apart
 from tests.replicas.test_replicas import OPTIONS, PATIENCE_S, Replicas, start
-from tools import models
+from tools import models, servers
 from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.errors import ApplyFailed, ManifestMismatch, PushTimeout
@@ -140,12 +141,14 @@ class Workers(Replicas):
         while self.started() < count:
             deadline.check("another worker")
             assert self.server.process.poll() is None
+            time.sleep(servers.POLL_INTERVAL_S)
 
     def await_ready(self):
         """Wait until SGLang has warmed up the worker that answers."""
         deadline = Deadline(PATIENCE_S)
         while self.get("/ping").status_code != 200:
             deadline.check("a worker to be ready")
+            time.sleep(servers.POLL_INTERVAL_S)
 
 
 def answered(connection):
