@@ -13,9 +13,9 @@ else:
     from sglang.srt.managers.io_struct import BaseReq
 
 
-#: Methods of a commit into several groups of ranks (``--dp-size``, ``--pp-size``), step by step: stop; load what was
-#: prepared; set the version, or go back to the one before; all still stopped; and the end, by its event in
-#: `states.TOGETHER`.
+#: Methods of a commit into several groups of ranks (``--dp-size``, ``--pp-size``), or behind several tokenizer workers,
+#: step by step: stop; load what was prepared; set the version, or go back to the one before; all still stopped; and the
+#: end, by its event in `states.TOGETHER`.
 HOLD: Final = "weightsync_hold"
 LOAD: Final = "weightsync_load"
 LABEL: Final = "weightsync_label"

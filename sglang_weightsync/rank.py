@@ -3,7 +3,8 @@
 A commit is one call of the handler on every rank, between two steps of the scheduler: retract, begin, load, end, flush,
 set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all ranks of a
 group decide alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several groups
-(`compat_groups`) each step is a call of its own, since all groups must have done one before any does the next.
+(`compat_groups`) each step is a call of its own, since all groups must have done one before any does the next; so it is
+with several tokenizer workers (`compat_workers`), whose label must change while nothing generates.
 """
 
 from __future__ import annotations
