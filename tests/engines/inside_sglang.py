@@ -1,29 +1,46 @@
 """Run by SGLang's Python: ``inside_sglang.py FOLDER`` prints as JSON what compat does with SGLang's real classes."""
 
+import asyncio
 import contextlib
 import json
 import os
 import sys
+import tempfile
+from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 import torch
+import zmq
 from sglang.srt import runtime_context
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.lora.layers import FusedMoEWithLoRA
 from sglang.srt.managers import mm_schedule
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+    sock_recv,
+    sock_send,
+)
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, compat_workers, in_process, plugin
+from sglang_weightsync.messages import WeightsyncReqOutput
 from tests.engines.recorded import one_element_calls
+from weightsync.engine import servers
 from weightsync.errors import UnsupportedOption
 
 FOLDER = sys.argv[1]
@@ -207,6 +224,67 @@ def workers():
     return said
 
 
+def router():
+    """What the router of several workers does with their requests while it is closed, and while it drains."""
+    args = arguments(tokenizer_worker_num=2)
+    runtime_context.publish(args, role="tokenizer")
+    ports, context, folder = PortArgs.init_new(args), zmq.Context(), Path(tempfile.mkdtemp())
+    made = MultiTokenizerRouter(args, ports)
+    found = compat_workers.Router(args, made, servers.Label(folder / "control"))
+    address = f"ipc://{folder / 'worker'}"
+    worker = get_zmq_socket(context, zmq.PULL, address, True)
+    to_router = get_zmq_socket(context, zmq.PUSH, ports.tokenizer_worker_ipc_name, False)
+    scheduler = get_zmq_socket(context, zmq.PULL, ports.scheduler_input_ipc_name, False)
+    replies = get_zmq_socket(context, zmq.PUSH, ports.tokenizer_ipc_name, False)
+    for socket in (worker, scheduler):
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)  # what has not arrived by then never will
+
+    def send(rid, kind=TokenizedGenerateReqInput, **more):
+        if kind is TokenizedGenerateReqInput:
+            none = dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+            more = {**none, "input_text": "", "input_ids": array("q", [1]), "sampling_params": SamplingParams()}
+            more |= {"return_logprob": False, "logprob_start_len": 0, "top_logprobs_num": 0, "stream": False}
+        sock_send(to_router, kind(rid=rid, http_worker_ipc=address, **more))
+
+    def heard(count, socket=scheduler):
+        got = [sock_recv(socket) for _ in range(count)]
+        said.append([(type(one).__name__, getattr(one, "method", None) or one.rid) for one in got])
+        return got[-1]
+
+    async def drain():
+        async with found.drained(abort=True):
+            return "drained"
+
+    said = []
+    found.close_at_start("not yet")
+    for rid in ("first", "second"):
+        send(rid)
+    send("second", AbortReq)
+    heard(1, worker)
+    heard(1)
+    asyncio.run_coroutine_threadsafe(found.open(), made._loop).result(60)
+    send("third")
+    heard(2)
+    drained = asyncio.run_coroutine_threadsafe(drain(), made._loop)
+    for in_flight in (True, False):
+        asked = heard(2)
+        send("fourth")
+        send("nobody's", AbortReq)  # behind the request, so that it has arrived
+        heard(1)
+        sock_send(replies, WeightsyncReqOutput(call=asked.call, replies=[], in_flight=in_flight))
+    said.append(drained.result(60))
+    heard(2)
+    return said
+
+
+def paused():
+    """Whether a push waits for the requests of a scheduler, by whether a user has paused it."""
+    return [
+        compat.has_requests(SimpleNamespace(_engine_paused=paused, is_fully_idle=lambda: False))
+        for paused in (False, True)
+    ]
+
+
 def deep():
     """The results of both checks when a name is missing that only ``verify="deep"`` needs."""
     del factory._ROPE_DICT
@@ -227,6 +305,8 @@ if __name__ == "__main__":
             "embeddings": embeddings(),
             "pauses": pauses(),
             "workers": workers(),
+            "router": router(),
+            "paused": paused(),
             "loads": loads(),
             "guards": guards(),
             "deep": deep(),

@@ -136,6 +136,23 @@ def test_tokenizer_workers_that_cannot_be_answered_are_refused_by_name(sglang):
     assert re.search("tokenizer_worker_num=2.*build it with tokenizer_worker_num=1", workers["in process"])
 
 
+def test_the_router_of_several_workers_holds_requests_back_and_aborts_those_that_wait(sglang):
+    one, abort, asked = "TokenizedGenerateReqInput", ["AbortReq", "nobody's"], "WeightsyncReqInput"
+    look = [["AbortReq", ""], [asked, "weightsync_in_flight"]]
+    assert sglang["router"] == [
+        [["AbortReq", "second"]],  # the answer to the worker
+        [["AbortReq", "second"]],
+        [[one, "first"], [one, "third"]],
+        *(look, [abort], look, [abort]),
+        "drained",
+        [[one, "fourth"], [one, "fourth"]],
+    ]
+
+
+def test_a_push_does_not_wait_for_requests_that_a_user_has_paused(sglang):
+    assert sglang["paused"] == [True, False]
+
+
 def test_a_pause_that_a_user_ordered_survives_a_push(sglang):
     # Held by a push; after a user continues it; after the push releases it; after a user continues it again.
     assert sglang["pauses"] == {
