@@ -6,22 +6,18 @@ are refused.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from sglang_weightsync import compat_pause
+from sglang_weightsync import compat_groups, compat_pause
 from weightsync.engine.private_names import Names, PrivateNames
 
 SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.21", "0.5.23")
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
-#: Seconds between two rounds of aborting requests: new ones may arrive until the lock is taken.
-_ABORT_AGAIN_S: Final = 0.05
 
 #: The names that this package uses, by module.
 NEEDED: Final[Names] = {
@@ -34,10 +30,8 @@ NEEDED: Final[Names] = {
     "sglang.srt.entrypoints.http_server": (
         "_setup_and_run_http_server",
         "app",
-        "_global_state",
         "WAIT_WEIGHTS_READY_TIMEOUT",
     ),
-    "sglang.srt.environ": ("envs",),
     "sglang.srt.constants": ("GPU_MEMORY_TYPE_WEIGHTS",),
     "sglang.srt.managers.io_struct": (
         "BaseReq",
@@ -138,25 +132,6 @@ def app_routes() -> list[Any]:
     return routes
 
 
-def serve_by_workers(server_args: Any, path: str) -> bool:
-    """Return whether several workers serve HTTP; they load no plugins, so make them import their app from ``path``."""
-    from sglang.srt.environ import envs
-
-    several = bool(server_args.tokenizer_worker_num > 1)
-    # Until SGLang 0.5.22 the app cannot be replaced: several workers have no routes of weightsync.
-    setting = getattr(envs, "SGLANG_HTTP_SERVER_APP_PATH", None)
-    if several and setting is not None and not setting.is_set():
-        setting.set(path)
-    return several
-
-
-def worker_arguments() -> Any:
-    """The server arguments, in one of several HTTP workers."""
-    from sglang.srt.entrypoints import http_server
-
-    return http_server._global_state.tokenizer_manager.server_args
-
-
 # --- in a scheduler process -------------------------------------------------------------------------------------------
 
 
@@ -197,6 +172,12 @@ def refused(scheduler: Any) -> str:
 def asleep(scheduler: Any) -> list[str]:
     """SGLang's tags of the memory that sleeps."""
     return sorted(scheduler.weight_updater.offload_tags)
+
+
+def has_requests(scheduler: Any) -> bool:
+    """Whether requests have yet to finish; those that wait for a user to resume this scheduler do not count."""
+    paused = scheduler._engine_paused and not compat_groups.has_stages()  # a pipeline goes on if a user pauses it
+    return not (paused or scheduler.is_fully_idle())
 
 
 def is_idle(scheduler: Any) -> bool:
@@ -264,53 +245,10 @@ def waits_for_initial_weights(server_args: Any) -> bool:
 
 
 def not_ready_from_start() -> None:
-    """Before HTTP is served, keep the server from becoming ready until `release_first`.
+    """Before HTTP is served, keep this process from becoming ready until its ``initial_weights_loaded`` is true.
 
     SGLang's own option delays readiness for two minutes only, and does not keep the server from answering requests.
     """
     from sglang.srt.entrypoints import http_server
 
     http_server.WAIT_WEIGHTS_READY_TIMEOUT = sys.maxsize
-
-
-def release_first(tokenizer_manager: Any) -> None:
-    """After the first push, let the server warm up and become ready."""
-    tokenizer_manager.initial_weights_loaded = True
-
-
-async def ask(tokenizer_manager: Any, request: Any) -> list[Any]:
-    """Send a typed request to the schedulers; returns the reply of each group. It has no deadline of its own."""
-    tokenizer_manager.auto_create_handle_loop()
-    replies: list[Any] = await tokenizer_manager.weightsync_communicator(request)
-    return replies
-
-
-def served_version(tokenizer_manager: Any) -> str:
-    """The version label of the served weights."""
-    return str(tokenizer_manager.config_value("weight_version"))
-
-
-def set_served_version(tokenizer_manager: Any, version: str) -> None:
-    """Set the version label of new responses; the schedulers have set theirs."""
-    tokenizer_manager._update_weight_version_if_provided(version)
-
-
-@contextlib.asynccontextmanager
-async def drained(tokenizer_manager: Any, *, abort: bool) -> AsyncIterator[None]:
-    """Drain requests, and hold new ones back; ``abort`` ends requests in flight instead of waiting for them."""
-    lock = tokenizer_manager.model_update_lock.writer_lock
-    entering = asyncio.ensure_future(lock.__aenter__())
-    try:
-        while abort and not entering.done():
-            tokenizer_manager.abort_request(abort_all=True)
-            await asyncio.wait([entering], timeout=_ABORT_AGAIN_S)
-        await asyncio.shield(entering)
-    except BaseException:
-        # Cancelled while waiting: leave the queue, or release the lock if it was taken at the last moment.
-        if not entering.cancel() and not entering.cancelled():
-            await lock.__aexit__(None, None, None)
-        raise
-    try:
-        yield
-    finally:
-        await lock.__aexit__(None, None, None)

@@ -21,11 +21,6 @@ def _reasons(args: Any) -> Iterator[str]:
         return
     if args.enable_dp_attention:
         yield "--enable-dp-attention: its ranks neither stop nor load together; start the engine without it"
-    if args.tokenizer_worker_num > 1:
-        yield (
-            f"--tokenizer-worker-num {args.tokenizer_worker_num}: who may push is remembered in one worker's memory; "
-            "start the engine with --tokenizer-worker-num 1"
-        )
     if args.nnodes > 1 and args.pp_size > 1:
         yield (
             f"--nnodes {args.nnodes} with --pp-size {args.pp_size}: stages on another host cannot answer; start the "
@@ -95,6 +90,11 @@ _ASKED = (
 def has_stages(args: Any) -> bool:
     """Whether the engine is a pipeline of several stages (``--pp-size``)."""
     return int(args.pp_size) > 1
+
+
+def has_workers(args: Any) -> bool:
+    """Whether several tokenizer workers serve HTTP (``--tokenizer-worker-num``)."""
+    return int(args.tokenizer_worker_num) > 1
 
 
 def groups(server_args: Any) -> int:

@@ -72,14 +72,9 @@ def _parallel() -> Any:
 # --- in the process that serves HTTP ----------------------------------------------------------------------------------
 
 
-def expect_all(tokenizer_manager: Any, groups: int) -> None:
-    """Have the tokenizer manager wait for the replies of this many groups."""
-    tokenizer_manager.weightsync_communicator.set_fan_out(groups)
-
-
-def reply_address(tokenizer_manager: Any) -> str:
-    """The address at which the tokenizer manager hears replies."""
+def reply_address(tokenizer: Any) -> str:
+    """The address at which a tokenizer manager, or the router of several, hears replies."""
     import zmq
 
-    endpoint: bytes = tokenizer_manager.recv_from_detokenizer.getsockopt(zmq.LAST_ENDPOINT)
+    endpoint: bytes = tokenizer.recv_from_detokenizer.getsockopt(zmq.LAST_ENDPOINT)
     return endpoint.rstrip(b"\0").decode()

@@ -8,9 +8,9 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from sglang_weightsync import compat, compat_config, compat_groups, compat_pause
+from sglang_weightsync import compat, compat_config, compat_groups
 from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle, went_back
@@ -25,15 +25,48 @@ _STAGES_REASON = (
 )
 
 
+class Tokenizers(Protocol):
+    """What passes clients' requests to the schedulers."""
+
+    several: bool
+    """Whether answers reach clients by other processes, so that nothing may generate while the label is set."""
+
+    def close_at_start(self, why: str) -> None:
+        """Before HTTP is served: as `close`, and let nobody think that the engine is ready before `open`."""
+
+    async def close(self, why: str) -> None:
+        """Keep new requests from the schedulers; ``why`` is a sentence."""
+
+    async def open(self) -> None:
+        """Let requests through again."""
+
+    def version(self) -> str:
+        """The label of the served weights."""
+
+    def set_version(self, version: str) -> None:
+        """Set the label of new responses; the schedulers have set theirs."""
+
+    def reply_to(self) -> str:
+        """The address at which replies of schedulers are heard that cannot answer otherwise."""
+
+    async def ask(self, request: WeightsyncReqInput) -> list[WeightsyncReqOutput]:
+        """Send a request to the schedulers; returns the reply of each group. It has no deadline of its own."""
+
+    def drained(self, *, abort: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        """Hold new requests back, and wait for those in flight, which ``abort`` ends.
+
+        Requests that cannot finish because a user has paused the engine are not waited for.
+        """
+
+
 class SglangFrontEnd:
     """See `weightsync.engine.front_end.EngineFrontEnd`."""
 
     engine = "sglang"
     busy = ""
 
-    def __init__(self, server_args: Any, tokenizer_manager: Any):
-        self._manager = tokenizer_manager
-        self._gate = compat_pause.Gate(tokenizer_manager)
+    def __init__(self, server_args: Any, tokenizers: Tokenizers):
+        self._tokenizers = tokenizers
         self._unsupported = compat_config.unsupported(server_args)
         self.engine_version = compat.SGLANG.version()
         self.model = compat.model_path(server_args)
@@ -46,10 +79,8 @@ class SglangFrontEnd:
         self._drain: contextlib.AbstractAsyncContextManager[None] | None = None
         self.waits = compat.waits_for_initial_weights(server_args)
         if self.waits:
-            self._gate.close_at_start(refusals.FIRST_PUSH)
-            compat.not_ready_from_start()
+            tokenizers.close_at_start(refusals.FIRST_PUSH)
         self._groups = compat_config.groups(server_args)
-        self._reply_to = ""
         self.off = {} if self._unsupported else compat_config.left_as_it_is(server_args)
         if reason := compat.SGLANG.check(compat.DEEP):
             self.off['verify="deep"'] = reason
@@ -61,19 +92,15 @@ class SglangFrontEnd:
 
     async def version(self) -> str:
         """SGLang's own weight version."""
-        return compat.served_version(self._manager)
+        return self._tokenizers.version()
 
     async def call(self, method: str, payload: bytes) -> Sequence[bytes]:
         """See `EngineFrontEnd`; goes through the schedulers' request dispatchers."""
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
-        if self._has_stages and not self._reply_to:
-            self._reply_to = compat_groups.reply_address(self._manager)
-            compat_groups.expect_all(self._manager, self._groups)
-        request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload, reply_to=self._reply_to)
-        outputs: list[WeightsyncReqOutput] = sorted(
-            await compat.ask(self._manager, request), key=lambda output: output.group
-        )
+        reply_to = self._tokenizers.reply_to() if self._has_stages else ""
+        request = WeightsyncReqInput(call=secrets.token_hex(8), method=method, payload=payload, reply_to=reply_to)
+        outputs = sorted(await self._tokenizers.ask(request), key=lambda output: output.group)
         if any(output.call != request.call for output in outputs):
             raise TransferFailed("the schedulers answered another call; push again", weights="unknown")
         if method in _COMMITS:  # one at a time; other calls may come in between
@@ -83,16 +110,14 @@ class SglangFrontEnd:
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """See `EngineFrontEnd`: drain if asked to, then do the rest between two steps of the schedulers."""
         begin = time.perf_counter()
-        # If the engine is stopped already, its requests would never finish; a pipeline goes on if a user pauses it.
-        async with self._held(request, stopped or (self._gate.paused and not self._has_stages)):
+        async with self._held(request, stopped):
             held_s = time.perf_counter() - begin
-            if self._groups == 1:
-                pause_s = await self._apply(request, call)
-            else:
+            if self._groups > 1 or self._tokenizers.several:
                 pause_s = await self._apply_together(request, call)
+            else:
+                pause_s = await self._apply(request, call)
         if stopped:
-            compat.release_first(self._manager)
-            await self._gate.open()
+            await self._tokenizers.open()
             if self._drain is not None:
                 drained, self._drain = self._drain, None
                 await drained.__aexit__(None, None, None)
@@ -103,7 +128,7 @@ class SglangFrontEnd:
 
     async def stay_stopped(self, why: str) -> None:
         """Keep requests from the schedulers, which have stopped by themselves; resuming is refused with ``why``."""
-        await self._gate.close(why)
+        await self._tokenizers.close(why)
 
     async def _apply(self, request: http.CommitRequest, call: Calls) -> float:
         """Commit in one call of the handler; returns the seconds for which the schedulers stopped."""
@@ -117,11 +142,14 @@ class SglangFrontEnd:
             if error.weights != "unchanged" and last.restored:
                 raise went_back(error) from error
             raise
-        compat.set_served_version(self._manager, request.version)
+        self._tokenizers.set_version(request.version)
         return last.pause_s
 
     async def _apply_together(self, request: http.CommitRequest, call: Calls) -> float:
-        """As `_apply`, into several groups: none does a step before all have done the one before."""
+        """As `_apply`, step by step, for several groups of ranks, or several processes that label responses.
+
+        None does a step before all have done the one before.
+        """
         payload = http.to_json(request)
 
         async def step(method: str) -> Sequence[bytes | str]:
@@ -141,7 +169,7 @@ class SglangFrontEnd:
             failed = went_back(failed) if second is None else ApplyFailed(f"{failed}; {second}", weights="dirty")
         event = "applied" if failed is None else "untouched" if failed.weights == "unchanged" else "broken"
         if failed is None:  # before any of them generates, whatever becomes of the others
-            compat.set_served_version(self._manager, request.version)
+            self._tokenizers.set_version(request.version)
         settle(await step(ENDS[event]))
         if failed is not None:
             raise failed
@@ -149,10 +177,10 @@ class SglangFrontEnd:
 
     @contextlib.asynccontextmanager
     async def _held(self, request: http.CommitRequest, stopped: bool) -> AsyncIterator[None]:
-        if stopped or request.pause not in ("wait", "abort"):
+        if stopped or request.pause not in ("wait", "abort"):  # requests of a stopped engine would never finish
             yield
             return
-        drained = compat.drained(self._manager, abort=request.pause == "abort")
+        drained = self._tokenizers.drained(abort=request.pause == "abort")
         try:
             await asyncio.wait_for(drained.__aenter__(), refusals.drain_s(request))
         except asyncio.TimeoutError as error:

@@ -13,14 +13,17 @@ else:
     from sglang.srt.managers.io_struct import BaseReq
 
 
-#: Methods of a commit into several groups of ranks (``--dp-size``, ``--pp-size``), step by step: stop; load what was
-#: prepared; set the version, or go back to the one before; all still stopped; and the end, by its event in
-#: `states.TOGETHER`.
+#: Methods of a commit into several groups of ranks (``--dp-size``, ``--pp-size``), or behind several tokenizer workers,
+#: step by step: stop; load what was prepared; set the version, or go back to the one before; all still stopped; and the
+#: end, by its event in `states.TOGETHER`.
 HOLD: Final = "weightsync_hold"
 LOAD: Final = "weightsync_load"
 LABEL: Final = "weightsync_label"
 UNDO: Final = "weightsync_undo"
 ENDS: Final = {event: f"weightsync_{event}" for event in ("applied", "untouched", "broken")}
+
+#: Asks each group whether requests have yet to finish.
+IN_FLIGHT: Final = "weightsync_in_flight"
 
 
 class WeightsyncReqInput(BaseReq, kw_only=True):
@@ -39,7 +42,7 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
     """The replies of all ranks of one group; ``pause_s`` and ``apply_s`` are seconds of a commit.
 
     ``restored``: the commit failed, and every rank has the previous version again. ``dirty``: it failed, and the ranks
-    have stopped generating. ``asleep``: SGLang's tags of the memory that sleeps.
+    have stopped generating. ``asleep``: SGLang's tags of the memory that sleeps. ``in_flight`` replies to `IN_FLIGHT`.
     """
 
     call: str
@@ -50,3 +53,4 @@ class WeightsyncReqOutput(BaseReq, kw_only=True):
     restored: bool = False
     dirty: bool = False
     asleep: List[str] = msgspec.field(default_factory=list)  # noqa: UP006
+    in_flight: bool = False

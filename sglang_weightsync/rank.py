@@ -3,7 +3,8 @@
 A commit is one call of the handler on every rank, between two steps of the scheduler: retract, begin, load, end, flush,
 set the version, continue. After each step the ranks exchange its outcome over their gloo group, so that all ranks of a
 group decide alike. For the pauses ``wait`` and ``abort`` the tokenizer manager is drained before. With several groups
-(`compat_groups`) each step is a call of its own, since all groups must have done one before any does the next.
+(`compat_groups`) each step is a call of its own, since all groups must have done one before any does the next; so it is
+with several tokenizer workers (`compat_workers`), whose label must change while nothing generates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import Any
 
 from sglang_weightsync import compat, compat_groups, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
-from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
+from sglang_weightsync.messages import (
+    ENDS,
+    HOLD,
+    IN_FLIGHT,
+    LABEL,
+    LOAD,
+    UNDO,
+    WeightsyncReqInput,
+    WeightsyncReqOutput,
+)
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle
@@ -55,6 +65,8 @@ class Handler:
         try:
             if request.method == "weightsync_commit":
                 return self._commit(request)
+            if request.method == IN_FLIGHT:
+                return self._output(request, [], in_flight=compat.has_requests(self._scheduler))
             if (step := self._steps.get(request.method)) is not None:
                 return self._committed(request, step(request))
             return self._output(request, self._everywhere(request, request.method))

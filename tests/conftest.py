@@ -2,6 +2,10 @@
 
 import secrets
 import signal
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import settings
@@ -40,3 +44,46 @@ def model_folder(tmp_path_factory):
         return made[kind, seed]
 
     return make
+
+
+@pytest.fixture
+def router():
+    """Return ``router(urls)``: the URL of a router that sends each request to the next of ``urls``, an iterator.
+
+    With ``HTTPServer`` it answers one request after the other.
+    """
+    started = []
+
+    def make(urls, kind=ThreadingHTTPServer):
+        class Forward(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                headers = {"Authorization": self.headers["Authorization"]}
+                asked = urllib.request.Request(next(urls) + self.path, body, headers, method="POST")
+                try:
+                    with urllib.request.urlopen(asked) as reply:
+                        self.answer(reply.status, reply.read())
+                except urllib.error.HTTPError as error:
+                    with error:
+                        self.answer(error.code, error.read())
+
+            def answer(self, status, body):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        server = kind(("127.0.0.1", 0), Forward)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        started.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield make
+    for server, thread in started:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Sequence
@@ -57,13 +58,13 @@ class EndpointPlugin:
         several = (getattr(args, "api_server_count", 1) or 1) > 1
         lacking = compat.lacks_server_index(engine_client) if several else ""
         if several and not lacking and compat.server_index(engine_client) > 0:
-            self._found = servers.Elsewhere(servers.meeting_point())
+            self._found = servers.Elsewhere(servers.meeting_point(os.getppid()))
             return
         front = VllmFrontEnd(engine_client, lacking)
         await front.hold_from_start()
         self._found = found = FrontEnd(front)
         if several and not lacking:
-            self._others = await servers.answer_others(found, servers.meeting_point())
+            self._others = await servers.answer_others(found, servers.meeting_point(os.getppid()))
 
     def _front_end(self) -> FrontEnd | servers.Elsewhere:
         if self._found is None:

@@ -1,34 +1,49 @@
 """Run by SGLang's Python: ``inside_sglang.py FOLDER`` prints as JSON what compat does with SGLang's real classes."""
 
+import asyncio
 import contextlib
 import json
 import os
 import sys
+import tempfile
+from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 import torch
+import zmq
 from sglang.srt import runtime_context
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.lora.layers import FusedMoEWithLoRA
 from sglang.srt.managers import mm_schedule
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+    sock_recv,
+    sock_send,
+)
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import ServerArgs
-from starlette.testclient import TestClient
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.network import get_zmq_socket
 
-from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, plugin
+from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, compat_workers, in_process, plugin
+from sglang_weightsync.messages import WeightsyncReqOutput
 from tests.engines.recorded import one_element_calls
-from weightsync.protocol import auth
+from weightsync.engine import servers
+from weightsync.errors import UnsupportedOption
 
 FOLDER = sys.argv[1]
-PATH = "SGLANG_HTTP_SERVER_APP_PATH"
 
 
 def arguments(**more):
@@ -193,18 +208,81 @@ def guards():
     return said
 
 
-def worker():
-    """The reply of one of several tokenizer workers to a sender."""
-    from sglang.srt.entrypoints import http_server
-
-    from sglang_weightsync import refusing
-
+def workers():
+    """Why pushes are refused that several tokenizer workers cannot pass on."""
     args = arguments(tokenizer_worker_num=2)
-    http_server._global_state = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=args))
-    headers = {"Authorization": f"Bearer {auth.engine_token()}"}
-    reply = TestClient(refusing.app).post("/weightsync/open", content=b'{"protocol": [1, 0]}', headers=headers)
-    several = [compat.serve_by_workers(found, "ours:app") for found in (arguments(), args)]
-    return {"status": reply.status_code, "text": reply.text, "several": several, "app": os.environ.get(PATH)}
+    router = SimpleNamespace(send_to_scheduler=None, recv_from_detokenizer=None, _loop=None)
+    with patch.dict(compat_workers.WORKERS, {"sglang.srt.environ": ("envs.GONE",)}):
+        said = {"older": plugin._answer_workers(args, router)}
+    with patch.dict(os.environ, {"SGLANG_HTTP_SERVER_APP_PATH": "theirs:app"}):
+        said["other app"] = plugin._answer_workers(args, router)
+    engine = MagicMock(server_args=args)
+    try:
+        in_process.attach(engine)
+    except UnsupportedOption as error:
+        said["in process"] = str(error)
+    return said
+
+
+def router():
+    """What the router of several workers does with their requests while it is closed, and while it drains."""
+    args = arguments(tokenizer_worker_num=2)
+    runtime_context.publish(args, role="tokenizer")
+    ports, context, folder = PortArgs.init_new(args), zmq.Context(), Path(tempfile.mkdtemp())
+    made = MultiTokenizerRouter(args, ports)
+    found = compat_workers.Router(args, made, servers.Label(folder / "control"))
+    address = f"ipc://{folder / 'worker'}"
+    worker = get_zmq_socket(context, zmq.PULL, address, True)
+    to_router = get_zmq_socket(context, zmq.PUSH, ports.tokenizer_worker_ipc_name, False)
+    scheduler = get_zmq_socket(context, zmq.PULL, ports.scheduler_input_ipc_name, False)
+    replies = get_zmq_socket(context, zmq.PUSH, ports.tokenizer_ipc_name, False)
+    for socket in (worker, scheduler):
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)  # what has not arrived by then never will
+
+    def send(rid, kind=TokenizedGenerateReqInput, **more):
+        if kind is TokenizedGenerateReqInput:
+            none = dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob"))
+            more = {**none, "input_text": "", "input_ids": array("q", [1]), "sampling_params": SamplingParams()}
+            more |= {"return_logprob": False, "logprob_start_len": 0, "top_logprobs_num": 0, "stream": False}
+        sock_send(to_router, kind(rid=rid, http_worker_ipc=address, **more))
+
+    def heard(count, socket=scheduler):
+        got = [sock_recv(socket) for _ in range(count)]
+        said.append([(type(one).__name__, getattr(one, "method", None) or one.rid) for one in got])
+        return got[-1]
+
+    async def drain():
+        async with found.drained(abort=True):
+            return "drained"
+
+    said = []
+    found.close_at_start("not yet")
+    for rid in ("first", "second"):
+        send(rid)
+    send("second", AbortReq)
+    heard(1, worker)
+    heard(1)
+    asyncio.run_coroutine_threadsafe(found.open(), made._loop).result(60)
+    send("third")
+    heard(2)
+    drained = asyncio.run_coroutine_threadsafe(drain(), made._loop)
+    for in_flight in (True, False):
+        asked = heard(2)
+        send("fourth")
+        send("nobody's", AbortReq)  # behind the request, so that it has arrived
+        heard(1)
+        sock_send(replies, WeightsyncReqOutput(call=asked.call, replies=[], in_flight=in_flight))
+    said.append(drained.result(60))
+    heard(2)
+    return said
+
+
+def paused():
+    """Whether a push waits for the requests of a scheduler, by whether a user has paused it."""
+    return [
+        compat.has_requests(SimpleNamespace(_engine_paused=paused, is_fully_idle=lambda: False))
+        for paused in (False, True)
+    ]
 
 
 def deep():
@@ -226,7 +304,9 @@ if __name__ == "__main__":
             "drafts": drafts(),
             "embeddings": embeddings(),
             "pauses": pauses(),
-            "worker": worker(),
+            "workers": workers(),
+            "router": router(),
+            "paused": paused(),
             "loads": loads(),
             "guards": guards(),
             "deep": deep(),

@@ -69,7 +69,7 @@ SGLANG = {
     "pipeline": "",
     "nodes": "",
     "pipeline over nodes": "--nnodes 2 with --pp-size 2.*on one host",
-    "tokenizers": "--tokenizer-worker-num 2.*start the engine with --tokenizer-worker-num 1",
+    "tokenizers": "",
 }
 
 
@@ -125,11 +125,35 @@ def test_sglangs_own_guards_are_checked_before_the_engine_pauses(sglang):
     assert guards["KV sleeps"] == ""
 
 
-def test_several_tokenizer_workers_are_refused_by_name(sglang):
-    worker = sglang["worker"]
-    assert worker["status"] == 422
-    assert "--tokenizer-worker-num 2" in worker["text"]
-    assert (worker["several"], worker["app"]) == ([False, True], "ours:app")
+def test_tokenizer_workers_that_cannot_be_answered_are_refused_by_name(sglang):
+    workers = sglang["workers"]
+    assert re.fullmatch(
+        r"--tokenizer-worker-num 2: SGLang \S+ lacks sglang.srt.environ.envs.GONE; install SGLang 0.5.23, or start the "
+        "engine with --tokenizer-worker-num 1",
+        workers["older"],
+    )
+    assert workers["other app"] == (
+        "--tokenizer-worker-num 2: SGLANG_HTTP_SERVER_APP_PATH names another app; unset it, or start the engine with "
+        "--tokenizer-worker-num 1"
+    )
+    assert re.search("tokenizer_worker_num=2.*build it with tokenizer_worker_num=1", workers["in process"])
+
+
+def test_the_router_of_several_workers_holds_requests_back_and_aborts_those_that_wait(sglang):
+    one, abort, asked = "TokenizedGenerateReqInput", ["AbortReq", "nobody's"], "WeightsyncReqInput"
+    look = [["AbortReq", ""], [asked, "weightsync_in_flight"]]
+    assert sglang["router"] == [
+        [["AbortReq", "second"]],  # the answer to the worker
+        [["AbortReq", "second"]],
+        [[one, "first"], [one, "third"]],
+        *(look, [abort], look, [abort]),
+        "drained",
+        [[one, "fourth"], [one, "fourth"]],
+    ]
+
+
+def test_a_push_does_not_wait_for_requests_that_a_user_has_paused(sglang):
+    assert sglang["paused"] == [True, False]
 
 
 def test_a_pause_that_a_user_ordered_survives_a_push(sglang):

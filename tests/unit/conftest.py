@@ -4,11 +4,7 @@ import logging
 import os
 import socket
 import tempfile
-import threading
-import urllib.error
-import urllib.request
 from contextlib import ExitStack, closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -83,43 +79,3 @@ def own_homes(monkeypatch, tmp_path_factory):
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         own = f"weightsync-{os.geteuid()}"
         yield shared / own, session / "weightsync", temporary / own
-
-
-@pytest.fixture
-def router():
-    """Return ``router(urls)``: the URL of a router that sends each request to the next of ``urls``, an iterator."""
-    started = []
-
-    def make(urls):
-        class Forward(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                headers = {"Authorization": self.headers["Authorization"]}
-                asked = urllib.request.Request(next(urls) + self.path, body, headers, method="POST")
-                try:
-                    with urllib.request.urlopen(asked) as reply:
-                        self.answer(reply.status, reply.read())
-                except urllib.error.HTTPError as error:
-                    with error:
-                        self.answer(error.code, error.read())
-
-            def answer(self, status, body):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Forward)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        started.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield make
-    for server, thread in started:
-        server.shutdown()
-        server.server_close()
-        thread.join()

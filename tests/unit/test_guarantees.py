@@ -284,7 +284,7 @@ def test_a_push_onto_another_version_than_expected_is_noticed(engine, a, b):
 
 def test_an_engine_can_be_started_to_wait_for_its_first_push(model_folder, a):
     with ReferenceEngine(model_folder("llama", 0), args=["--wait-for-initial-weights"]) as engine:
-        for route in ("/health", "/health_generate", "/ping"):
+        for route in ("/health", "/health_generate", "/ready", "/ping"):
             assert requests.get(f"{engine.url}{route}", timeout=10).status_code == 503
         assert (status(engine).state, status(engine).detail) == ("unsynced", "it waits for its first push")
         with pytest.raises(requests.HTTPError, match="503"):

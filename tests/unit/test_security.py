@@ -164,6 +164,8 @@ def test_sweeping_removes_what_a_dead_sender_left_and_nothing_else(homes):
     dead = directories.private_directory()
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(dead / "control"))
+    for name in ("label", "label.1"):  # of an engine with several servers, which was killed while it wrote
+        (dead / name).touch()
     mine = root / "weightsync-1-0123456789abcdef"  # named like a sender's directory, with a foreign file
     kept = [root / "weightsync-checkpoints", root / "weightsync-12-ab", mine]
     for folder in kept:

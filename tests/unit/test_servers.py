@@ -1,5 +1,6 @@
 """Several servers of one engine: what one of them was told, all of them know."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import requests
 from tests.faults.harness import SITE
 from tools import servers
 from weightsync import Sender
+from weightsync.engine.servers import Label, answer_others
 from weightsync.errors import ApplyFailed, EngineUnreachable, LeaseHeld, PushTimeout, UnsupportedOption
 from weightsync.protocol import directories
 from weightsync.testing import ReferenceEngine
@@ -70,6 +72,7 @@ def test_a_lease_that_one_server_gave_holds_at_the_other(pair, trained):
 def test_every_server_says_that_the_engine_is_dirty(pair, trained):
     urls = [pair.first.url, pair.other.url]
     assert [requests.get(f"{url}/health", timeout=9).json() for url in urls] == [{"from": "the engine"}] * 2
+    assert [requests.get(f"{url}/ready", timeout=9).status_code for url in urls] == [404, 404]  # it has no such route
     pair.orders.write_text(json.dumps({"point": "rank loads", "where": {"tensor": 2}, "action": "raise"}))
     with Sender([pair.other.url]) as sender:
         with pytest.raises(ApplyFailed) as raised:
@@ -116,3 +119,27 @@ def test_a_server_whose_front_end_has_ended_says_so(pair, trained):
         with pytest.raises(EngineUnreachable, match="front end has ended"):
             sender.push(trained)
     assert requests.get(f"{pair.other.url}/health", timeout=9).status_code == 503
+
+
+def test_a_look_at_the_socket_is_no_message(tmp_path, caplog):
+    path = tmp_path / "private" / directories.SOCKET_NAME
+
+    async def look():
+        async with await answer_others(None, path):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(look())
+    assert not caplog.records
+
+
+def test_a_label_that_one_server_sets_is_read_by_all(tmp_path):
+    one, other = (Label(tmp_path / directories.SOCKET_NAME) for _ in range(2))
+    assert other.read() == ""
+    for label in ("a long label, " * 70, "schlüssel"):
+        one.write(label)
+        assert other.read() == label
+    assert [path.name for path in tmp_path.iterdir()] == [directories.LABEL_NAME]

@@ -22,7 +22,7 @@ from weightsync.errors import AuthenticationFailed
 from weightsync.protocol import auth, http
 
 #: Health routes of the engines; SageMaker calls ``/ping``.
-_HEALTH: Final = ("/health", "/health_generate", "/ping")
+_HEALTH: Final = ("/health", "/health_generate", "/ready", "/ping")
 
 
 def admin_routes(front_end: Callable[[], FrontEnd | Elsewhere], token: str) -> Mount:
@@ -73,6 +73,7 @@ class HealthGuard(BaseRoute):
                 scope.update(more)
                 await route.handle(scope, receive, send)
                 return
+        await scope["app"].router.default(scope, receive, send)
 
 
 def _endpoint(

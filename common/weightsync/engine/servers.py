@@ -28,16 +28,46 @@ _STOPPED: Final = "stopped"
 _AGAIN_S: Final = 0.1
 #: Seconds around a message's own timeout: before it a server that is stopped is named, after it one that is late.
 _REPLY_S: Final = 0.3
+#: More bytes than a label has.
+_LABEL_BYTES: Final = 1 << 16
 #: What the kernel says of the process at the other end: its number, user and group.
 _CREDENTIALS: Final = struct.Struct("3i")
-_OTHER: Final = "the API server that has this engine's front end"
+_OTHER: Final = "the process that has this engine's front end"
 
 
-def meeting_point() -> Path:
-    """The socket of all servers that the same process has started."""
-    parent = os.getppid()
+def meeting_point(parent: int) -> Path:
+    """The socket of all servers of the engine that the process numbered ``parent`` has started."""
     name = f"{directories.PREFIX}{parent}-{started(parent):016x}"
     return directories.directory() / name / directories.SOCKET_NAME
+
+
+class Label:
+    """The label of the weights that an engine serves, for servers that cannot ask for it each time.
+
+    It is in a file beside the socket at ``path``, so that it is the same everywhere at any moment, also in a server
+    that was frozen or started again.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path.with_name(directories.LABEL_NAME)
+
+    def read(self) -> str:
+        """The label; empty if none was set since the engine was started."""
+        # By calls of the system: a server may read it for every token.
+        try:
+            file = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return ""
+        try:
+            return os.read(file, _LABEL_BYTES).decode()
+        finally:
+            os.close(file)
+
+    def write(self, label: str) -> None:
+        """Set the label, at once for all."""
+        written = self._path.with_suffix(f".{os.getpid()}")
+        written.write_text(label, encoding="utf-8")
+        written.replace(self._path)
 
 
 async def answer_others(front_end: FrontEnd, path: Path) -> asyncio.Server:
@@ -47,6 +77,8 @@ async def answer_others(front_end: FrontEnd, path: Path) -> asyncio.Server:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             name = (await reader.readline()).decode().strip()
+            if name not in (_STOPPED, *routes):  # it has ended, or only looked whether this server listens
+                return
             status, reply = await _answer(name, await reader.read())
             writer.write(status.to_bytes(2, "big") + reply)
             await writer.drain()

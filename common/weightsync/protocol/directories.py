@@ -16,6 +16,9 @@ from weightsync.errors import AuthenticationFailed
 
 SHM_DIRECTORY: Final = Path("/dev/shm")
 SOCKET_NAME: Final = "control"
+#: The label that an engine with several servers serves, beside their socket; what a process writes before has a suffix.
+LABEL_NAME: Final = "label"
+_OWN_FILES: Final = re.compile(rf"{SOCKET_NAME}|{LABEL_NAME}(\.[0-9]+)?")
 PREFIX: Final = "weightsync-"
 #: Names of a sender's directory and of its arenas.
 OWN_NAME: Final = re.compile(r"weightsync-[0-9]+-[0-9a-f]{16}")
@@ -80,10 +83,12 @@ def private_directory() -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a sender's directory and its socket; a directory that holds anything else is left alone."""
+    """Remove a directory of a sender, or of an engine's servers; one that holds anything else is left alone."""
     with contextlib.suppress(OSError):
-        if set(os.listdir(path)) <= {SOCKET_NAME}:
-            (path / SOCKET_NAME).unlink(missing_ok=True)
+        names = os.listdir(path)
+        if all(map(_OWN_FILES.fullmatch, names)):
+            for name in names:
+                (path / name).unlink(missing_ok=True)
             path.rmdir()
 
 
