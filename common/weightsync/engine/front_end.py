@@ -34,6 +34,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
+from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, one_list
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.states import ENGINE, Machine
 from weightsync.transports import registry
@@ -145,6 +146,10 @@ class FrontEnd:
             network=arenas.network_id(),
             stopped=bool(self.stopped),
         )
+
+    async def expected(self, asked: ExpectedRequest) -> ExpectedReply:
+        """The tensors of a complete push, in the dtypes in which the ranks hold them."""
+        return one_list(collect(await self._call("weightsync_expected", b"{}", asked.timeout_s), ExpectedReply))
 
     async def _introduce_ranks(self, timeout_s: float) -> None:
         self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", timeout_s), http.RankInfo))

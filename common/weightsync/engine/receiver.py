@@ -28,6 +28,7 @@ from weightsync.errors import (
 from weightsync.memory import arenas
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.memory.processes import started
+from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import (
     Accepted,
     CommitRequest,
@@ -108,6 +109,10 @@ class Receiver:
             host=arenas.host_id(),
             started=started(os.getpid()),
         )
+
+    def expected(self) -> ExpectedReply:
+        """This rank's part of the list of a complete push."""
+        return self._loading.expected()
 
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""

@@ -77,16 +77,24 @@ class Driver:
     ) -> PushResult:
         settle(self.engines, deadline)
         transfer = self._open_transfer(source)
-        plan = self._planner.of(source, transfer)
+        plan = self._planner.of(source, transfer, deadline)
         label = self._next_version() if version is None else version
         push = self._new_push(transfer, deadline, expected)
         sent, commits = push.run(plan, label)
         self.served = label
         seconds = {**push.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
-        nbytes, choice = plan.layout.payload_bytes, plan.choice
+        choice = plan.choice
         return PushResult(
-            label, nbytes, seconds, self._results(commits), plan.request.verify, choice.staging, choice.reason
+            label,
+            plan.layout.payload_bytes,
+            seconds,
+            self._results(commits),
+            plan.request.verify,
+            choice.staging,
+            choice.reason,
+            len(plan.sources),
+            sent.not_finite,
         )
 
     def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:

@@ -29,6 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import processes
 from weightsync.protocol import auth, http, states
+from weightsync.protocol.expected import SINCE_MINOR, ExpectedReply
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
@@ -222,6 +223,19 @@ class Engines:
                 if engine.stopped or reply.version != version or engine.committed != reply.instance:
                     found.append(url)
         return found, failed
+
+    def expected(self, deadline: Deadline) -> dict[str, ExpectedReply]:
+        """What each engine says a complete push is, by URL; asked once. Empty for engines of earlier releases."""
+
+        def run(client: EngineClient) -> None:
+            engine = self.by_url[client.url]
+            if engine.expected is None:
+                asked = engine.hello.protocol >= (engine.hello.protocol[0], SINCE_MINOR)
+                engine.expected = client.expected(deadline) if asked else ExpectedReply()
+
+        if any(engine.expected is None for engine in self.by_url.values()):
+            self.all(run)
+        return {url: engine.expected or ExpectedReply() for url, engine in self.by_url.items()}
 
     def join(self, asked: Mapping[str, Handshake], deadline: Deadline) -> dict[str, http.JoinReply]:
         """Send engines, by URL, the handshakes of their transports; return their replies."""

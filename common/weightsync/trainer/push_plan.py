@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
+from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
@@ -18,6 +20,7 @@ from weightsync.tensors import digest
 from weightsync.tensors.layout import Layout
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
+from weightsync.trainer.casts import Casts, casts
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.ranks import Coordinator
@@ -43,7 +46,7 @@ class PushPlan(NamedTuple):
     """A push of ``source``.
 
     ``shared`` are its tensors if engines read them in place, else None. ``identity`` is that of `Source.identity`.
-    ``ranks`` coordinates the trainer's ranks if they fill one arena together, else it is None.
+    ``sources`` has the trainer's dtype of each tensor that is cast, by its number. ``ranks`` coordinates the trainer's ranks if they fill one arena together, else it is None.
     """
 
     source: Source
@@ -52,6 +55,7 @@ class PushPlan(NamedTuple):
     choice: Choice
     shared: list[torch.Tensor] | None
     identity: object | None
+    sources: Mapping[int, torch.dtype]
     ranks: Coordinator | None
 
     @property
@@ -73,7 +77,8 @@ class PushPlan(NamedTuple):
         if self.ranks is not None:
             return outgoing.send_filled(self.ranks, self.source, deadline, progress)
         arenas.synchronize(self.source.device)
-        return outgoing.send(self.source.tensors() if self.shared is None else self.shared, progress, self.identity)
+        tensors = self.source.tensors() if self.shared is None else self.shared
+        return outgoing.send(tensors, progress, self.identity, self.sources)
 
 
 class Repeated(NamedTuple):
@@ -109,6 +114,9 @@ class Planner:
         #: Whether several processes fill the arena.
         self._assembled = False
         self._chosen: Choice | None = None
+        #: The last casts, and the manifest and the engines' lists that they were worked out from.
+        self._casts = Casts((), {})
+        self._cast_for: tuple[tuple[http.TensorSpec, ...], tuple[ExpectedReply, ...]] = ((), ())
         #: The identity of the last source checked for sharing, the arenas' device then, and its tensors if shareable.
         self._checked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
 
@@ -116,8 +124,11 @@ class Planner:
         """Choose buckets and staging anew for the next push: the ranks or the arena have changed."""
         self._chosen = None
 
-    def of(self, source: Source, transfer: Transfer) -> PushPlan:
-        """Plan a push of ``source``. Raises `SourceError`, or `UnsupportedOption` if memory does not suffice."""
+    def of(self, source: Source, transfer: Transfer, deadline: Deadline) -> PushPlan:
+        """Plan a push of ``source``; asks the engines what they expect, once.
+
+        Raises `SourceError`, `ManifestMismatch`, or `UnsupportedOption` if memory does not suffice.
+        """
         manifest, assembled = source.specs, False
         if self._ranks is not None:
             split = self._ranks.planned(source)
@@ -125,12 +136,20 @@ class Planner:
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
             assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
+        manifest, sources = self._cast(manifest, self._engines.expected(deadline))
         identity = None if assembled else source.identity()
-        shared = None if assembled else self._share(source, transfer, identity)
+        shared = None if assembled or sources else self._share(source, transfer, identity)
         layout = self._layout_of(manifest, assembled)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
         request = self._request(transfer, source, layout, choice)
-        return PushPlan(source, request, layout, choice, shared, identity, self._ranks if assembled else None)
+        return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
+
+    def _cast(self, manifest: tuple[http.TensorSpec, ...], engines: dict[str, ExpectedReply]) -> Casts:
+        known, replies = self._cast_for
+        if manifest != known or list(map(id, engines.values())) != list(map(id, replies)):
+            self._casts = casts(manifest, engines)
+            self._cast_for = manifest, tuple(engines.values())
+        return self._casts
 
     def _share(self, source: Source, transfer: Transfer, identity: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them in place and none needs them after the push; otherwise None."""

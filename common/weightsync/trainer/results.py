@@ -39,6 +39,9 @@ class PushResult:
     and ``digest`` (in transfer, packing and hashing on the trainer) and ``verify`` (in transfer, hashing at the slowest
     rank).
 
+    ``cast`` is the number of tensors that were cast to another dtype, ``not_finite`` the number of infinite and NaN
+    elements in these.
+
     ``engines`` has each engine's part, by URL. ``verify`` is how the push was verified, ``staging`` where the bytes
     waited for the commit, and ``staging_reason`` why there.
     """
@@ -50,3 +53,5 @@ class PushResult:
     verify: http.Verify
     staging: Staging
     staging_reason: str
+    cast: int = 0
+    not_finite: int = 0

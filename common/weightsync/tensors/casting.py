@@ -1,0 +1,48 @@
+"""Casts floating-point tensors on the way into an arena."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from weightsync.errors import SourceError
+
+#: Elements cast at a time on a CPU: few enough that torch does it in the calling thread, and that the result is still
+#: in the cache when it is hashed.
+_ELEMENTS: Final = 1 << 14
+
+
+@torch.no_grad()
+def cast(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
+    """Cast ``source`` into ``target``, of the same shape; return how many elements of ``source`` are not finite.
+
+    Raises `SourceError`, naming the tensor, if a finite element would become infinite.
+    """
+    alike = target.is_contiguous() and source.is_contiguous()
+    if not alike or target.device.type != "cpu" or source.device.type != "cpu":
+        target.copy_(source)
+        return _not_finite(name, target, source)
+    found = 0
+    for into, out_of in zip(
+        torch.split(target.view(-1), _ELEMENTS), torch.split(source.view(-1), _ELEMENTS), strict=True
+    ):
+        into.copy_(out_of)
+        found += _not_finite(name, into, out_of)
+    return found
+
+
+def _not_finite(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
+    # One pass over what was just written. A sum of finite elements may overflow too: the exact answer follows.
+    wide = torch.float64 if target.dtype is torch.float64 else torch.float32
+    if math.isfinite(float(target.sum(dtype=wide))):
+        return 0
+    before, after = (~torch.isfinite(tensor) for tensor in (source, target))
+    if made := int((after & ~before).sum()):
+        worst = float(source[after & ~before].abs().max())
+        raise SourceError(
+            f"{name}: {made} finite values, up to {worst:g}, would be infinite in {target.dtype}, in which the engine "
+            "holds this tensor; scale or clamp them, or start the engine with a wider dtype"
+        )
+    return int(before.sum())
