@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.faults.harness import SITE
+from tests.helpers import served_digest
 from tools import models, servers
 from weightsync import Sender
 from weightsync.errors import PushTimeout, TransferFailed
@@ -30,11 +31,6 @@ IN_PLACE = "read the parameters where they are"
 @pytest.fixture
 def trained(model_folder):
     return models.load_reference(model_folder("llama", 1)).share_memory()
-
-
-def served_digest(engine):
-    with Sender([engine.url]) as sender:
-        return sender.status(digest=True)[engine.url].ranks[0].digest
 
 
 def arenas():

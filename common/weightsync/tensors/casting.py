@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -12,6 +13,9 @@ from weightsync.errors import SourceError
 #: Elements cast at a time on a CPU: few enough that torch does it in the calling thread, and that the result is still
 #: in the cache when it is hashed.
 _ELEMENTS: Final = 1 << 14
+
+#: The trainer's dtypes of the tensors that are cast, by their number, where none is.
+NO_CASTS: Final[Mapping[int, torch.dtype]] = {}
 
 
 @torch.no_grad()

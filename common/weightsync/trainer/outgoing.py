@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
+from weightsync.tensors.casting import NO_CASTS
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import key
 from weightsync.tensors.subset import Digests, Wanted
@@ -24,9 +25,6 @@ from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
 
 Packed = dict[int, tuple[tuple[object, ...], PackPlan | None, bool]]
 """By arena: what identifies the last packing, its plan if there is one, and whether planning was tried."""
-
-
-_NO_CASTS: Final[Mapping[int, torch.dtype]] = {}
 
 
 class Sent(NamedTuple):
@@ -86,7 +84,7 @@ class Outgoing:
         tensors: Iterable[torch.Tensor],
         progress: Progress | None,
         identity: object | None = None,
-        sources: Mapping[int, torch.dtype] = _NO_CASTS,
+        sources: Mapping[int, torch.dtype] = NO_CASTS,
     ) -> Sent:
         """Pack and send the stream; return once every rank has received and verified it.
 
@@ -117,11 +115,8 @@ class Outgoing:
         sent = Sent(packer.gather_s, packer.digest_s, self._finish(), packer.not_finite)
         if same and not planned:  # pushed for the second time: a plan will pay off
             all_there = len(addresses) == len(self.layout.entries)
-            self._packed[key(self.arena.bytes)] = (
-                known,
-                pack_plan(*how, addresses, sources) if all_there else None,
-                True,
-            )
+            repeated = pack_plan(*how, addresses, sources) if all_there else None
+            self._packed[key(self.arena.bytes)] = known, repeated, True
         elif not same:
             self._packed[key(self.arena.bytes)] = known, None, False
         return sent

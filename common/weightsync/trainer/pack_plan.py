@@ -19,7 +19,7 @@ import xxhash
 
 from weightsync.tensors import native_copy
 from weightsync.tensors.boxes import Box
-from weightsync.tensors.casting import cast
+from weightsync.tensors.casting import NO_CASTS, cast
 from weightsync.tensors.layout import Layout, Piece
 from weightsync.tensors.native_copy import Copies, Hashes, Run
 from weightsync.tensors.scattered import Stream
@@ -229,7 +229,7 @@ def pack_plan(
     algorithm: str,
     demand: Wanted,
     addresses: Sequence[int],
-    sources: Mapping[int, torch.dtype],
+    sources: Mapping[int, torch.dtype] = NO_CASTS,
 ) -> PackPlan | None:
     """A `PackPlan`; None if the arena or the algorithm rules it out, or a box to be hashed is not contiguous."""
     if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
@@ -238,13 +238,13 @@ def pack_plan(
         return None  # the result of a cast is hashed, and has to lie in one piece
     boxes: list[list[tuple[Box | None, native_copy.Block]]] = []
     for entry, read_at in zip(layout.entries, addresses, strict=True):
-        address = arena[entry.offset :].data_ptr() if entry.number in sources else read_at
+        address = entry.raw(arena).data_ptr() if entry.number in sources else read_at
         wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
         found = [(box, place(entry, box, address)) for box in wanted]
         if any(at is None for _, at in found):
             return None
         boxes.append([(box, at) for box, at in found if at is not None])
-    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
+    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand, sources)
 
 
 def _elements(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from weightsync.errors import SourceError
 from weightsync.memory import arenas
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, narrowed
-from weightsync.tensors.casting import cast
+from weightsync.tensors.casting import NO_CASTS, cast
 from weightsync.tensors.digest import Hasher
 from weightsync.tensors.layout import Entry, Layout, dtype_name
 from weightsync.tensors.scattered import Scattered, Stream
@@ -48,7 +48,7 @@ class Packer:
         slots: int,
         algorithm: str,
         demand: Wanted,
-        sources: Mapping[int, torch.dtype],
+        sources: Mapping[int, torch.dtype] = NO_CASTS,
     ):
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
         self._sources = sources

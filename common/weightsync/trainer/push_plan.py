@@ -46,7 +46,8 @@ class PushPlan(NamedTuple):
     """A push of ``source``.
 
     ``shared`` are its tensors if engines read them in place, else None. ``identity`` is that of `Source.identity`.
-    ``sources`` has the trainer's dtype of each tensor that is cast, by its number. ``ranks`` coordinates the trainer's ranks if they fill one arena together, else it is None.
+    ``sources`` has the trainer's dtype of each tensor that is cast, by its number. ``ranks`` coordinates the trainer's
+    ranks if they fill one arena together, else it is None.
     """
 
     source: Source
