@@ -59,14 +59,14 @@ _LISTED: Final = 5
 _LISTED_CHARS: Final = 300
 
 
-#: Advice on the two most common mismatches: transformers drops layers, and the trainer uses another dtype.
+#: Advice on the two most common mismatches: transformers drops layers, and tensors have a dtype that is not cast.
 _IF_MISSING: Final = (
     "transformers drops what it has no module for, such as layers for multi-token prediction: push a mapping that has "
     "these tensors too, or start the engine from a folder whose checkpoint is without them"
 )
 _IF_CAST: Final = (
-    "load or convert the trainer's model with the engine's dtype, as in from_pretrained(..., dtype=torch.bfloat16) or "
-    "model.to(torch.bfloat16), or push a mapping of tensors that were cast"
+    "a push casts between float64, float32, bfloat16 and float16, where the engine only copies a tensor; convert "
+    "others first, as in tensor.to(torch.bfloat16)"
 )
 
 

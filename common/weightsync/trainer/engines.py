@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -16,11 +14,8 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
-    EngineUnreachable,
-    LeaseHeld,
     ManifestUnknown,
     PushTimeout,
-    TransferFailed,
     UnsupportedOption,
     Weights,
     WeightSyncError,
@@ -45,12 +40,6 @@ _SETTLED_S: Final = 0.9
 _LEAST_S: Final = 0.1
 #: Seconds for asking the engines what they serve after a call has failed for another reason.
 _STATUS_S: Final = 0.5
-#: Seconds between two renewals of the lease during a push.
-_RENEW_EVERY_S: Final = 1.0
-#: Seconds to wait for the reply to a renewal. Without one, the next renewal follows.
-_RENEW_S: Final = 2.0
-#: One renewal in this many also asks for the status of the ranks, which costs the ranks a little time.
-_ASK_RANKS_EVERY: Final = 3
 #: Seconds past the deadline to wait for the thread of a commit: more than its client takes to find out the outcome.
 _OUTCOME_S: Final = 1.0
 #: More than there are calls at once. Threads are started on demand and reused. With a limit that can be reached, some
@@ -322,41 +311,6 @@ class Engines:
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
         return replies
-
-    @contextmanager
-    def renewed(self, push: str, deadline: Deadline) -> Iterator[None]:
-        """Inside the context, a thread renews the lease at every engine.
-
-        It ends ``deadline`` if an engine is gone, is leased to another trainer, or has a rank that failed in ``push``.
-        """
-        ended, renewals = threading.Event(), itertools.count(1)
-        # Separate clients: a request to a frozen engine may outlive this push.
-        clients = [(engine, engine.client.another()) for engine in self.by_url.values()]
-
-        def run() -> None:
-            while not ended.wait(_RENEW_EVERY_S):
-                ask_ranks = next(renewals) % _ASK_RANKS_EVERY == 0
-                for engine, client in clients:
-                    if ended.is_set() or not engine.leased:
-                        continue
-                    try:
-                        client.renew(self.owner, Deadline(_RENEW_S))
-                        for rank in client.status(Deadline(_RENEW_S)).ranks if ask_ranks else ():
-                            if rank.failed == push:
-                                deadline.end(TransferFailed(f"{client.url}: rank {rank.rank}: {rank.detail}"))
-                    except (EngineUnreachable, LeaseHeld) as error:
-                        error.engines.setdefault(client.url, error.weights)
-                        deadline.end(error)
-                    except WeightSyncError:
-                        continue  # slow or busy; if it stays so, the push itself times out
-            for _, client in clients:
-                client.close()
-
-        try:  # includes the start: after Ctrl-C in it, the thread would otherwise run for ever
-            threading.Thread(target=run, name="weightsync-lease", daemon=True).start()
-            yield
-        finally:
-            ended.set()
 
     def abort(self, push: str, deadline: Deadline) -> None:
         """Have every engine drop a push. Best effort: an engine that cannot be reached drops it at its own deadline."""

@@ -26,6 +26,7 @@ from weightsync.protocol import http
 from weightsync.protocol.states import Machine
 from weightsync.trainer.client import EngineClient
 from weightsync.trainer.engines import Engines
+from weightsync.trainer.lease import renewed
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
@@ -201,7 +202,7 @@ class Push(Change):
         """
         with self._failures_handled(payload.name):
             self._machine.move("push")
-            with self._engines.renewed(payload.name, self._deadline):
+            with renewed(self._engines.by_url.values(), self._engines.owner, payload.name, self._deadline):
                 outgoing = payload.begin(self._push_transfer)
                 self._prepare(outgoing)
                 if outgoing.plan.stream:
