@@ -15,7 +15,7 @@ from weightsync.tensors.casting import cast
 from weightsync.tensors.layout import CASTABLE, DTYPES, Layout, digest_of, spec_of
 from weightsync.tensors.subset import Subset, Wanted
 from weightsync.testing import ReferenceEngine
-from weightsync.trainer.casts import casts
+from weightsync.trainer.fit import fit
 from weightsync.trainer.pack_plan import pack_plan
 from weightsync.trainer.packing import Packer
 
@@ -139,7 +139,7 @@ def expected(*specs, served=None):
 
 
 def planned(dtype, *engines):
-    found = casts([TensorSpec("w", dtype, (2,))], {f"http://{at}": engine for at, engine in enumerate(engines)})
+    found = fit([TensorSpec("w", dtype, (2,))], {f"http://{at}": engine for at, engine in enumerate(engines)})
     return found.manifest[0].dtype, dict(found.sources)
 
 

@@ -238,7 +238,8 @@ class FrontEnd:
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._watch_trainer())
         record_s = max(rank.record_s for rank in accepted)
-        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
+        kept = tuple(rank.kept for rank in accepted)
+        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s, kept)
 
     async def lease(self, asked: http.LeaseRequest) -> http.Done:
         """Renew the lease: its owner is alive. Raises `LeaseHeld`, or `EngineUnreachable` if a rank has died."""

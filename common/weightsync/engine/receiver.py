@@ -41,7 +41,7 @@ from weightsync.protocol.http import (
     UpdateRequest,
 )
 from weightsync.protocol.states import ENGINE, Machine
-from weightsync.tensors.layout import listed
+from weightsync.tensors.layout import Layout, listed
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
 from weightsync.transports.base import EngineEnd, Incoming
@@ -159,12 +159,11 @@ class Receiver:
         self._supersede(request.push)
         self._disown(request.owner)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.known, request.push)
+        layout = self._loading.accept(request.manifest, request.known, request.push, request.kept)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.subset(layout) if some else Subset(layout, {}))
-        if not request.keep:
-            self._current = self._previous = None
+        self._drop_kept(layout if request.keep else None)
         self._before = ("", None, None)
         with self._lock:
             self._machine.move("prepare")
@@ -212,6 +211,15 @@ class Receiver:
             self._previous = None
         if self._current is not None and self._current.arena and arena in (None, self._current.arena):
             self._current = None
+
+    def _drop_kept(self, new: Layout | None) -> None:
+        """Drop kept versions, unless loading them again would undo a push of ``new``: of what that writes they lack
+        nothing."""
+        names = {spec.name for spec in new.specs} if new is not None else set()
+        for which in ("_current", "_previous"):
+            kept: Staged | None = getattr(self, which)
+            if kept is not None and (new is None or names - {spec.name for spec in kept.layout.specs}):
+                setattr(self, which, None)
 
     def _disown(self, owner: str) -> None:
         """Drop kept versions that lie in the memory of a sender other than ``owner``, which holds the lease now: a

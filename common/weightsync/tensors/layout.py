@@ -61,8 +61,8 @@ _LISTED_CHARS: Final = 300
 
 #: Advice on the two most common mismatches: transformers drops layers, and tensors have a dtype that is not cast.
 _IF_MISSING: Final = (
-    "transformers drops what it has no module for, such as layers for multi-token prediction: push a mapping that has "
-    "these tensors too, or start the engine from a folder whose checkpoint is without them"
+    "transformers drops what it has no module for, such as layers for multi-token prediction: leave them as the engine "
+    "has them with allow_missing, push a mapping that has them, or start the engine from a folder without them"
 )
 _IF_CAST: Final = (
     "a push casts between float64, float32, bfloat16 and float16, where the engine only copies a tensor; convert "

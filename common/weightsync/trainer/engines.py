@@ -63,6 +63,8 @@ class Engines:
         self._token = token
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="weightsync-engine")
         self.by_url: dict[str, Engine] = {}
+        #: What each engine's ranks hold of the tensors that the last push left as they are, see `http.Accepted`.
+        self.kept: dict[str, tuple[dict[str, str], ...]] = {}
         try:
             self.check_caller()
             self._open(deadline)
@@ -154,6 +156,7 @@ class Engines:
     def remove(self, url: str) -> None:
         """Remove an engine, by the URL that `removable` returned."""
         self._clients.remove(self.by_url.pop(url).client)
+        self.kept.pop(url, None)
 
     @contextmanager
     def only(self, url: str) -> Iterator[None]:
@@ -256,7 +259,7 @@ class Engines:
             )
             reply = self._prepared(engine, request, deadline)
             engine.leased, engine.stopped = True, reply.stopped
-            engine.record_s = reply.record_s or 0.0
+            engine.record_s, self.kept[client.url] = reply.record_s or 0.0, reply.kept or ()
             if expected is not None and (reply.stopped or reply.version != expected):
                 serves = "nothing" if reply.stopped else f"version {reply.version!r}"
                 raise WrongState(f"{client.url} serves {serves}, and this push expects version {expected!r}")

@@ -26,6 +26,7 @@ from weightsync.protocol import http
 from weightsync.protocol.states import Machine
 from weightsync.trainer.client import EngineClient
 from weightsync.trainer.engines import Engines
+from weightsync.trainer.fit import agree
 from weightsync.trainer.lease import renewed
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
@@ -194,6 +195,8 @@ class Push(Change):
     ):
         super().__init__(engines, transfer, machine, deadline, pause)
         self._push_transfer, self._progress, self._expected = transfer, progress, expected
+        #: Tensors that stay as the engines have them, and that could not be compared between engines.
+        self.unverified: tuple[str, ...] = ()
 
     def run(self, payload: Payload, label: str) -> tuple[Sent, Commits]:
         """Prepare, send and commit ``payload`` as version ``label``; return sending times and commit replies.
@@ -224,6 +227,8 @@ class Push(Change):
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
         with self._timed("prepare"):
             engines.prepare(requests, self._expected, deadline)
+            if outgoing.plan.kept:
+                self.unverified = agree(engines.kept)
             outgoing.await_ranks(engines.peers, deadline)
         self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -19,9 +20,17 @@ from weightsync.engine.loading.recording import Recording, record
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
-from weightsync.tensors.layout import CASTABLE, check_manifest, dtype_name, listed, wrong_dtypes
+from weightsync.tensors.layout import CASTABLE, check_manifest, digest_of, dtype_name, listed, wrong_dtypes
 
 logger = logging.getLogger(__name__)
+
+
+class Stays(NamedTuple):
+    """What a push leaves as the engine has it: a digest of what this rank holds of each tensor, empty where that cannot
+    be read; and the parameters that these are loaded into."""
+
+    digests: dict[str, str]
+    parameters: frozenset[str] = frozenset()
 
 
 class Complete:
@@ -73,10 +82,15 @@ class Complete:
             if targets[spec.name] == {dtype} and dtype in CASTABLE - {spec.dtype}
         }
 
-    def check(self, manifest: Sequence[TensorSpec]) -> None:
-        """Raise `ManifestMismatch`, by name, for what is missing, unknown, misshapen, or of a dtype that cannot fit."""
+    def check(self, manifest: Sequence[TensorSpec], kept: Collection[str] = ()) -> None:
+        """Raise `ManifestMismatch`, by name, for what is missing, unknown, misshapen, or of a dtype that cannot fit.
+
+        Tensors in ``kept`` may be missing.
+        """
         expected = self.known()
         if not isinstance(expected, Expected):
+            if kept:
+                raise ManifestMismatch(f"{listed(kept)} cannot be left as the engine has them: {expected}")
             check_manifest(manifest, manifest)
             return
         pushed = {spec.name: spec.dtype for spec in manifest}
@@ -87,23 +101,46 @@ class Complete:
             else spec
             for spec in expected.specs
         ]
-        check_manifest(manifest, either, expected.optional)
+        check_manifest(manifest, either, expected.optional.union(kept))
 
     def check_recorded(
-        self, plan: LoadPlan | None, hooks: LoaderHooks | None, manifest: Sequence[TensorSpec], why: str
-    ) -> None:
+        self,
+        plan: LoadPlan | None,
+        hooks: LoaderHooks | None,
+        manifest: Sequence[TensorSpec],
+        why: str,
+        kept: Collection[str] = (),
+    ) -> Stays:
         """The rest of `check`, once the loader has been recorded. ``plan`` is None if it could not be: ``why``.
 
         Raises `ManifestMismatch` for dtypes that the plan does not copy as they are, for parameters that would not be
-        loaded, and for a tied tensor that is left out although the other one is not loaded in its place.
+        loaded, or only in part, and for a tied tensor that is left out although the other one is not loaded instead.
         """
         expected = self.known()
-        if isinstance(expected, Expected):
-            self._check_dtypes(expected, plan, manifest)
-            if plan is not None and hooks is not None and len(manifest) < len(expected.specs):
-                self._check_left_out(expected, plan, hooks, manifest)
-        else:
+        if not isinstance(expected, Expected):
             _check_coverage(expected, plan, why)
+            return Stays({})
+        self._check_dtypes(expected, plan, manifest)
+        if plan is None or hooks is None:
+            _check_blocks(manifest, kept)
+            return Stays(dict.fromkeys(kept, ""))
+        if len(manifest) == len(expected.specs):
+            return Stays({})
+        try:
+            whole = record(hooks, expected.specs, self._adapter.device, plan.memory)
+        except Exception as error:
+            logger.info("loading the whole checkpoint cannot be recorded: %s", error)
+            _check_blocks(manifest, kept)
+            return Stays(dict.fromkeys(kept, ""))
+        _check_parameters(whole, kept)
+        stay = frozenset(owner.name for owner, names in whole.touched.items() if names & set(kept))
+        if lost := [name for name in plan.lost(whole) if name not in stay]:
+            left_out = {spec.name for spec in expected.specs} - {spec.name for spec in manifest} - set(kept)
+            raise ManifestMismatch(
+                f"the push does not fit the engine's model: without {listed(left_out)} nothing is loaded into "
+                f"{listed(lost)}; send them too"
+            )
+        return Stays({name: _digest(whole, name) for name in kept}, stay)
 
     def _check_dtypes(self, expected: Expected, plan: LoadPlan | None, manifest: Sequence[TensorSpec]) -> None:
         listed_as = {spec.name: spec for spec in expected.specs}
@@ -116,20 +153,42 @@ class Complete:
         if wrong := [spec for spec, fit in zip(other, fits, strict=True) if not fit]:
             raise wrong_dtypes([(spec, listed_as[spec.name]) for spec in wrong])
 
-    def _check_left_out(
-        self, expected: Expected, plan: LoadPlan, hooks: LoaderHooks, manifest: Sequence[TensorSpec]
-    ) -> None:
-        try:
-            whole = record(hooks, expected.specs, self._adapter.device, plan.memory)
-        except Exception as error:
-            logger.info("loading the whole checkpoint cannot be recorded: %s", error)
-            return
-        if lost := plan.lost(whole):
-            left_out = {spec.name for spec in expected.specs} - {spec.name for spec in manifest}
+
+def _check_parameters(whole: Recording, kept: Collection[str]) -> None:
+    """Raise `ManifestMismatch` for a parameter that is loaded from tensors that are left out, and from others."""
+    for owner, names in whole.touched.items():
+        if (left_out := names & set(kept)) and (others := names - set(kept)):
             raise ManifestMismatch(
-                f"the push does not fit the engine's model: without {listed(left_out)} nothing is loaded into "
-                f"{listed(lost)}; send them too"
+                f"{listed(left_out)} cannot be left as the engine has them: they are part of {owner.name}, with "
+                f"{listed(others)}; leave out all of these, or none"
             )
+
+
+def _check_blocks(manifest: Sequence[TensorSpec], kept: Collection[str]) -> None:
+    """The same where it is unknown which tensors are loaded into one parameter: then only whole blocks may stay.
+
+    A block is a layer, by its number, or what the first two parts of a name have in common.
+    """
+    pushed = {_block(spec.name): spec.name for spec in manifest}
+    if parted := [name for name in kept if _block(name) in pushed]:
+        raise ManifestMismatch(
+            f"{listed(parted)} cannot be left as the engine has them without the rest of {_block(parted[0])}, such as "
+            f"{pushed[_block(parted[0])]}: what the engine loads together is unknown; leave out whole layers"
+        )
+
+
+def _block(name: str) -> str:
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), 1)
+    return ".".join(parts[: number + 1])
+
+
+def _digest(whole: Recording, name: str) -> str:
+    """A digest of what the model holds of a tensor; empty if the loader does more than to copy it."""
+    if _copied_to(whole).get(name, {""}) & {""}:
+        return ""
+    held = [(f"{copy.offset_bytes} {copy.strides}", copy.target) for copy in whole.copies if copy.name == name]
+    return digest_of(held)
 
 
 def _copied_to(recording: Recording) -> dict[str, set[str]]:

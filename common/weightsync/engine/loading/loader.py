@@ -57,6 +57,8 @@ class Loading:
         self._complete = Complete(adapter)
         self._hooks: LoaderHooks | None = None
         self._manifest: Sequence[TensorSpec] = ()
+        #: What the last push left as the engine had it.
+        self._kept: tuple[str, ...] = ()
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
         self._dependencies: Dependencies | None = None
@@ -94,28 +96,33 @@ class Loading:
 
     # --- what is complete
 
-    def accept(self, manifest: Sequence[TensorSpec], known: str = "", push: str = "") -> Layout:
+    def accept(
+        self, manifest: Sequence[TensorSpec], known: str = "", push: str = "", kept: tuple[str, ...] = ()
+    ) -> Layout:
         """Return the layout of a complete push. Raises `ManifestMismatch`, naming tensors, if it is not complete.
 
         `Complete` says what that is; whether the loader skips some of it, the front end can tell from `accepted` of all
-        ranks. An empty manifest stands for that of the push before,
+        ranks. Tensors in ``kept`` stay as they are. An empty manifest stands for that of the push before,
         if the name of its layout is ``known``; otherwise `ManifestUnknown` is raised.
         """
         if known and not manifest:
             if self._layout is None or self._layout.name != known:
                 raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
             manifest = self._manifest
-        layout = self._layout if manifest == self._manifest else None
+        layout = self._layout if manifest == self._manifest and kept == self._kept else None
         if layout is not None and not self._record_if_changed(layout, push, sample=True):
             return layout
         self._layout = None
         if layout is None:
-            self._complete.check(manifest)
+            self._complete.check(manifest, kept)
             layout = Layout(manifest)
             self._compared.clear()
             self._record(layout)
-        self._complete.check_recorded(self._plan, self._hooks, manifest, self._why)
-        self._manifest, self._layout = manifest, layout
+        stays = self._complete.check_recorded(self._plan, self._hooks, manifest, self._why, kept)
+        found = self._accepted
+        unwritten = {name: bits for name, bits in found.unwritten.items() if name not in stays.parameters}
+        self._accepted = structs.replace(found, unwritten=unwritten, kept=stays.digests)
+        self._manifest, self._kept, self._layout = manifest, kept, layout
         return layout
 
     def expected(self) -> ExpectedReply:
@@ -129,7 +136,7 @@ class Loading:
     def accepted(self) -> Accepted:
         """The reply to a push that was accepted."""
         found = self._accepted
-        return Accepted(found.unread, found.skipped, found.unwritten, self.ready().record_s)
+        return structs.replace(found, record_s=self.ready().record_s)
 
     def ready(self) -> Ready:
         """The reply after `prepare_load`; the seconds that recording took are reported once."""
