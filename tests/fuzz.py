@@ -28,6 +28,7 @@ ROUTES = {name: route.kind() for name, route in answers.routes().items()}
 #: Method of a rank -> the type of its message, as in `rank_methods.handle`.
 METHODS = {
     "weightsync_open": http.Done,
+    "weightsync_expected": http.Done,
     "weightsync_status": http.StatusRequest,
     "update_weights_via_ipc_zmq": http.UpdateRequest,
     "update_weights_via_nccl": http.UpdateRequest,

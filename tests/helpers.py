@@ -3,7 +3,14 @@
 import gc
 import sys
 
+from weightsync import Sender
 from weightsync.protocol import http
+
+
+def served_digest(engine):
+    """The digest of the weights that an engine of one rank serves."""
+    with Sender([engine.url]) as sender:
+        return sender.status(digest=True)[engine.url].ranks[0].digest
 
 
 def plan_of(push, layout, bucket_bytes, timeout_s=20.0, **more):

@@ -117,13 +117,15 @@ def model(worker: Any) -> torch.nn.Module:
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks packed layers."""
     model = worker.model_runner.get_model()
-    if worker_device(worker).type == "cpu":
-        _rebuild_moe_kernels(model)
+    kernels = _take_moe_kernels(model) if worker_device(worker).type == "cpu" else []
     try:
         worker.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
     except BaseException:
         _abandon_reload(model)
         raise
+    for method, kernel in kernels:
+        if method.moe_kernel is None:  # nothing was loaded into this layer
+            method.moe_kernel = kernel
     _retie_packed(model)
 
 
@@ -145,16 +147,19 @@ def _abandon_reload(model: torch.nn.Module) -> None:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-def _rebuild_moe_kernels(model: torch.nn.Module) -> None:
-    """Make vLLM pack the experts again when they are reloaded.
+def _take_moe_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Make vLLM pack the experts again when they are reloaded; return the kernels, with the objects they belong to.
 
     On a CPU it packs them only when it first builds a layer's kernel. A reload would leave them unpacked, under a
     kernel that reads them packed.
     """
+    found = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
+        if method is not None and (kernel := getattr(method, "moe_kernel", None)) is not None:
+            found.append((method, kernel))
             method.moe_kernel = None
+    return found
 
 
 def _retie_packed(model: torch.nn.Module) -> None:

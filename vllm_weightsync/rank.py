@@ -59,6 +59,10 @@ class WorkerExtension:
         """`http.RankInfo` of this worker."""
         return run(self, "weightsync_open", payload)
 
+    def weightsync_expected(self, payload: str = "{}") -> str:
+        """This worker's part of an `expected.ExpectedReply`."""
+        return run(self, "weightsync_expected", payload)
+
     def weightsync_status(self, payload: str = "{}") -> str:
         """`http.RankStatus` of this worker, for a `http.StatusRequest`."""
         return run(self, "weightsync_status", payload)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +16,15 @@ from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.protocol import auth, http
 from weightsync.trainer.client import EngineClient
+
+#: Seconds between two looks, and the least that a user may ask for.
+_WATCH_S: Final = 2.0
+_LEAST_WATCH_S: Final = 0.1
+#: Clears a terminal and goes to its first line.
+_CLEAR: Final = "\x1b[2J\x1b[H"
+
+Said = tuple[str, dict[str, Any]]
+"""What a command has found out: for people, and as JSON."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,25 +38,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine")
         command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS")
+        command.add_argument("--json", action="store_true", help="print a line of JSON for each engine")
+        if name == "status":
+            command.add_argument(
+                "--watch",
+                type=float,
+                nargs="?",
+                const=_WATCH_S,
+                metavar="SECONDS",
+                help=f"print it again every so many seconds, by default {_WATCH_S:g}, until interrupted",
+            )
     summary = "ask a listening trainer (Sender.listen) to bring engines to its current version"
     command = commands.add_parser("join", help=summary, description=summary)
     command.add_argument("trainer", metavar="TRAINER", help="base URL that the trainer listens at")
     command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine, as the trainer reaches it")
     command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
+    command.add_argument("--json", action="store_true", help="print a line of JSON for each engine")
     options = parser.parse_args(arguments)
+    if getattr(options, "watch", None) is None:
+        return _once(options)
+    try:
+        for again in itertools.count():
+            if again:
+                time.sleep(max(options.watch, _LEAST_WATCH_S))
+                print(_CLEAR if sys.stdout.isatty() else "", flush=True)
+            _once(options)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _once(options: argparse.Namespace) -> int:
     failed = 0
     for url in options.urls:
         try:
             client = EngineClient(getattr(options, "trainer", url), auth.sender_token())
-            print(_RUN[options.command](client, url, Deadline(options.timeout)))
+            text, reply = _RUN[options.command](client, url, Deadline(options.timeout))
         except WeightSyncError as error:
             failed += 1
-            print(f"{url}: {error}", file=sys.stderr)
+            text, reply = f"{url}: {error}", {"error": type(error).__name__, "message": str(error)}
+        if options.json:
+            print(json.dumps({"url": url, **reply}), flush=True)
+        else:
+            print(text, file=sys.stderr if "error" in reply else sys.stdout, flush=True)
     return 1 if failed else 0
 
 
-def _status(client: EngineClient, url: str, deadline: Deadline) -> str:
+def _status(client: EngineClient, url: str, deadline: Deadline) -> Said:
     status = client.status(deadline)
+    return _text(client, status), msgspec.to_builtins(status)
+
+
+def _text(client: EngineClient, status: http.StatusReply) -> str:
     ranks = [line for rank in status.ranks for line in _rank(rank)]
     held = f", lease of {status.holder}" if status.holder else ""
     why = f" ({status.detail})" if status.detail else ""
@@ -77,14 +123,16 @@ def _names(label: str, count: int, few: Sequence[str]) -> str:
     return f"; {label} {', '.join(few)}{more}" if few else ""
 
 
-def _abort(client: EngineClient, url: str, deadline: Deadline) -> str:
+def _abort(client: EngineClient, url: str, deadline: Deadline) -> Said:
     client.abort("", deadline)
-    return f"{client.url}: aborted; " + _status(client, url, deadline).split(": ", 1)[1]
+    text, reply = _status(client, url, deadline)
+    return f"{client.url}: aborted; " + text.split(": ", 1)[1], reply
 
 
-def _join(trainer: EngineClient, url: str, deadline: Deadline) -> str:
+def _join(trainer: EngineClient, url: str, deadline: Deadline) -> Said:
     version = trainer.add_engine(url, deadline)
-    return _printable(f"{url}: serves version {version}" if version else f"{url}: waits for the next push")
+    text = _printable(f"{url}: serves version {version}" if version else f"{url}: waits for the next push")
+    return text, {"version": version}
 
 
 def _printable(line: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers import served_digest
 from tools import models
 from weightsync import Sender
 from weightsync.tensors import digest
@@ -25,11 +26,6 @@ def engine(model_folder):
 @pytest.fixture
 def trained(model_folder):
     return models.load_reference(model_folder("llama", 1)).cuda()
-
-
-def served_digest(engine):
-    with Sender([engine.url]) as sender:
-        return sender.status(digest=True)[engine.url].ranks[0].digest
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 65536])

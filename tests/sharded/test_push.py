@@ -37,6 +37,18 @@ def test_two_fsdp2_ranks_push_their_shards_to_two_engines(engines, pair, expecte
     assert fine(pair.all("close"))
 
 
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 8192}, {"transport": "nixl"}])
+def test_every_rank_casts_its_shards_of_float32_masters(engines, pair, expected, changed, options):
+    assert fine(pair.all("shard masters"))
+    assert fine(pair.build(engines, **options))
+    assert all(assert_pushed(pair))
+    assert served(engines) == [expected, expected]
+    pair.all("change")
+    assert all(one["cast"] > 10 for one in pair.all("push"))
+    assert served(engines) == [changed, changed]
+    assert fine(pair.all("close"))
+
+
 def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))

@@ -84,6 +84,10 @@ class Rank:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
+    def _masters(self, model, *_):
+        """As `_fsdp`, with master weights in float32."""
+        return self._fsdp(model.float())
+
     def _hsdp(self, model, *_):
         names = ("replicate", "shard")
         return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=names))
@@ -216,6 +220,7 @@ class Rank:
             "nbytes": result.nbytes,
             "written": sum(self.written),
             "broadcast": self.broadcast,
+            "cast": result.cast,
         }
 
     def _state(self):

@@ -20,7 +20,7 @@ from weightsync.memory import arenas
 from weightsync.protocol import http
 from weightsync.tensors import layout
 from weightsync.trainer import client, http_client
-from weightsync.trainer import engines as engines_of_a_trainer
+from weightsync.trainer import lease as renewals
 
 FORGET = http.AbortRequest(push="v1", owner="one")
 
@@ -141,7 +141,7 @@ async def test_a_prepare_that_one_rank_refuses_leaves_no_rank_receiving(harness)
 
 def test_leases_are_renewed_only_at_engines_that_answered_the_prepare(made, monkeypatch):
     quick, slow, renewed, renew = made(Engine()), made(Engine()), [], client.EngineClient.renew
-    monkeypatch.setattr(engines_of_a_trainer, "_RENEW_EVERY_S", 0.05)
+    monkeypatch.setattr(renewals, "_RENEW_EVERY_S", 0.05)
     monkeypatch.setattr(client.EngineClient, "renew", lambda it, *more: renewed.append(it.url) or renew(it, *more))
     sender, gate = made(Sender([quick.url, slow.url])), threading.Event()
     slow.gates["update_weights_via_ipc_zmq"] = gate

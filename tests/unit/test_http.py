@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from weightsync.protocol import control, handles, http
+from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.transports.nccl.messages import InitNcclGroup
@@ -14,6 +15,11 @@ from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
 
 FILE = handles.FileHandle(7, 3, 9)
 GOLDEN_JSON = [
+    (ExpectedRequest(timeout_s=1.5), b'{"timeout_s":1.5}'),
+    (
+        ExpectedReply((http.TensorSpec("w", "float32", (2, 3)),), ("o",), {"w": "bfloat16"}, "why"),
+        b'{"tensors":[["w","float32",[2,3]]],"optional":["o"],"served":{"w":"bfloat16"},"why":"why"}',
+    ),
     (
         http.OpenRequest(protocol=(1, 0), package_version="0.1.0", timeout_s=1.5),
         b'{"protocol":[1,0],"package_version":"0.1.0","timeout_s":1.5}',

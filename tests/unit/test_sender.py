@@ -12,7 +12,7 @@ import requests
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import plan_of
+from tests.helpers import plan_of, served_digest
 from tests.unit.manual import Trainer
 from tools import models, servers
 from weightsync import Sender
@@ -47,11 +47,6 @@ def engine(model_folder):
 @pytest.fixture
 def trained(model_folder):
     return models.load_reference(model_folder("llama", 1))
-
-
-def served_digest(engine):
-    with Sender([engine.url]) as sender:
-        return sender.status(digest=True)[engine.url].ranks[0].digest
 
 
 def post(engine, route, body, token=None):
@@ -108,7 +103,10 @@ def test_a_checkpoint_folder_and_a_mapping_are_sources_too(engine, model_folder)
         (lambda w: w.pop("model.norm.weight"), "missing: model.norm.weight"),
         (lambda w: w.update(extra=torch.ones(2)), "unknown to the engine: extra"),
         (lambda w: w.update({"model.norm.weight": w["model.norm.weight"][:-1]}), "wrong shape: model.norm.weight"),
-        (lambda w: w.update({"model.norm.weight": w["model.norm.weight"].float()}), "wrong dtype.*model.norm.weight"),
+        (
+            lambda w: w.update({"model.norm.weight": w["model.norm.weight"].to(torch.float8_e4m3fn)}),
+            r"wrong dtype.*model.norm.weight \(float8_e4m3fn, the engine has bfloat16\)",
+        ),
     ],
 )
 def test_a_push_that_does_not_fit_is_refused_by_name_before_any_weight_changes(engine, trained, change, said):
@@ -223,7 +221,7 @@ def test_a_commit_that_was_never_prepared_changes_nothing(engine):
 def test_a_protocol_mismatch_names_both_versions(model_folder):
     code = "from weightsync import testing; testing.http.PROTOCOL = (7, 1); testing.main()"
     newer = ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code))
-    with newer, pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.0, this engine 7\.1"):
+    with newer, pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.1, this engine 7\.1"):
         Sender([newer.url])
 
 

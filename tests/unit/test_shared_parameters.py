@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.faults.harness import SITE
+from tests.helpers import served_digest
 from tools import models, servers
 from weightsync import Sender
+from weightsync.deadline import Deadline
 from weightsync.errors import PushTimeout, TransferFailed
 from weightsync.memory import shared_parameters
 from weightsync.protocol import http
@@ -30,11 +32,6 @@ IN_PLACE = "read the parameters where they are"
 @pytest.fixture
 def trained(model_folder):
     return models.load_reference(model_folder("llama", 1)).share_memory()
-
-
-def served_digest(engine):
-    with Sender([engine.url]) as sender:
-        return sender.status(digest=True)[engine.url].ranks[0].digest
 
 
 def arenas():
@@ -197,7 +194,10 @@ def test_parameters_found_by_an_unfinished_push_are_not_taken_for_mapped_ones(en
             sender.push(trained)
         parameter = next(trained.parameters())
         parameter.data = (parameter.data * 2).share_memory_()
-        assert sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer).shared is not None
+        assert (
+            sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer, Deadline(30)).shared
+            is not None
+        )
         sender.push(trained)
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 

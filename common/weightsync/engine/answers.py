@@ -15,6 +15,7 @@ import msgspec
 
 from weightsync.engine.front_end import FrontEnd
 from weightsync.protocol import http
+from weightsync.protocol.expected import ExpectedRequest
 from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def routes() -> dict[str, Route]:
         **{method: _setup(method) for method in registry.setup_methods()},
         "status": _fixed(http.StatusRequest, FrontEnd.status),
         "open": _fixed(http.OpenRequest, FrontEnd.open),
+        "expected": _fixed(ExpectedRequest, FrontEnd.expected),
         "lease": _fixed(http.LeaseRequest, FrontEnd.lease),
         "commit": _fixed(http.CommitRequest, FrontEnd.commit),
         "abort": _fixed(http.AbortRequest, FrontEnd.abort),

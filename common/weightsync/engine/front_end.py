@@ -34,6 +34,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
+from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, one_list
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.states import ENGINE, Machine
 from weightsync.transports import registry
@@ -146,6 +147,10 @@ class FrontEnd:
             stopped=bool(self.stopped),
         )
 
+    async def expected(self, asked: ExpectedRequest) -> ExpectedReply:
+        """The tensors of a complete push, in the dtypes in which the ranks hold them."""
+        return one_list(collect(await self._call("weightsync_expected", b"{}", asked.timeout_s), ExpectedReply))
+
     async def _introduce_ranks(self, timeout_s: float) -> None:
         self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", timeout_s), http.RankInfo))
 
@@ -233,7 +238,8 @@ class FrontEnd:
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._watch_trainer())
         record_s = max(rank.record_s for rank in accepted)
-        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s)
+        kept = tuple(rank.kept for rank in accepted)
+        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s, kept)
 
     async def lease(self, asked: http.LeaseRequest) -> http.Done:
         """Renew the lease: its owner is alive. Raises `LeaseHeld`, or `EngineUnreachable` if a rank has died."""

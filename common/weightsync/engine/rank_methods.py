@@ -36,6 +36,7 @@ def _abort(receiver: Receiver, asked: AbortRequest) -> None:
 #: For each method, the type of its request, None if it has none, and its function; without a result it replies `Done`.
 _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
     "weightsync_open": (None, lambda receiver, _: receiver.info()),
+    "weightsync_expected": (None, lambda receiver, _: receiver.expected()),
     "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
     "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),
     "weightsync_commit": (CommitRequest, lambda receiver, asked: receiver.apply(asked)),

@@ -29,6 +29,7 @@ from weightsync.errors import (
 from weightsync.memory import arenas
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.memory.processes import started
+from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import (
     Accepted,
     CommitRequest,
@@ -41,7 +42,7 @@ from weightsync.protocol.http import (
     UpdateRequest,
 )
 from weightsync.protocol.states import ENGINE, Machine
-from weightsync.tensors.layout import listed
+from weightsync.tensors.layout import Layout, listed
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
 from weightsync.transports.base import EngineEnd, Incoming
@@ -114,6 +115,10 @@ class Receiver:
             started=started(os.getpid()),
         )
 
+    def expected(self) -> ExpectedReply:
+        """This rank's part of the list of a complete push."""
+        return self._loading.expected()
+
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
         previous = self._previous  # the receiving thread may forget it
@@ -159,12 +164,11 @@ class Receiver:
         self._supersede(request.push)
         self._disown(request.owner)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.known, request.push)
+        layout = self._loading.accept(request.manifest, request.known, request.push, request.kept)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep
         job = _Job(request, end, self._loading.subset(layout) if some else Subset(layout, {}))
-        if not request.keep:
-            self._current = self._previous = None
+        self._drop_kept(layout if request.keep else None)
         self._before = ("", None, None)
         with self._lock:
             self._machine.move("prepare")
@@ -212,6 +216,15 @@ class Receiver:
             self._previous = None
         if self._current is not None and self._current.arena and arena in (None, self._current.arena):
             self._current = None
+
+    def _drop_kept(self, new: Layout | None) -> None:
+        """Drop kept versions, unless loading them again would undo a push of ``new``: of what that writes they lack
+        nothing."""
+        names = {spec.name for spec in new.specs} if new is not None else set()
+        for which in ("_current", "_previous"):
+            kept: Staged | None = getattr(self, which)
+            if kept is not None and (new is None or names - {spec.name for spec in kept.layout.specs}):
+                setattr(self, which, None)
 
     def _disown(self, owner: str) -> None:
         """Drop kept versions that lie in the memory of a sender other than ``owner``, which holds the lease now: a

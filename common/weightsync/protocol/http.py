@@ -16,7 +16,7 @@ from weightsync.protocol.codec import Shape, Text
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 0)
+PROTOCOL: Final[tuple[int, int]] = (1, 1)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 
@@ -139,7 +139,7 @@ class UpdateRequest(Message, frozen=True):
     Unless ``verify`` is off, tensors are verified by the ``digest`` of this name in `digest.ALGORITHMS`. ``keep``: the
     ranks keep the version before. ``stream``: they fetch the bytes in the commit, for lack of memory for a stage.
     ``known`` is `layout.Layout.name`; an empty ``manifest`` is the one of that name in the push before. ``parts``:
-    ranks may fetch and verify only their subsets of the tensors.
+    ranks may fetch and verify only their subsets. ``kept`` names expected tensors that stay as the engine has them.
     """
 
     push: Text
@@ -159,6 +159,7 @@ class UpdateRequest(Message, frozen=True):
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
     known: Text = ""
     parts: bool = False
+    kept: tuple[Text, ...] = ()
 
 
 class Handshake(Message, frozen=True):
@@ -211,13 +212,14 @@ class JoinReply(Message, frozen=True):
 
 class UpdateReply(Message, frozen=True):
     """The version that the engine serves now. It serves nothing if it is ``stopped``: dirty, or waiting for its first
-    push. ``record_s`` is that of its slowest rank, see `Accepted`.
+    push. ``record_s`` is that of its slowest rank, ``kept`` those of all ranks, see `Accepted`.
     """
 
     version: str = ""
     instance: str = ""
     stopped: bool = False
     record_s: float | msgspec.UnsetType = msgspec.UNSET
+    kept: tuple[dict[str, str], ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CommitRequest(Message, frozen=True):
@@ -381,13 +383,14 @@ class Accepted(Message, frozen=True, omit_defaults=True):
     If the expected checkpoint is known, ``skipped`` has a bit for each tensor that the rank does not read, in the
     manifest's order, and ``unwritten`` maps each parameter that is not loaded in full to the bits of the tensors that
     could belong to it: no parameter may lack a tensor that all ranks skip. ``record_s`` is how long generation stopped
-    while the loader was recorded, in seconds.
+    while the loader was recorded, in seconds. ``kept`` has digests of `UpdateRequest.kept`, empty if unreadable.
     """
 
     unread: tuple[str, ...] = ()
     skipped: bytes = b""
     unwritten: dict[str, bytes] = {}
     record_s: float = 0.0
+    kept: dict[str, str] = {}
 
 
 class Ready(Message, frozen=True, omit_defaults=True):

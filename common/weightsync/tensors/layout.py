@@ -51,20 +51,22 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, name)
 }
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+#: Names of the dtypes between which a sender casts.
+CASTABLE: Final = frozenset(("float64", "float32", "bfloat16", "float16"))
 
 #: How many names an error lists before "and N more", and how many characters of each.
 _LISTED: Final = 5
 _LISTED_CHARS: Final = 300
 
 
-#: Advice on the two most common mismatches: transformers drops layers, and the trainer uses another dtype.
+#: Advice on the two most common mismatches: transformers drops layers, and tensors have a dtype that is not cast.
 _IF_MISSING: Final = (
-    "transformers drops what it has no module for, such as layers for multi-token prediction: push a mapping that has "
-    "these tensors too, or start the engine from a folder whose checkpoint is without them"
+    "transformers drops what it has no module for, such as layers for multi-token prediction: leave them as the engine "
+    "has them with allow_missing, push a mapping that has them, or start the engine from a folder without them"
 )
 _IF_CAST: Final = (
-    "load or convert the trainer's model with the engine's dtype, as in from_pretrained(..., dtype=torch.bfloat16) or "
-    "model.to(torch.bfloat16), or push a mapping of tensors that were cast"
+    "a push casts between float64, float32, bfloat16 and float16, where the engine only copies a tensor; convert "
+    "others first, as in tensor.to(torch.bfloat16)"
 )
 
 
@@ -74,6 +76,11 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     if dtype is None:
         raise ManifestMismatch(f"{name}: dtype {tensor.dtype} cannot be sent; supported are {', '.join(DTYPES)}")
     return TensorSpec(name, dtype, tuple(tensor.shape))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in messages."""
+    return str(dtype).removeprefix("torch.")
 
 
 def align(nbytes: int) -> int:
@@ -186,22 +193,31 @@ def check_manifest(pushed: Sequence[TensorSpec], expected: Sequence[TensorSpec],
         faults.append(f"unknown to the engine: {listed(unknown)}")
     if missing := want.keys() - have.keys() - set(optional):
         faults.append(f"missing: {listed(missing)} ({_IF_MISSING})")
-    both = have.keys() & want.keys()
-    faults += [
-        f"{label}: "
-        + listed(
-            f"{name} ({getattr(have[name], what)}, the engine has {getattr(want[name], what)})"
-            for name in both
-            if getattr(have[name], what) != getattr(want[name], what)
-        )
-        for what, label in (("shape", "wrong shape"), ("dtype", f"wrong dtype ({_IF_CAST})"))
-        if any(getattr(have[name], what) != getattr(want[name], what) for name in both)
-    ]
+    both = [(have[name], want[name]) for name in have.keys() & want.keys()]
+    if shapes := [(ours, theirs) for ours, theirs in both if ours.shape != theirs.shape]:
+        faults.append("wrong shape: " + _pairs(shapes, "shape"))
+    if dtypes := [(ours, theirs) for ours, theirs in both if ours.dtype != theirs.dtype]:
+        faults.append(_wrong_dtypes(dtypes))
     if faults:
         raise ManifestMismatch(
             f"the push does not fit the engine's model ({len(have)} tensors sent, {len(want)} expected): "
             + "; ".join(faults)
         )
+
+
+def wrong_dtypes(pairs: Sequence[tuple[TensorSpec, TensorSpec]]) -> ManifestMismatch:
+    """The error of tensors whose dtype is not the engine's: pairs of what was pushed and what is expected."""
+    return ManifestMismatch(f"the push does not fit the engine's model: {_wrong_dtypes(pairs)}")
+
+
+def _wrong_dtypes(pairs: Sequence[tuple[TensorSpec, TensorSpec]]) -> str:
+    return f"wrong dtype ({_IF_CAST}): {_pairs(pairs, 'dtype')}"
+
+
+def _pairs(pairs: Iterable[tuple[TensorSpec, TensorSpec]], what: str) -> str:
+    return listed(
+        f"{ours.name} ({getattr(ours, what)}, the engine has {getattr(theirs, what)})" for ours, theirs in pairs
+    )
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -23,6 +23,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import auth, http
+from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import PREFIX, Handshake
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.names import START_LINES, plain_url
@@ -94,6 +95,10 @@ class EngineClient:
                     "give the sender the URLs of the engines behind it"
                 )
         return hello
+
+    def expected(self, deadline: Deadline) -> ExpectedReply:
+        """Ask for the tensors of a complete push."""
+        return self._post("expected", ExpectedRequest(timeout_s=_engine_timeout_s(deadline)), ExpectedReply, deadline)
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> http.StatusReply:
         """Return what the engine serves; with ``digest``, every rank hashes its weights."""

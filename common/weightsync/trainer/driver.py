@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,14 @@ from weightsync.trainer.push_plan import Options, Planner, Repeated
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.transfer import Transfer
+
+
+class Asked(NamedTuple):
+    """The arguments of `sender.Sender.push`, but for the model."""
+
+    version: str | None
+    expected: str | None
+    allow_missing: tuple[str, ...]
 
 
 class Driver:
@@ -53,18 +62,16 @@ class Driver:
         """What each engine serves now, by URL."""
         return self.engines.current_weights(deadline)
 
-    def push(
-        self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float
-    ) -> PushResult:
+    def push(self, source: Source, asked: Asked, deadline: Deadline, start: float) -> PushResult:
         """See `sender.Sender.push`; ``start`` is the time of that call, by `time.perf_counter`."""
         try:
-            return self._push(source, version, expected, deadline, start)
+            return self._push(source, asked, deadline, start)
         except EngineRestarted as error:
             if error.weights == "unknown":
                 raise
             self.engines.reopen(deadline)
         try:
-            return self._push(source, version, expected, deadline, start)
+            return self._push(source, asked, deadline, start)
         except EngineRestarted as error:
             error.args = (
                 f"{error} (twice within one push: if it was not, is the URL that of a router in front of several "
@@ -72,21 +79,29 @@ class Driver:
             )
             raise
 
-    def _push(
-        self, source: Source, version: str | None, expected: str | None, deadline: Deadline, start: float
-    ) -> PushResult:
+    def _push(self, source: Source, asked: Asked, deadline: Deadline, start: float) -> PushResult:
         settle(self.engines, deadline)
         transfer = self._open_transfer(source)
-        plan = self._planner.of(source, transfer)
-        label = self._next_version() if version is None else version
-        push = self._new_push(transfer, deadline, expected)
+        plan = self._planner.of(source, transfer, deadline, asked.allow_missing)
+        label = self._next_version() if asked.version is None else asked.version
+        push = self._new_push(transfer, deadline, asked.expected)
         sent, commits = push.run(plan, label)
         self.served = label
         seconds = {**push.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
-        nbytes, choice = plan.layout.payload_bytes, plan.choice
+        choice = plan.choice
         return PushResult(
-            label, nbytes, seconds, self._results(commits), plan.request.verify, choice.staging, choice.reason
+            label,
+            plan.layout.payload_bytes,
+            seconds,
+            self._results(commits),
+            plan.request.verify,
+            choice.staging,
+            choice.reason,
+            len(plan.sources),
+            sent.not_finite,
+            plan.request.kept,
+            push.unverified,
         )
 
     def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from weightsync.errors import Weights
 from weightsync.protocol import http
+from weightsync.protocol.expected import ExpectedReply
 from weightsync.trainer.client import EngineClient
 from weightsync.transports.base import Peer
 
@@ -19,7 +20,8 @@ class Engine:
     ``noticed``: remarks for its next result. ``interfaces``: the network interfaces that its ranks use. ``manifest``:
     the name of the last manifest sent to it. ``committed``: the instance of it that last committed a push of this
     sender. ``record_s``: seconds that it generated nothing in the last prepare, while its loader was recorded.
-    ``unsettled``: the push or rollback that it was asked to commit, until the outcome is known.
+    ``unsettled``: the push or rollback that it was asked to commit, until the outcome is known. ``expected``: what it
+    said a complete push is, once it was asked.
     """
 
     client: EngineClient
@@ -35,6 +37,7 @@ class Engine:
     committed: str = ""
     record_s: float = 0.0
     unsettled: str = ""
+    expected: ExpectedReply | None = None
 
     @property
     def weights(self) -> Weights:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -16,11 +14,8 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
-    EngineUnreachable,
-    LeaseHeld,
     ManifestUnknown,
     PushTimeout,
-    TransferFailed,
     UnsupportedOption,
     Weights,
     WeightSyncError,
@@ -29,6 +24,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import processes
 from weightsync.protocol import auth, http, states
+from weightsync.protocol.expected import SINCE_MINOR, ExpectedReply
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
@@ -44,12 +40,6 @@ _SETTLED_S: Final = 0.9
 _LEAST_S: Final = 0.1
 #: Seconds for asking the engines what they serve after a call has failed for another reason.
 _STATUS_S: Final = 0.5
-#: Seconds between two renewals of the lease during a push.
-_RENEW_EVERY_S: Final = 1.0
-#: Seconds to wait for the reply to a renewal. Without one, the next renewal follows.
-_RENEW_S: Final = 2.0
-#: One renewal in this many also asks for the status of the ranks, which costs the ranks a little time.
-_ASK_RANKS_EVERY: Final = 3
 #: Seconds past the deadline to wait for the thread of a commit: more than its client takes to find out the outcome.
 _OUTCOME_S: Final = 1.0
 #: More than there are calls at once. Threads are started on demand and reused. With a limit that can be reached, some
@@ -73,6 +63,8 @@ class Engines:
         self._token = token
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="weightsync-engine")
         self.by_url: dict[str, Engine] = {}
+        #: What each engine's ranks hold of the tensors that the last push left as they are, see `http.Accepted`.
+        self.kept: dict[str, tuple[dict[str, str], ...]] = {}
         try:
             self.check_caller()
             self._open(deadline)
@@ -164,6 +156,7 @@ class Engines:
     def remove(self, url: str) -> None:
         """Remove an engine, by the URL that `removable` returned."""
         self._clients.remove(self.by_url.pop(url).client)
+        self.kept.pop(url, None)
 
     @contextmanager
     def only(self, url: str) -> Iterator[None]:
@@ -223,6 +216,19 @@ class Engines:
                     found.append(url)
         return found, failed
 
+    def expected(self, deadline: Deadline) -> dict[str, ExpectedReply]:
+        """What each engine says a complete push is, by URL; asked once. Empty for engines of earlier releases."""
+
+        def run(client: EngineClient) -> None:
+            engine = self.by_url[client.url]
+            if engine.expected is None:
+                asked = engine.hello.protocol >= (engine.hello.protocol[0], SINCE_MINOR)
+                engine.expected = client.expected(deadline) if asked else ExpectedReply()
+
+        if any(engine.expected is None for engine in self.by_url.values()):
+            self.all(run)
+        return {url: engine.expected or ExpectedReply() for url, engine in self.by_url.items()}
+
     def join(self, asked: Mapping[str, Handshake], deadline: Deadline) -> dict[str, http.JoinReply]:
         """Send engines, by URL, the handshakes of their transports; return their replies."""
 
@@ -253,7 +259,7 @@ class Engines:
             )
             reply = self._prepared(engine, request, deadline)
             engine.leased, engine.stopped = True, reply.stopped
-            engine.record_s = reply.record_s or 0.0
+            engine.record_s, self.kept[client.url] = reply.record_s or 0.0, reply.kept or ()
             if expected is not None and (reply.stopped or reply.version != expected):
                 serves = "nothing" if reply.stopped else f"version {reply.version!r}"
                 raise WrongState(f"{client.url} serves {serves}, and this push expects version {expected!r}")
@@ -309,41 +315,6 @@ class Engines:
             raise joined(failed, dict.fromkeys(replies, "committed"))
         return replies
 
-    @contextmanager
-    def renewed(self, push: str, deadline: Deadline) -> Iterator[None]:
-        """Inside the context, a thread renews the lease at every engine.
-
-        It ends ``deadline`` if an engine is gone, is leased to another trainer, or has a rank that failed in ``push``.
-        """
-        ended, renewals = threading.Event(), itertools.count(1)
-        # Separate clients: a request to a frozen engine may outlive this push.
-        clients = [(engine, engine.client.another()) for engine in self.by_url.values()]
-
-        def run() -> None:
-            while not ended.wait(_RENEW_EVERY_S):
-                ask_ranks = next(renewals) % _ASK_RANKS_EVERY == 0
-                for engine, client in clients:
-                    if ended.is_set() or not engine.leased:
-                        continue
-                    try:
-                        client.renew(self.owner, Deadline(_RENEW_S))
-                        for rank in client.status(Deadline(_RENEW_S)).ranks if ask_ranks else ():
-                            if rank.failed == push:
-                                deadline.end(TransferFailed(f"{client.url}: rank {rank.rank}: {rank.detail}"))
-                    except (EngineUnreachable, LeaseHeld) as error:
-                        error.engines.setdefault(client.url, error.weights)
-                        deadline.end(error)
-                    except WeightSyncError:
-                        continue  # slow or busy; if it stays so, the push itself times out
-            for _, client in clients:
-                client.close()
-
-        try:  # includes the start: after Ctrl-C in it, `run` would otherwise go on for ever
-            self._threads.submit(run)
-            yield
-        finally:
-            ended.set()
-
     def abort(self, push: str, deadline: Deadline) -> None:
         """Have every engine drop a push. Best effort: an engine that cannot be reached drops it at its own deadline."""
         until = _cleanup_deadline(deadline)
@@ -373,6 +344,10 @@ class Engines:
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
         """Call every engine in parallel; each result is a reply or an error."""
         return list(self._threads.map(lambda client: _reply_or_error(lambda: call(client)), self._clients))
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Run ``call`` in a thread of its own."""
+        self._threads.submit(call)
 
     def close(self) -> None:
         """End threads and connections; idempotent."""

@@ -14,6 +14,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
+from weightsync.tensors.casting import NO_CASTS
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import key
 from weightsync.tensors.subset import Digests, Wanted
@@ -28,11 +29,12 @@ Packed = dict[int, tuple[tuple[object, ...], PackPlan | None, bool]]
 
 class Sent(NamedTuple):
     """Seconds that sending took: ``gather_s`` for copying the trainer's tensors, ``digest_s`` for hashing them, and
-    ``verify_s`` for hashing at the slowest rank."""
+    ``verify_s`` for hashing at the slowest rank. ``not_finite``: infinite and NaN elements among those cast."""
 
     gather_s: float
     digest_s: float
     verify_s: float
+    not_finite: int = 0
 
 
 class Outgoing:
@@ -77,11 +79,18 @@ class Outgoing:
             sending.await_ranks()
         self.demand = Wanted(parts for sending in self._sendings for parts in sending.needs())
 
-    def send(self, tensors: Iterable[torch.Tensor], progress: Progress | None, identity: object | None = None) -> Sent:
+    def send(
+        self,
+        tensors: Iterable[torch.Tensor],
+        progress: Progress | None,
+        identity: object | None = None,
+        sources: Mapping[int, torch.dtype] = NO_CASTS,
+    ) -> Sent:
         """Pack and send the stream; return once every rank has received and verified it.
 
-        If ``identity``, see `Source.identity`, is that of the push before, ``tensors`` need not be read again. Raises
-        `SourceError` for a tensor that has changed, `TransferFailed` or `PushTimeout`.
+        If ``identity``, see `Source.identity`, is that of the push before, ``tensors`` need not be read again.
+        ``sources`` as in `packing.Packer`. Raises `SourceError` for a tensor that has changed or cannot be cast,
+        `TransferFailed` or `PushTimeout`.
         """
         if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # nothing to copy or hash
             self.announced = [{}] * self.layout.buckets(self.plan.bucket_bytes)
@@ -95,7 +104,7 @@ class Outgoing:
             packer: PackPlan | Packer = pack
             filled = pack.fill(self._acquire)
         else:
-            packer = Packer(*how)
+            packer = Packer(*how, sources)
             filled = packer.fill(_noting_addresses(tensors, addresses), self._acquire)
         self.announced = []
         for bucket in filled:
@@ -103,10 +112,11 @@ class Outgoing:
             self.announced.append(bucket.digests)
             if progress is not None:
                 progress(bucket.nbytes)
-        sent = Sent(packer.gather_s, packer.digest_s, self._finish())
+        sent = Sent(packer.gather_s, packer.digest_s, self._finish(), packer.not_finite)
         if same and not planned:  # pushed for the second time: a plan will pay off
             all_there = len(addresses) == len(self.layout.entries)
-            self._packed[key(self.arena.bytes)] = known, pack_plan(*how, addresses) if all_there else None, True
+            repeated = pack_plan(*how, addresses, sources) if all_there else None
+            self._packed[key(self.arena.bytes)] = known, repeated, True
         elif not same:
             self._packed[key(self.arena.bytes)] = known, None, False
         return sent
@@ -121,7 +131,7 @@ class Outgoing:
         self.announced = [{}] * self.layout.buckets(size)
         if self.plan.digest:
             self.announced = self.demand.by_bucket(self.layout, size, found)
-        return Sent(work.gather_s, work.digest_s, self._announce_all(progress))
+        return Sent(work.gather_s, work.digest_s, self._announce_all(progress), work.not_finite)
 
     def resend(self, progress: Progress | None) -> Sent:
         """Send what the arena holds from an earlier push without packing. Raises `TransferFailed` or `PushTimeout`."""

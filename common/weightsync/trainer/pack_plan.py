@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ import xxhash
 
 from weightsync.tensors import native_copy
 from weightsync.tensors.boxes import Box
+from weightsync.tensors.casting import NO_CASTS, cast
 from weightsync.tensors.layout import Layout, Piece
 from weightsync.tensors.native_copy import Copies, Hashes, Run
 from weightsync.tensors.scattered import Stream
@@ -34,11 +35,25 @@ class _Group(NamedTuple):
     hashes: Hashes
 
 
+class _Cast(NamedTuple):
+    """A part of the tensor ``name`` that is cast from ``source`` to ``target``, both 1-D."""
+
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def make(self, start: int, nbytes: int) -> int:
+        """Cast what becomes ``nbytes`` bytes of the target, from byte ``start`` on; see `casting.cast`."""
+        size = self.target.itemsize
+        part = slice(start // size, (start + nbytes) // size)
+        return cast(self.name, self.target[part], self.source[part])
+
+
 class _Part(NamedTuple):
     """The bytes, in one bucket, of a tensor that is large or crosses buckets.
 
     With a ``hasher`` the whole tensor is hashed while it is copied. ``rest`` hashes boxes of it, after its ``last``
-    part was copied.
+    part was copied. With a ``cast`` nothing is copied but the result of the cast, and that is hashed.
     """
 
     number: int
@@ -47,15 +62,17 @@ class _Part(NamedTuple):
     first: bool
     last: bool
     rest: Hashes | None
+    cast: _Cast | None
 
 
 class _Done(NamedTuple):
-    """The digests of one step, and the seconds it spent copying and hashing."""
+    """The digests of one step, the seconds it spent copying and hashing, and the infinite and NaN elements it cast."""
 
     number: int
     digests: list[int]
     gather_s: float
     digest_s: float
+    not_finite: int = 0
 
 
 class _Bucket(NamedTuple):
@@ -70,8 +87,8 @@ class _Bucket(NamedTuple):
 class PackPlan:
     """Packs contiguous tensors at ``addresses`` in host memory into ``arena``; see `packing.Packer`.
 
-    Holds for one layout, arena and demand, and hashes with XXH3 or not at all. ``gather_s`` and ``digest_s`` are as
-    in `packing.Packer`. Use `pack_plan` to make one: it checks what can be planned.
+    Holds for one layout, arena and demand, and hashes with XXH3 or not at all. ``sources``, ``gather_s``, ``digest_s``
+    and ``not_finite`` are as in `packing.Packer`. Use `pack_plan` to make one: it checks what can be planned.
     """
 
     def __init__(
@@ -83,9 +100,12 @@ class PackPlan:
         slots: int,
         boxes: Sequence[Sequence[tuple[Box | None, native_copy.Block]]],
         demand: Wanted,
+        sources: Mapping[int, torch.dtype],
     ):
         self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
         self.gather_s = self.digest_s = 0.0
+        self.not_finite = 0
+        self._sources = sources
         self._addresses, self._boxes = addresses, boxes
         self._hashers: dict[int, Any] = {}
         self._buckets = []
@@ -111,11 +131,15 @@ class PackPlan:
         nbytes = (lambda piece: piece.nbytes) if hashed else (lambda _: 0)
         number = itertools.count()
         for group in native_copy.grouped(pieces, nbytes):
-            for small, members in itertools.groupby(group, _is_small if hashed else lambda _: True):
+            for small, members in itertools.groupby(group, lambda piece: self._is_grouped(piece, hashed)):
                 if small:
                     yield self._group(next(number), list(members), base)
                 else:
                     yield from (self._part(next(number), piece, base) for piece in members)
+
+    def _is_grouped(self, piece: Piece, hashed: bool) -> bool:
+        whole = piece.nbytes == piece.entry.nbytes and piece.nbytes < native_copy.LARGE_BYTES
+        return piece.entry.number not in self._sources and (whole or not hashed)
 
     def _group(self, number: int, pieces: Sequence[Piece], base: int) -> _Group:
         runs = [self._run(piece, base) for piece in pieces] if self._copies else []
@@ -127,9 +151,18 @@ class PackPlan:
         wanted = any(box is None for box, _ in boxes)
         hasher = self._hashers.setdefault(which, xxhash.xxh3_64()) if wanted else None
         rest = [at for box, at in boxes if box is not None] if piece.last else []
-        return _Part(
-            number, self._run(piece, base), hasher, piece.start == 0, piece.last, Hashes(rest) if rest else None
-        )
+        hashes, first = Hashes(rest) if rest else None, piece.start == 0
+        if which not in self._sources:
+            return _Part(number, self._run(piece, base), hasher, first, piece.last, hashes, None)
+        at = base + piece.at
+        run = Run(at, at, piece.nbytes)
+        return _Part(number, run, hasher, first, piece.last, hashes, self._cast(piece, at))
+
+    def _cast(self, piece: Piece, at: int) -> _Cast:
+        entry, dtype = piece.entry, self._sources[piece.entry.number]
+        elements, skipped = piece.nbytes // entry.dtype.itemsize, piece.start // entry.dtype.itemsize
+        address = self._addresses[entry.number] + skipped * dtype.itemsize
+        return _Cast(entry.spec.name, _elements(address, elements, dtype), _elements(at, elements, entry.dtype))
 
     def _run(self, piece: Piece, base: int) -> Run:
         return Run(self._addresses[piece.entry.number] + piece.start, base + piece.at, piece.nbytes)
@@ -137,12 +170,14 @@ class PackPlan:
     def fill(self, acquire: Callable[[int], None]) -> Iterator[Packed]:
         """See `packing.Packer.fill`."""
         self.gather_s = self.digest_s = 0.0
+        self.not_finite = 0
         for number, bucket in enumerate(self._buckets):
             acquire(number)
             start = time.perf_counter()
             small = [*map(_run_group, bucket.groups), *map(self._run_part, bucket.small)]
             done = sorted([*small, *native_copy.each(self._run_part, bucket.large)])
             self._add_seconds(time.perf_counter() - start, done)
+            self.not_finite += sum(step.not_finite for step in done)
             found = [digest for step in done for digest in step.digests]
             digests: Digests = {name: pick(found) for name, pick in bucket.picks.items()}
             yield Packed(number, digests, min((number + 1) * self._bucket_bytes, self._layout.nbytes))
@@ -156,6 +191,7 @@ class PackPlan:
 
     def _run_part(self, part: _Part) -> _Done:
         gather_s = digest_s = 0.0
+        not_finite = 0
         if part.first and part.hasher is not None:
             part.hasher.reset()  # a cancelled push may have left something in it
         # In chunks, so that hashing finds the bytes in the cache.
@@ -163,7 +199,9 @@ class PackPlan:
             part.run, native_copy.SHARE_BYTES if part.hasher is None else native_copy.LARGE_BYTES
         ):
             start = time.perf_counter()
-            if self._copies:
+            if part.cast is not None:
+                not_finite += part.cast.make(run.target - part.run.target, run.nbytes)
+            elif self._copies:
                 native_copy.copy(run)
             copied = time.perf_counter()
             if part.hasher is not None:
@@ -173,7 +211,7 @@ class PackPlan:
         start = time.perf_counter()
         found = [part.hasher.intdigest()] if part.last and part.hasher is not None else []
         found += part.rest.make() if part.rest is not None else []
-        return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start)
+        return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start, not_finite)
 
 
 def _run_group(group: _Group) -> _Done:
@@ -191,23 +229,27 @@ def pack_plan(
     algorithm: str,
     demand: Wanted,
     addresses: Sequence[int],
+    sources: Mapping[int, torch.dtype] = NO_CASTS,
 ) -> PackPlan | None:
     """A `PackPlan`; None if the arena or the algorithm rules it out, or a box to be hashed is not contiguous."""
     if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
         return None
+    if sources and (not isinstance(arena, torch.Tensor) or layout.nbytes > slots * bucket_bytes):
+        return None  # the result of a cast is hashed, and has to lie in one piece
     boxes: list[list[tuple[Box | None, native_copy.Block]]] = []
-    for entry, address in zip(layout.entries, addresses, strict=True):
+    for entry, read_at in zip(layout.entries, addresses, strict=True):
+        address = entry.raw(arena).data_ptr() if entry.number in sources else read_at
         wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
         found = [(box, place(entry, box, address)) for box in wanted]
         if any(at is None for _, at in found):
             return None
         boxes.append([(box, at) for box, at in found if at is not None])
-    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
+    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand, sources)
 
 
-def _is_small(piece: Piece) -> bool:
-    """Whether it is a whole tensor of less than `native_copy.LARGE_BYTES`."""
-    return piece.nbytes == piece.entry.nbytes and piece.nbytes < native_copy.LARGE_BYTES
+def _elements(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory as a 1-D tensor, which does not keep it alive."""
+    return torch.frombuffer(native_copy.view(native_copy.Block(address, count * dtype.itemsize)), dtype=dtype)
 
 
 def _picks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,8 +12,9 @@ from weightsync.errors import SourceError
 from weightsync.memory import arenas
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, narrowed
+from weightsync.tensors.casting import NO_CASTS, cast
 from weightsync.tensors.digest import Hasher
-from weightsync.tensors.layout import Entry, Layout
+from weightsync.tensors.layout import Entry, Layout, dtype_name
 from weightsync.tensors.scattered import Scattered, Stream
 from weightsync.tensors.subset import Digests, Found, Wanted
 
@@ -34,30 +35,45 @@ class Packer:
     """Packs one stream into ``arena``, 1-D uint8, whose ``slots`` buckets of ``bucket_bytes`` are filled in turn.
 
     The digests that ``demand`` asks for are those of the trainer's own tensors where possible, so that a fault in
-    packing shows too. A scattered arena is the tensors' own memory, and nothing is copied into it. Afterwards
-    ``gather_s`` and ``digest_s`` are the seconds spent copying and hashing.
+    packing shows too. A scattered arena is the tensors' own memory, and nothing is copied into it. ``sources`` has the
+    dtype of each tensor that is cast, by its number. Afterwards ``gather_s`` and ``digest_s`` are the seconds spent
+    copying and hashing, and ``not_finite`` is the number of infinite and NaN elements among those that were cast.
     """
 
-    def __init__(self, layout: Layout, arena: Stream, bucket_bytes: int, slots: int, algorithm: str, demand: Wanted):
+    def __init__(
+        self,
+        layout: Layout,
+        arena: Stream,
+        bucket_bytes: int,
+        slots: int,
+        algorithm: str,
+        demand: Wanted,
+        sources: Mapping[int, torch.dtype] = NO_CASTS,
+    ):
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
+        self._sources = sources
         self._copies = not isinstance(arena, Scattered)
         self._algorithm, self._demand = algorithm, demand
         self.gather_s = self.digest_s = 0.0
+        self.not_finite = 0
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[Packed]:
         """Yield every bucket once it is full; ``acquire(number)`` waits until the slot of a bucket may be written.
 
-        Raises `SourceError` that names a tensor whose shape or dtype is not that of the layout.
+        Raises `SourceError` that names a tensor whose shape or dtype is not what was planned, or of which a finite
+        element would become infinite.
         """
         bucket, size, finished = -1, self._bucket_bytes, _Hashing()
         for entry, tensor in zip(self._layout.entries, tensors, strict=True):
-            if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != entry.dtype:
+            planned = self._sources.get(entry.number, entry.dtype)
+            if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != planned:
                 raise SourceError(
-                    f"{entry.spec.name} changed while it was sent: {entry.spec.dtype} {entry.spec.shape} became "
+                    f"{entry.spec.name} changed while it was sent: {dtype_name(planned)} {entry.spec.shape} became "
                     f"{tensor.dtype} {tuple(tensor.shape)}"
                 )
-            raw = self._raw(entry, tensor)
+            flat = tensor.reshape(-1) if entry.number in self._sources else None
+            raw = self._raw(entry, tensor) if flat is None else None
             boxes = self._demand.boxes(entry.number) if self._algorithm and entry.nbytes else set()
             hasher = digest.ALGORITHMS[self._algorithm]() if None in boxes else None
             done = 0
@@ -68,7 +84,10 @@ class Packer:
                         yield self._full(bucket, finished)
                     bucket = wanted
                     acquire(bucket)
-                done += self._copy(entry, tensor, raw, done, hasher)
+                if flat is None:
+                    done += self._copy(entry, tensor, raw, done, hasher)
+                else:
+                    done += self._cast(entry, flat, done, hasher)
             if hasher is not None:
                 finished[entry.number, None] = hasher
             if boxes - {None}:
@@ -84,15 +103,36 @@ class Packer:
             return None
         return (tensor if whole else tensor.resolve_neg().contiguous()).view(-1).view(torch.uint8)
 
+    def _cast(self, entry: Entry, flat: torch.Tensor, done: int, hasher: Hasher | None) -> int:
+        """As `_copy`, casting; what is hashed is the result."""
+        start, hashing_s = time.perf_counter(), 0.0
+        target, size = self._window(entry, done).view(entry.dtype), entry.dtype.itemsize
+        out_of = flat[done // size : done // size + target.numel()]
+        step = digest.CHUNK_BYTES // size if flat.device.type == "cpu" else max(1, target.numel())
+        for into, piece in zip(torch.split(target, step), torch.split(out_of, step), strict=True):
+            self.not_finite += cast(entry.spec.name, into, piece)
+            if hasher is not None:
+                hash_start = time.perf_counter()
+                hasher.update(into.view(torch.uint8))
+                hashing_s += time.perf_counter() - hash_start
+        self.digest_s += hashing_s
+        self.gather_s += time.perf_counter() - start - hashing_s
+        return target.nbytes
+
+    def _window(self, entry: Entry, done: int) -> torch.Tensor:
+        """The part of the current bucket for the tensor's bytes from ``done`` on."""
+        position = entry.offset + done
+        nbytes = min(entry.nbytes - done, self._bucket_bytes - position % self._bucket_bytes)
+        at = position % (self._slots * self._bucket_bytes)
+        return self._arena[at : at + nbytes]
+
     def _copy(
         self, entry: Entry, tensor: torch.Tensor, raw: torch.Tensor | None, done: int, hasher: Hasher | None
     ) -> int:
         """Copy as much of the tensor as fits into the current bucket; return how many bytes that was."""
         start, hashing_s = time.perf_counter(), 0.0
-        position = entry.offset + done
-        nbytes = min(entry.nbytes - done, self._bucket_bytes - position % self._bucket_bytes)
-        at = position % (self._slots * self._bucket_bytes)
-        target = self._arena[at : at + nbytes]
+        target = self._window(entry, done)
+        nbytes = target.numel()
         if raw is None:
             target.view(entry.dtype).view(entry.spec.shape).copy_(tensor)
             pieces = [(target, target)]
@@ -116,7 +156,7 @@ class Packer:
     def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
         """Hash boxes of a tensor."""
         hash_start = time.perf_counter()
-        resolved = tensor.resolve_neg()
+        resolved = tensor.resolve_neg().to(entry.dtype)
         found: _Hashing = {
             (entry.number, box): digest.hashed(self._algorithm, narrowed(resolved, *box))
             for box in boxes

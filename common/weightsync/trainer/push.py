@@ -26,6 +26,8 @@ from weightsync.protocol import http
 from weightsync.protocol.states import Machine
 from weightsync.trainer.client import EngineClient
 from weightsync.trainer.engines import Engines
+from weightsync.trainer.fit import agree
+from weightsync.trainer.lease import renewed
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
@@ -193,6 +195,8 @@ class Push(Change):
     ):
         super().__init__(engines, transfer, machine, deadline, pause)
         self._push_transfer, self._progress, self._expected = transfer, progress, expected
+        #: Tensors that stay as the engines have them, and that could not be compared between engines.
+        self.unverified: tuple[str, ...] = ()
 
     def run(self, payload: Payload, label: str) -> tuple[Sent, Commits]:
         """Prepare, send and commit ``payload`` as version ``label``; return sending times and commit replies.
@@ -201,7 +205,7 @@ class Push(Change):
         """
         with self._failures_handled(payload.name):
             self._machine.move("push")
-            with self._engines.renewed(payload.name, self._deadline):
+            with renewed(self._engines, payload.name, self._deadline):
                 outgoing = payload.begin(self._push_transfer)
                 self._prepare(outgoing)
                 if outgoing.plan.stream:
@@ -223,6 +227,8 @@ class Push(Change):
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
         with self._timed("prepare"):
             engines.prepare(requests, self._expected, deadline)
+            if outgoing.plan.kept:
+                self.unverified = agree(engines.kept)
             outgoing.await_ranks(engines.peers, deadline)
         self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 

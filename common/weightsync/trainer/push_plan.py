@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from weightsync.deadline import Deadline
+from weightsync.errors import UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
+from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
-from weightsync.tensors.layout import Layout
+from weightsync.tensors.layout import Layout, listed
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Engines
+from weightsync.trainer.fit import Fit, fit
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.transfer import Transfer
@@ -43,7 +47,8 @@ class PushPlan(NamedTuple):
     """A push of ``source``.
 
     ``shared`` are its tensors if engines read them in place, else None. ``identity`` is that of `Source.identity`.
-    ``ranks`` coordinates the trainer's ranks if they fill one arena together, else it is None.
+    ``sources`` has the trainer's dtype of each tensor that is cast, by its number. ``ranks`` coordinates the trainer's
+    ranks if they fill one arena together, else it is None.
     """
 
     source: Source
@@ -52,6 +57,7 @@ class PushPlan(NamedTuple):
     choice: Choice
     shared: list[torch.Tensor] | None
     identity: object | None
+    sources: Mapping[int, torch.dtype]
     ranks: Coordinator | None
 
     @property
@@ -73,7 +79,8 @@ class PushPlan(NamedTuple):
         if self.ranks is not None:
             return outgoing.send_filled(self.ranks, self.source, deadline, progress)
         arenas.synchronize(self.source.device)
-        return outgoing.send(self.source.tensors() if self.shared is None else self.shared, progress, self.identity)
+        tensors = self.source.tensors() if self.shared is None else self.shared
+        return outgoing.send(tensors, progress, self.identity, self.sources)
 
 
 class Repeated(NamedTuple):
@@ -109,6 +116,9 @@ class Planner:
         #: Whether several processes fill the arena.
         self._assembled = False
         self._chosen: Choice | None = None
+        #: The last fit, and the manifest, patterns and engines' lists that it was worked out from.
+        self._last_fit = Fit((), {})
+        self._fit_for: tuple[tuple[http.TensorSpec, ...], tuple[str, ...], tuple[ExpectedReply, ...]] = ((), (), ())
         #: The identity of the last source checked for sharing, the arenas' device then, and its tensors if shareable.
         self._checked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
 
@@ -116,8 +126,11 @@ class Planner:
         """Choose buckets and staging anew for the next push: the ranks or the arena have changed."""
         self._chosen = None
 
-    def of(self, source: Source, transfer: Transfer) -> PushPlan:
-        """Plan a push of ``source``. Raises `SourceError`, or `UnsupportedOption` if memory does not suffice."""
+    def of(self, source: Source, transfer: Transfer, deadline: Deadline, allow_missing: Sequence[str] = ()) -> PushPlan:
+        """Plan a push of ``source``; asks the engines what they expect, once. ``allow_missing`` as in `fit.fit`.
+
+        Raises `SourceError`, `ManifestMismatch`, or `UnsupportedOption` if memory does not suffice.
+        """
         manifest, assembled = source.specs, False
         if self._ranks is not None:
             split = self._ranks.planned(source)
@@ -125,12 +138,27 @@ class Planner:
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
             assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
+        manifest, sources, kept = self._fit(manifest, allow_missing, deadline)
         identity = None if assembled else source.identity()
-        shared = None if assembled else self._share(source, transfer, identity)
+        shared = None if assembled or sources else self._share(source, transfer, identity)
         layout = self._layout_of(manifest, assembled)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
-        request = self._request(transfer, source, layout, choice)
-        return PushPlan(source, request, layout, choice, shared, identity, self._ranks if assembled else None)
+        if kept and self._options.verify == "deep":
+            raise UnsupportedOption(
+                'verify="deep" compares with a fresh engine, which cannot be made without the tensors that '
+                f"allow_missing leaves out ({listed(kept)})"
+            )
+        request = self._request(transfer, source, layout, choice, kept)
+        return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
+
+    def _fit(self, manifest: tuple[http.TensorSpec, ...], allow_missing: Sequence[str], deadline: Deadline) -> Fit:
+        engines = self._engines.expected(deadline)
+        known, patterns, replies = self._fit_for
+        same = manifest == known and tuple(allow_missing) == patterns
+        if not same or list(map(id, engines.values())) != list(map(id, replies)):
+            self._last_fit = fit(manifest, engines, allow_missing)
+            self._fit_for = manifest, tuple(allow_missing), tuple(engines.values())
+        return self._last_fit
 
     def _share(self, source: Source, transfer: Transfer, identity: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them in place and none needs them after the push; otherwise None."""
@@ -168,7 +196,9 @@ class Planner:
             )
         return self._chosen
 
-    def _request(self, transfer: Transfer, source: Source, layout: Layout, choice: Choice) -> http.UpdateRequest:
+    def _request(
+        self, transfer: Transfer, source: Source, layout: Layout, choice: Choice, kept: tuple[str, ...]
+    ) -> http.UpdateRequest:
         """The request to every engine; each transport adds its address and secret."""
         devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._engines.ranks)]
         options = self._options
@@ -189,4 +219,5 @@ class Planner:
             known=layout.name,
             # The engine's own loader, which these use, needs every tensor in full.
             parts=choice.staging != "none" and options.verify != "deep",
+            kept=kept,
         )

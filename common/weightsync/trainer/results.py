@@ -39,6 +39,10 @@ class PushResult:
     and ``digest`` (in transfer, packing and hashing on the trainer) and ``verify`` (in transfer, hashing at the slowest
     rank).
 
+    ``cast`` is the number of tensors that were cast to another dtype, ``not_finite`` the number of infinite and NaN
+    elements in these. ``kept`` are the names that ``allow_missing`` left as the engines have them; those in
+    ``unverified`` could not be compared between the engines.
+
     ``engines`` has each engine's part, by URL. ``verify`` is how the push was verified, ``staging`` where the bytes
     waited for the commit, and ``staging_reason`` why there.
     """
@@ -50,3 +54,7 @@ class PushResult:
     verify: http.Verify
     staging: Staging
     staging_reason: str
+    cast: int = 0
+    not_finite: int = 0
+    kept: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors.layout import ALIGN_BYTES
 from weightsync.trainer.buckets import Staging
-from weightsync.trainer.driver import Driver
+from weightsync.trainer.driver import Asked, Driver
 from weightsync.trainer.join_server import JoinServer
 from weightsync.trainer.push_plan import Options
 from weightsync.trainer.ranks import Coordinator, ranks
@@ -195,10 +195,21 @@ class Sender:
             dict.fromkeys(self._urls, "unchanged") if self._driver is None else self._driver.current_weights(deadline)
         )
 
-    def push(self, model: object, *, version: str | None = None, expected: str | None = None) -> PushResult:
+    def push(
+        self,
+        model: object,
+        *,
+        version: str | None = None,
+        expected: str | None = None,
+        allow_missing: Sequence[str] = (),
+    ) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
 
         With ``expected``, a label, it raises `WrongState` and changes nothing where an engine serves another version.
+        Tensors whose names match a pattern in ``allow_missing``, such as ``"mtp.*"``, and that ``model`` lacks, stay as
+        the engines have them; `ManifestMismatch` is raised for a pattern that matches no tensor of the engines, for
+        tensors that are loaded into one parameter with others that are pushed, and where two engines hold different
+        values.
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, or an object in the shape
         of vLLM's ``WeightSource``. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
@@ -206,6 +217,9 @@ class Sender:
         serves.
         """
         start = time.perf_counter()
+        if isinstance(allow_missing, str):
+            raise UnsupportedOption("allow_missing: give a list of patterns")
+        asked = Asked(version, expected, tuple(allow_missing))
 
         def open_model() -> Source:
             for label in (version, expected):  # before any engine is asked for anything
@@ -215,7 +229,7 @@ class Sender:
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"
-            return self._rank_0_driver.push(source, version, expected, deadline, start)
+            return self._rank_0_driver.push(source, asked, deadline, start)
 
         return self._run("push", PushResult, act, open_model)
 

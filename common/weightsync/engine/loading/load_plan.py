@@ -75,7 +75,7 @@ class LoadPlan:
     def __init__(self, loader_hooks: LoaderHooks, layout: Layout, device: torch.device):
         self.layout, self._device = layout, device
         specs = [entry.spec for entry in layout.entries]
-        self._recording = found = record(loader_hooks, specs, device)
+        self.recording = found = record(loader_hooks, specs, device)
         self.memory = found.memory
         _refuse_conflicts(found)
         self.fallen = {owner.name: why for owner, why in found.fallen.items()}
@@ -112,10 +112,10 @@ class LoadPlan:
         if not self.loader:
             return
         specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
-        specs = [spec for spec in specs if spec.name not in self._recording.unfollowed]
+        specs = [spec for spec in specs if spec.name not in self.recording.unfollowed]
         alone = record(loader_hooks, specs, self._device, self.memory)
-        for owner in self._recording.fallen:
-            if _places(alone, owner) != _places(self._recording, owner):
+        for owner in self.recording.fallen:
+            if _places(alone, owner) != _places(self.recording, owner):
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
 
     def _read(self) -> Iterator[tuple[int, Box]]:
@@ -138,28 +138,28 @@ class LoadPlan:
 
     def unread(self) -> list[str]:
         """Names of the tensors that this rank does not load from."""
-        read = self._recording.read()
+        read = self.recording.read()
         return [entry.spec.name for entry in self.layout.entries if entry.spec.name not in read]
 
     def unwritten(self) -> list[str]:
         """Names of parameters that are not loaded, or not as a whole, and of buffers that are loaded in part."""
-        scalars = bool(self._recording.unfollowed)
+        scalars = bool(self.recording.unfollowed)
         return sorted(
             owner.name
             for owner in self._incomplete
-            if owner in self._recording.written or not (scalars and owner.end - owner.start <= _SCALAR)
+            if owner in self.recording.written or not (scalars and owner.end - owner.start <= _SCALAR)
         )
 
     def loads(self, tensor: torch.Tensor) -> bool:
         """Whether every push writes to this parameter or buffer."""
-        return self.memory.owner(tensor) in self._recording.written
+        return self.memory.owner(tensor) in self.recording.written
 
     def unfilled(self) -> dict[str, set[int]]:
         """Parameters that are not loaded as a whole, with the numbers of dimensions of the tensors loaded into them.
 
         Scalars are left out: they are scales, which a checkpoint need not have.
         """
-        found = self._recording
+        found = self.recording
         dimensions = {entry.spec.name: len(entry.spec.shape) for entry in self.layout.entries}
         return {
             owner.name: {dimensions[name] for name in found.touched.get(owner, ())}
@@ -169,7 +169,7 @@ class LoadPlan:
 
     def lost(self, other: Recording) -> list[str]:
         """Names of parameters that ``other`` loads as a whole, and this plan does not."""
-        mine, theirs = self._recording.written, other.written
+        mine, theirs = self.recording.written, other.written
         return [
             owner.name
             for owner in self.memory.owners
@@ -286,7 +286,7 @@ class LoadPlan:
         """
         if not samples:
             specs = [entry.spec for entry in self.layout.entries]
-            return self._recording.differs(record(loader_hooks, specs, self._device, self.memory))
+            return self.recording.differs(record(loader_hooks, specs, self._device, self.memory))
         count = len(self._followed)
         turns = range(self._rerecorded, self._rerecorded + samples)
         sampled = {at for turn in turns for at in _sample(count, turn, max(_SHARE, count // _SHARES))}
@@ -295,7 +295,7 @@ class LoadPlan:
         self._rerecorded += samples
         if not names:
             return ""
-        return self._recording.differs(record(loader_hooks, specs, self._device, self.memory), names)
+        return self.recording.differs(record(loader_hooks, specs, self._device, self.memory), names)
 
 
 def _sample(count: int, turn: int, most: int) -> range:

@@ -18,18 +18,20 @@ from msgspec import structs
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, Sealed
 from weightsync.engine.coverage import packed, passed_over
+from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
-from weightsync.engine.loading.recording import record, uncollected
+from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.samples import Samples
 from weightsync.engine.stage import Staged
-from weightsync.errors import ManifestMismatch, ManifestUnknown, TransferFailed, WrongState
+from weightsync.errors import ManifestUnknown, TransferFailed, WrongState
 from weightsync.memory import arenas
+from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import Accepted, Ready, TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.protocol.states import PLAN, Machine, PlanState
-from weightsync.tensors.layout import Layout, check_manifest, listed, named
+from weightsync.tensors.layout import Layout, listed, named
 from weightsync.tensors.scattered import Stream, spans
 from weightsync.tensors.subset import Subset
 
@@ -48,9 +50,11 @@ class Loading:
 
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
-        self._expected: Expected | ManifestMismatch | None = None
+        self._complete = Complete(adapter)
         self._hooks: LoaderHooks | None = None
         self._manifest: Sequence[TensorSpec] = ()
+        #: What the last push left as the engine had it.
+        self._kept: tuple[str, ...] = ()
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
         self._dependencies: Dependencies | None = None
@@ -88,12 +92,13 @@ class Loading:
 
     # --- what is complete
 
-    def accept(self, manifest: Sequence[TensorSpec], known: str = "", push: str = "") -> Layout:
+    def accept(
+        self, manifest: Sequence[TensorSpec], known: str = "", push: str = "", kept: tuple[str, ...] = ()
+    ) -> Layout:
         """Return the layout of a complete push. Raises `ManifestMismatch`, naming tensors, if it is not complete.
 
-        The checkpoint that the engine was started with says what is complete; whether the loader skips some of it, the
-        front end can tell from `accepted` of all ranks. If there is no such checkpoint, every parameter must be loaded
-        as a whole, and no tensor may be left unread by all ranks. An empty manifest stands for that of the push before,
+        `Complete` says what that is; whether the loader skips some of it, the front end can tell from `accepted` of all
+        ranks. Tensors in ``kept`` stay as they are. An empty manifest stands for that of the push before,
         if the name of its layout is ``known``; otherwise `ManifestUnknown` is raised.
         """
         if known and not manifest:
@@ -101,40 +106,39 @@ class Loading:
                 raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
             manifest = self._manifest
         self._checked_push = ""
-        layout = self._layout if manifest == self._manifest else None
+        layout = self._layout if manifest == self._manifest and kept == self._kept else None
         if layout is not None and not self._record_if_changed(layout, push):
             return layout
-        expected = self._known()
         self._layout = None
         if layout is None:
-            check_manifest(manifest, *(expected if isinstance(expected, Expected) else (manifest,)))
+            self._complete.check(manifest, kept)
             layout = Layout(manifest)
             self._compared.clear()
             self._record(layout)
-        if isinstance(expected, Expected):
-            self._check_optional(expected, manifest)
-        else:
-            self._check_coverage(expected)
-        self._manifest, self._layout = manifest, layout
+        stays = self._complete.check_recorded(self._plan, self._hooks, manifest, self._why, kept)
+        found = self._accepted
+        unwritten = {name: bits for name, bits in found.unwritten.items() if name not in stays.parameters}
+        self._accepted = structs.replace(found, unwritten=unwritten, kept=stays.digests)
+        self._manifest, self._kept, self._layout = manifest, kept, layout
         return layout
+
+    def expected(self) -> ExpectedReply:
+        """This rank's part of the list of a complete push, see `Complete.reply`."""
+        start = time.perf_counter()
+        try:
+            return self._complete.reply()
+        finally:
+            self._record_s += time.perf_counter() - start
 
     def accepted(self) -> Accepted:
         """The reply to a push that was accepted."""
         found = self._accepted
-        return Accepted(found.unread, found.skipped, found.unwritten, self.ready().record_s)
+        return structs.replace(found, record_s=self.ready().record_s)
 
     def ready(self) -> Ready:
         """The reply after `prepare_load`; the seconds that recording took are reported once."""
         seconds, self._record_s = self._record_s, 0.0
         return Ready(seconds)
-
-    def _known(self) -> Expected | ManifestMismatch:
-        if self._expected is None:
-            try:
-                self._expected = self._adapter.expected()
-            except ManifestMismatch as error:
-                self._expected = error
-        return self._expected
 
     def _record(self, layout: Layout) -> None:
         start = time.perf_counter()
@@ -170,36 +174,11 @@ class Loading:
             unread_tensors=len(unread),
             unread=named(unread),
         )
-        if not isinstance(self._known(), Expected):
+        if not isinstance(self._complete.known(), Expected):
             return Accepted(tuple(unread))
         names, specs = set(unread), plan.layout.specs
         skipped = packed(number for number, spec in enumerate(specs) if spec.name in names)
         return Accepted((), skipped, passed_over(specs, names, plan.unfilled()) if unread else {})
-
-    def _check_coverage(self, unknown: ManifestMismatch) -> None:
-        if self._plan is None:
-            raise ManifestMismatch(f"{unknown}; and the engine's loader does not show it either: {self._why}")
-        if unwritten := self._plan.unwritten():
-            raise ManifestMismatch(
-                f"the push does not fit the engine's model: no pushed tensor is loaded into {listed(unwritten)}; send "
-                "the whole checkpoint, or start the engine from a folder with one, which then says what is complete"
-            )
-
-    def _check_optional(self, expected: Expected, manifest: Sequence[TensorSpec]) -> None:
-        """Raise `ManifestMismatch` if a tied tensor is left out and the engine does not load the other in its place."""
-        if self._plan is None or self._hooks is None or len(manifest) == len(expected.specs):
-            return
-        try:
-            whole = record(self._hooks, expected.specs, self._adapter.device, self._plan.memory)
-        except Exception as error:
-            logger.info("loading the whole checkpoint cannot be recorded: %s", error)
-            return
-        if lost := self._plan.lost(whole):
-            left_out = {spec.name for spec in expected.specs} - {spec.name for spec in manifest}
-            raise ManifestMismatch(
-                f"the push does not fit the engine's model: without {listed(left_out)} nothing is loaded into "
-                f"{listed(lost)}; send them too"
-            )
 
     # --- whether the recording still holds
 

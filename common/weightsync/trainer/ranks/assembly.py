@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from weightsync.errors import SourceError
 from weightsync.memory import arenas
@@ -19,6 +20,7 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.sources import Source
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, narrowed
+from weightsync.tensors.casting import cast
 from weightsync.tensors.layout import DTYPES, Layout
 from weightsync.tensors.subset import Wanted
 from weightsync.trainer.ranks.assignment import Plan, spread
@@ -27,7 +29,7 @@ from weightsync.trainer.ranks.assignment import Plan, spread
 class Order(NamedTuple):
     """One piece to write: ``part`` of tensor ``tensor``, which begins at byte ``at`` of the stream. It is read from box
     number ``box`` of the rank's ``held`` entry. ``exclusive``: no other rank writes into the tensor, and all of it is
-    to be hashed, so the rank that writes it also hashes it."""
+    to be hashed, so the rank that writes it also hashes it. The tensor crosses as ``dtype``."""
 
     tensor: int
     at: int
@@ -35,6 +37,7 @@ class Order(NamedTuple):
     box: int
     part: Box
     exclusive: bool
+    dtype: str
 
 
 class HashPart(NamedTuple):
@@ -54,12 +57,14 @@ class Orders(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The result of a rank: digests by tensor number and box, bytes written, seconds spent copying and hashing."""
+    """The result of a rank: digests by tensor number and box, bytes written, seconds spent copying and hashing, and
+    the infinite and NaN elements among those that it cast."""
 
     digests: tuple[tuple[int, Box | None, int], ...]
     nbytes: int
     gather_s: float
     digest_s: float
+    not_finite: int = 0
 
 
 def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
@@ -84,6 +89,7 @@ def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
                     p.box,
                     p.part,
                     len(providers[p.tensor]) == 1 and None in wanted[p.tensor],
+                    entries[p.tensor].spec.dtype,
                 )
                 for p in pieces
             ),
@@ -98,9 +104,9 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     """Copy the pieces of ``orders`` into ``stream``, 1-D uint8, and hash the tensors that no other rank writes into.
 
     With an empty ``algorithm`` nothing is hashed. Raises `SourceError` that names a tensor whose shape or dtype is not
-    what the source had announced.
+    what the source had announced, or that cannot be cast.
     """
-    start, hashing_s, nbytes = time.perf_counter(), 0.0, 0
+    start, hashing_s, nbytes, not_finite = time.perf_counter(), 0.0, 0, 0
     wanted: dict[int, list[Order]] = {}
     for order in orders:
         wanted.setdefault(order.held, []).append(order)
@@ -111,12 +117,15 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
         for order in wanted.get(index, ()):
             part = _cut(held.spec, held.boxes[order.box], parts[order.box], order.part)
-            size = _nbytes(held.spec)
-            region = stream[order.at : order.at + size]
-            target = narrowed(region.view(part.dtype).view(held.spec.shape), *order.part)
+            crossing = structs.replace(held.spec, dtype=order.dtype)
+            region = stream[order.at : order.at + _nbytes(crossing)]
+            target = narrowed(region.view(DTYPES[order.dtype]).view(held.spec.shape), *order.part)
+            nbytes += target.nbytes
+            if target.dtype != part.dtype:
+                not_finite += cast(held.spec.name, target, part)
+                continue
             plain = target.is_contiguous() and part.is_contiguous() and not part.is_neg()
             at_once = algorithm and order.exclusive and pieces[order.tensor] == 1
-            nbytes += part.nbytes
             if not plain or part.device.type != "cpu":
                 target.copy_(part)
             elif not at_once:
@@ -128,11 +137,11 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     hash_start = time.perf_counter()
     for order in orders:
         if algorithm and order.exclusive and order.tensor not in digests:
-            size = _nbytes(source.held[order.held].spec)
+            size = _nbytes(structs.replace(source.held[order.held].spec, dtype=order.dtype))
             digests[order.tensor] = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
     hashing_s += time.perf_counter() - hash_start
     found = tuple((tensor, None, value) for tensor, value in digests.items())
-    return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s)
+    return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s, not_finite)
 
 
 @torch.no_grad()

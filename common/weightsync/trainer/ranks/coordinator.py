@@ -65,6 +65,8 @@ class Coordinator(Ranks):
         self._held: dict[int, tuple[HeldShards, ...]] = {}
         self._plan: Plan | None = None
         self._orders: list[Orders] = []
+        #: The layout that the orders are for.
+        self._layout: Layout | None = None
         #: Whether every rank has mapped the arena that `fill` has filled in this push.
         self.filled = False
         #: Replies of the other ranks to the last message to each.
@@ -177,8 +179,9 @@ class Coordinator(Ranks):
         what a rank has raised.
         """
         assert self._plan is not None, "planned() is called first"
-        if not self._orders or self._demand != demand.names:
+        if not self._orders or self._demand != demand.names or self._layout is not layout:
             self._orders, self._demand = assembly.orders_of(self._plan, layout, demand), set(demand.names)
+            self._layout = layout
         handle, orders = arena.handle(), self._orders
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
@@ -200,7 +203,7 @@ class Coordinator(Ranks):
         found = {(tensor, box): value for work in (*written, *hashed) for tensor, box, value in work.digests}
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
-        return found, Work((), nbytes, gather_s, digest_s)
+        return found, Work((), nbytes, gather_s, digest_s, sum(work.not_finite for work in written))
 
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""

@@ -1,0 +1,57 @@
+"""Weights as trainers hold them: in other dtypes than the engine's, and without some of its layers."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tools import models, servers
+from weightsync.errors import ManifestMismatch, UnsupportedOption
+
+from .conftest import ALL, NEW_TOKENS, PROMPT, assert_same, configurations
+
+pytestmark = configurations(ALL)
+LAYER = "model.layers.1."
+
+
+def test_float32_masters_arrive_as_the_engine_holds_them(served):
+    served.push(served.b)
+    want = served.digests()
+    masters = models.load_reference(served.b).float()
+    with served.sender() as sender:
+        for _ in range(2):
+            sender.push(models.load_reference(served.a))
+            result = sender.push(masters, version="masters")
+            assert result.cast > 10
+            assert result.nbytes == sum(2 * parameter.numel() for parameter in masters.parameters())
+            assert served.digests() == want
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_a_layer_that_the_trainer_lacks_stays_as_the_engine_has_it(served):
+    a, b = (load_file(folder / "model.safetensors") for folder in (served.a, served.b))
+    partial = {name: tensor for name, tensor in b.items() if not name.startswith(LAYER)}
+    with served.sender() as sender:
+        sender.push({**a, **partial})
+        want, answer = served.digests(), servers.greedy(served.server, PROMPT, NEW_TOKENS)
+        for _ in range(2):
+            sender.push(a)
+            result = sender.push(partial, version="part", allow_missing=[f"{LAYER}*"])
+            assert result.kept == tuple(sorted(b.keys() - partial.keys()))
+            assert served.digests() == want
+        assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), answer)
+        assert served.state().version == "part"
+
+
+@pytest.mark.parametrize(
+    ("options", "lacks", "error", "said"),
+    [
+        ({}, "self_attn.k_proj.weight", ManifestMismatch, r"k_proj\.weight cannot be left as the engine has them"),
+        ({"verify": "deep"}, "", UnsupportedOption, "a fresh engine"),
+    ],
+)
+def test_what_cannot_be_left_is_refused_by_name(served, options, lacks, error, said):
+    served.push(served.a)
+    before, b = served.digests(), load_file(served.b / "model.safetensors")
+    pushed = {name: tensor for name, tensor in b.items() if not name.startswith(LAYER + lacks)}
+    with served.sender(**options) as sender, pytest.raises(error, match=said):
+        sender.push(pushed, allow_missing=[f"{LAYER}*"])
+    assert served.digests() == before
