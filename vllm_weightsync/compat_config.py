@@ -61,7 +61,8 @@ def _reasons(config: Any) -> Iterator[str]:
         if getattr(parallel, f"data_parallel_{balancing}_lb"):
             yield (
                 f"--data-parallel-{balancing}-lb: each of its servers knows only some of the replicas; let one "
-                "server balance them, or start an engine for each with --data-parallel-size of its own replicas, and give the Sender all their URLs"
+                "server balance them, or start an engine for each with --data-parallel-size of its own replicas, and "
+                "give the Sender all their URLs"
             )
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
