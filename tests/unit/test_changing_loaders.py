@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.loaders import AdapterOf, Model, bits, by_name, push_into, scattered
 from weightsync import Sender
 from weightsync.engine.adapter import LoaderHooks
-from weightsync.engine.loading.fake_tensor import FakeTensor
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WrongState
 from weightsync.tensors.layout import digest_of, spec_of
@@ -222,91 +220,6 @@ def test_a_loader_that_starts_to_skip_tensors_after_prepare_is_refused_before_th
     loading.accept(SPECS)
     assert set(loading.accepted().unwritten) == {"norm", "w"}
     assert served(model) == wanted(2)
-
-
-def test_a_loader_that_starts_to_pass_over_a_tensor_after_prepare_is_refused_before_the_pause():
-    model = Experts("a list")
-    model.register_buffer("table", torch.zeros(3))
-    blind = []
-
-    def load(model, weights):
-        for name, tensor in weights:
-            if name != "table":
-                load_experts(model, [(name, tensor)])
-            elif not blind:
-                model.table.copy_(tensor)
-
-    pushed = {**checkpoint(1), "table": torch.ones(3)}
-    specs = [spec_of(name, tensor) for name, tensor in pushed.items()]
-    loading = Loading(AdapterOf(model, load, specs))
-    for _ in range(2):
-        staged = push_into(loading, pushed)
-    loading.accept(specs)
-    blind.append("nobody looks at this list")
-    with pytest.raises(TransferFailed, match=r"does not load table any more; push again"):
-        loading.prepare_load(staged, "third")
-    loading.accept(specs)
-    assert loading.status().unread == ("table",)
-
-
-def many_rank(read):
-    """A rank with 300 tensors, of which its loader takes ``read`` rows; and the names it is given in each recording."""
-    model = Model({f"w{number:03}": torch.zeros(read, 2) for number in range(300)})
-    runs = []
-
-    def load(model, weights):
-        runs.append(set())
-        for name, tensor in weights:
-            if isinstance(tensor, FakeTensor):
-                runs[-1].add(name)
-            model.get_parameter(name).data.copy_(tensor[:read])
-
-    pushed = {name: torch.ones(4, 2) for name in dict(model.named_parameters())}
-    loading = Loading(AdapterOf(model, load, [spec_of(name, tensor) for name, tensor in pushed.items()]))
-    for _ in range(2):
-        staged = push_into(loading, pushed)
-    runs.clear()
-    return loading, staged, runs
-
-
-def test_a_rank_that_gets_all_tensors_compares_both_samples_in_one_run_before_the_commit():
-    loading, staged, runs = many_rank(read=4)
-    specs, seen = list(staged.layout.specs), set()
-    for number in range(3):
-        loading.accept(specs, push=str(number))
-        assert runs == []
-        loading.prepare_load(staged, str(number))
-        loading.prepare_load(staged, str(number))
-        (run,) = runs
-        assert len(run) == 120
-        assert len(seen | run) == min(300, len(seen) + 120)
-        seen |= run
-        runs.clear()
-
-
-def test_a_rank_that_gets_parts_compares_a_sample_at_prepare_and_one_before_the_commit():
-    loading, staged, runs = many_rank(read=2)
-    parts = loading.subset(staged.layout)
-    assert parts.name
-    loading.accept(list(staged.layout.specs), push="third")
-    (first,) = runs
-    loading.prepare_load(Staged("third", parts, staged.data), "third")
-    _, second = runs
-    assert (len(first), len(second)) == (60, 60)
-    assert not first & second
-
-
-def test_what_a_loader_depends_on_is_compared_by_identity_or_value():
-    model = Model({"plain": torch.zeros(2)})
-    model.nothing, model.undefined, model.number = None, float("nan"), 7
-    dependencies = Dependencies(model, lambda tensor: True)
-    assert dependencies.changed() == []
-    del model.nothing
-    model.other = None
-    assert dependencies.changed(), "another attribute takes the place of one"
-    dependencies.take()
-    model.number = 8
-    assert dependencies.changed() == ["number"]
 
 
 # --- what is done around a load ---------------------------------------------------------------------------------------
