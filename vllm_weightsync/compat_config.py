@@ -55,22 +55,7 @@ def _reasons(config: Any) -> Iterator[str]:
         return
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
-<<<<<<< HEAD
         yield from _replicas_of_experts(parallel)
-=======
-        yield (
-            f"--data-parallel-size {parallel.data_parallel_size} with a mixture of experts: its replicas take every "
-            "step together, and a push does not stop them together; start one engine per replica, and give the Sender "
-            "all their URLs"
-        )
-    for balancing in ("external", "hybrid"):
-        if getattr(parallel, f"data_parallel_{balancing}_lb"):
-            yield (
-                f"--data-parallel-{balancing}-lb: each of its servers knows only some of the replicas; let one "
-                "server balance them, or start an engine for each with --data-parallel-size of its own replicas, and "
-                "give the Sender all their URLs"
-            )
->>>>>>> cost
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:
