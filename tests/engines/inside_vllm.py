@@ -57,6 +57,7 @@ def settings():
     said["eplb"] = compat_config.unsupported(found)
     found = config()
     found.parallel_config.data_parallel_size = 2
+    found.parallel_config.data_parallel_rank_local = None
     said["data parallel"] = compat_config.unsupported(found)
     found.parallel_config.data_parallel_hybrid_lb = True
     said["balanced elsewhere"] = compat_config.unsupported(found)
