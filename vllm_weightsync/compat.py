@@ -84,10 +84,7 @@ DEEP: Final[Names] = {
 def worker_rank(worker: Any) -> int:
     """The worker's rank among all workers of its engine; each replica has its own engine core, with ranks from 0."""
     parallel = worker.vllm_config.parallel_config
-    # With hybrid balancing each server has some of the replicas, and is an engine of its own.
-    hybrid = parallel.local_engines_only
-    replica = parallel.data_parallel_rank_local if hybrid else parallel.data_parallel_index
-    return int(replica * parallel.world_size + worker.rank)
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
 
 
 def worker_device(worker: Any) -> torch.device:
@@ -244,9 +241,8 @@ def _applied_to_identity(module: Any) -> torch.Tensor:
 
 
 def replicas(engine_client: Any) -> int:
-    """How many replicas the engine has (``--data-parallel-size``); with hybrid balancing, those of this server."""
-    parallel = parallel_config(engine_client)
-    return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
+    """How many replicas the engine has (``--data-parallel-size``)."""
+    return int(parallel_config(engine_client).data_parallel_size)
 
 
 def lacks_server_index(engine_client: Any) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from vllm_weightsync import compat_waves
 from weightsync.engine import refusals
 from weightsync.engine.private_names import missing_below
 
@@ -18,8 +17,6 @@ _ASKED: Final = (
     "parallel_config.data_parallel_index",
     "parallel_config.data_parallel_external_lb",
     "parallel_config.data_parallel_hybrid_lb",
-    "parallel_config.data_parallel_rank_local",
-    "parallel_config.local_engines_only",
     "model_config.is_moe",
     "parallel_config.enable_eplb",
     "parallel_config.enable_elastic_ep",
@@ -55,7 +52,16 @@ def _reasons(config: Any) -> Iterator[str]:
         return
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
-        yield from _replicas_of_experts(parallel)
+        yield (
+            f"--data-parallel-size {parallel.data_parallel_size} with a mixture of experts: its replicas take every "
+            "step together, and stopping them together is not tested yet; start one engine per replica, and give the "
+            "Sender all their URLs"
+        )
+    for option in _balancing_elsewhere(parallel):
+        yield (
+            f"{option}: each of its servers knows only some of the replicas; let one server balance them, or start an "
+            "engine for each with --data-parallel-size of its own replicas, and give the Sender all their URLs"
+        )
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:
@@ -67,20 +73,9 @@ def _reasons(config: Any) -> Iterator[str]:
         yield from _connectors(transfer)
 
 
-def _replicas_of_experts(parallel: Any) -> Iterator[str]:
-    if gone := compat_waves.lacking():
-        yield refusals.unknown("vLLM's engine core lacks", gone)
-    balanced = {
-        "--data-parallel-external-lb": parallel.data_parallel_external_lb,
-        "--data-parallel-hybrid-lb": parallel.data_parallel_hybrid_lb,
-        "VLLM_DP_RANK": parallel.data_parallel_rank_local is not None,
-    }
-    for option in (name for name, given in balanced.items() if given):
-        yield (
-            f"{option} with a mixture of experts: the replicas of all servers take every step together, and a push "
-            "into one server would not stop those of the others; start one server for all of them, with "
-            "--data-parallel-size alone"
-        )
+def _balancing_elsewhere(parallel: Any) -> list[str]:
+    options = (f"data_parallel_{balancing}_lb" for balancing in ("external", "hybrid"))
+    return [f"--{option.replace('_', '-')}" for option in options if getattr(parallel, option)]
 
 
 def _connectors(transfer: Any) -> Iterator[str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,7 +50,12 @@ def lacking() -> list[str]:
     """The attributes of an engine core that vLLM's code does not name; it makes them when it starts."""
     from vllm.v1.engine.core import DPEngineCoreProc
 
-    methods = [method for kind in DPEngineCoreProc.__mro__ for method in vars(kind).values()]
+    methods = [
+        inspect.unwrap(method)
+        for kind in DPEngineCoreProc.__mro__
+        for method in vars(kind).values()
+        if callable(method)
+    ]
     named = {name for method in methods if hasattr(method, "__code__") for name in method.__code__.co_names}
     return [f"DPEngineCoreProc.{name}" for name in _USED if name not in named]
 
