@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+from vllm_weightsync import compat_waves
 from weightsync.engine import refusals
 from weightsync.engine.private_names import missing_below
 
@@ -17,6 +18,7 @@ _ASKED: Final = (
     "parallel_config.data_parallel_index",
     "parallel_config.data_parallel_external_lb",
     "parallel_config.data_parallel_hybrid_lb",
+    "parallel_config.data_parallel_rank_local",
     "model_config.is_moe",
     "parallel_config.enable_eplb",
     "parallel_config.enable_elastic_ep",
@@ -52,11 +54,7 @@ def _reasons(config: Any) -> Iterator[str]:
         return
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
-        yield (
-            f"--data-parallel-size {parallel.data_parallel_size} with a mixture of experts: its replicas take every "
-            "step together, and stopping them together is not tested yet; start one engine per replica, and give the "
-            "Sender all their URLs"
-        )
+        yield from _replicas_of_experts(parallel)
     for option in _balancing_elsewhere(parallel):
         yield (
             f"{option}: each of its servers knows only some of the replicas; let one server balance them, or start an "
@@ -76,6 +74,18 @@ def _reasons(config: Any) -> Iterator[str]:
 def _balancing_elsewhere(parallel: Any) -> list[str]:
     options = (f"data_parallel_{balancing}_lb" for balancing in ("external", "hybrid"))
     return [f"--{option.replace('_', '-')}" for option in options if getattr(parallel, option)]
+
+
+def _replicas_of_experts(parallel: Any) -> Iterator[str]:
+    if gone := compat_waves.lacking():
+        yield refusals.unknown("vLLM's engine core lacks", gone)
+    offline = ["VLLM_DP_RANK"] if parallel.data_parallel_rank_local is not None else []
+    for option in (*_balancing_elsewhere(parallel), *offline):
+        yield (
+            f"{option} with a mixture of experts: the replicas of all servers take every step together, and a push "
+            "into one server would not stop those of the others; start one server for all of them, with "
+            "--data-parallel-size alone"
+        )
 
 
 def _connectors(transfer: Any) -> Iterator[str]:

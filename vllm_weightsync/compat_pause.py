@@ -86,14 +86,12 @@ def _let_go(self: Any) -> None:
         compat_waves.let_go(self)
 
 
-def is_held(core: Any) -> bool:
-    """Whether a push has stopped this engine core."""
+def _is_held(core: Any) -> bool:
     return _ATTRIBUTE in core.__dict__
 
 
-def is_ours(core: Any) -> bool:
-    """Whether the hold itself asks for a pause just now."""
-    return is_held(core) and bool(core.__dict__[_ATTRIBUTE].ours)
+def _is_ours(core: Any) -> bool:
+    return _is_held(core) and bool(core.__dict__[_ATTRIBUTE].ours)
 
 
 def _asleep(self: Any) -> list[str]:
@@ -107,3 +105,4 @@ def install() -> None:
 
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):
         setattr(EngineCore, name, method)
+    compat_waves.install(_is_held, _is_ours)

@@ -61,9 +61,15 @@ def settings():
     said["data parallel"] = compat_config.unsupported(found)
     found.parallel_config.data_parallel_hybrid_lb = True
     said["balanced elsewhere"] = compat_config.unsupported(found)
-    found.parallel_config.data_parallel_hybrid_lb = False
     found.model_config.get_num_experts = lambda: 4
+    said["experts, hybrid"] = compat_config.unsupported(found)
+    found.parallel_config.data_parallel_hybrid_lb = False
+    found.parallel_config.data_parallel_external_lb = True
+    said["experts, external"] = compat_config.unsupported(found)
+    found.parallel_config.data_parallel_external_lb = False
     said["experts, data parallel"] = compat_config.unsupported(found)
+    found.parallel_config.data_parallel_rank_local = 0
+    said["experts, offline"] = compat_config.unsupported(found)
     return said
 
 

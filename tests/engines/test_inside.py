@@ -49,8 +49,11 @@ VLLM = {
     "encoder": "--ec-transfer-config.*start this one without it",
     "eplb": "--enable-eplb.*start it without",
     "data parallel": "",
-    "experts, data parallel": "--data-parallel-size 2 with a mixture of experts.*one engine per replica",
     "balanced elsewhere": "--data-parallel-hybrid-lb: .*let one server balance them.*all their URLs",
+    "experts, hybrid": "--data-parallel-hybrid-lb with a mixture of experts.*--data-parallel-size alone",
+    "experts, external": "--data-parallel-external-lb with a mixture of experts.*--data-parallel-size alone",
+    "experts, data parallel": "",
+    "experts, offline": "VLLM_DP_RANK with a mixture of experts.*--data-parallel-size alone",
 }
 SGLANG = {
     "none": "",

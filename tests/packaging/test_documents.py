@@ -156,7 +156,8 @@ def test_every_refused_setting_is_documented():
     vllm = {name.rpartition(".")[2].replace("_", "-") for name in vllm_config._ASKED}
     sglang = {name.replace("_", "-") for name in sglang_config._ASKED}
     left = {"speculative-config", "speculative-draft-model-path", "speculative-algorithm", "model-path"}
-    left |= {"data-parallel-index", "is-moe", "dp-size", "pp-size"}
+    left |= {"data-parallel-size", "data-parallel-index", "data-parallel-rank-local", "is-moe"}
+    left |= {"dp-size", "pp-size"}
     assert flags("docs/versions.md", "vLLM", 0) == vllm - left
     assert flags("docs/versions.md", "vLLM", 1) == sglang - left
 

@@ -27,7 +27,7 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineShutdownState
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from vllm_weightsync import compat_pause, compat_waves
+from vllm_weightsync import compat_pause
 
 #: Seconds; whatever takes longer never comes.
 NEVER_S = 60.0
@@ -246,7 +246,6 @@ def main(rounds, seed):
     ParallelConfig.sync_dp_state = staticmethod(sync)
     ParallelConfig.has_unfinished_dp = staticmethod(lambda group, unfinished: any(MEET(group, "resume", unfinished)))
     compat_pause.install()
-    compat_waves.install(compat_pause.is_held, compat_pause.is_ours)
     setattr(EngineCore, compat_pause.ASLEEP, lambda self: [])
     folder, context = tempfile.mkdtemp(), zmq.Context()
     front, out, back = (f"ipc://{folder}/{name}" for name in ("front", "out", "back"))
