@@ -21,6 +21,8 @@ from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.errors import ApplyFailed, ManifestMismatch, PushTimeout
 
+pytestmark = pytest.mark.slow  # its server starts in 40 s; what it shares with vLLM is in tests/unit/test_servers.py
+
 COUNT = 2
 #: SGLang would kill and restart a worker that a test freezes for long.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "600"}
@@ -205,7 +207,6 @@ def test_each_request_of_a_push_and_of_its_failure_may_reach_another_worker(engi
     engine.assert_serves(engine.a, "a")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
 def test_every_transport(engine, router, transport):
     engine.push(engine.a, "a")
@@ -213,7 +214,6 @@ def test_every_transport(engine, router, transport):
     engine.assert_serves(engine.b, transport)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pause", ["retract", "wait", "abort"])
 def test_requests_of_both_workers_and_their_labels_survive_a_push(engine, pause):
     engine.push(engine.a, "a")
@@ -229,7 +229,6 @@ def test_requests_of_both_workers_and_their_labels_survive_a_push(engine, pause)
     engine.assert_serves(engine.b, pause)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pause", ["wait", "abort"])
 def test_a_push_does_not_wait_for_requests_that_a_user_has_paused(engine, pause):
     engine.push(engine.a, "a")
@@ -246,7 +245,6 @@ def test_a_push_does_not_wait_for_requests_that_a_user_has_paused(engine, pause)
     engine.assert_serves(engine.b, pause)
 
 
-@pytest.mark.slow
 def test_requests_that_do_not_finish_in_time_leave_the_engine_as_it_was(engine):
     engine.push(engine.a, "a")
     begun = engine.begin_with_each(3000)
@@ -260,7 +258,6 @@ def test_requests_that_do_not_finish_in_time_leave_the_engine_as_it_was(engine):
     engine.assert_serves(engine.b, "b")
 
 
-@pytest.mark.slow
 def test_a_failed_load_stops_all_workers_until_a_push_heals_them(engine):
     engine.push(engine.a, "a")
     engine.fail(engine.b)
@@ -280,7 +277,6 @@ def test_a_failed_load_stops_all_workers_until_a_push_heals_them(engine):
     engine.assert_serves(engine.b, "healed")
 
 
-@pytest.mark.slow
 def test_a_failed_load_is_undone(engine):
     with engine.sender(keep_previous=True) as sender:
         sender.push(models.load_reference(engine.b), version="b")
@@ -295,7 +291,6 @@ def test_a_failed_load_is_undone(engine):
     engine.assert_serves(engine.a, "a")
 
 
-@pytest.mark.slow
 def test_a_label_that_a_user_sets_is_that_of_all_workers(engine):
     engine.push(engine.a, "a")
     body = {"new_version": "a user's", "abort_all_requests": False}
@@ -303,7 +298,6 @@ def test_a_label_that_a_user_sets_is_that_of_all_workers(engine):
     engine.assert_serves(engine.a, "a user's")
 
 
-@pytest.mark.slow
 def test_a_killed_worker_comes_back_with_the_engines_label_and_state(engine):
     engine.push(engine.a, "a")
     engine.kill(engine.pids()[0])
@@ -315,7 +309,6 @@ def test_a_killed_worker_comes_back_with_the_engines_label_and_state(engine):
     engine.assert_serves(engine.b, "b")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pause", ["retract", "wait"])
 def test_a_frozen_worker_holds_nothing_and_is_not_behind_afterwards(engine, pause):
     engine.push(engine.a, "a")
@@ -332,7 +325,6 @@ def test_a_frozen_worker_holds_nothing_and_is_not_behind_afterwards(engine, paus
     engine.assert_serves(engine.b, "b")
 
 
-@pytest.mark.slow
 def test_a_frozen_main_process_is_named_and_goes_on(engine):
     main = engine.server.process.pid
     engine.push(engine.a, "a")
@@ -349,7 +341,6 @@ def test_a_frozen_main_process_is_named_and_goes_on(engine):
     engine.assert_serves(engine.b, "thawed")
 
 
-@pytest.mark.slow
 def test_an_engine_that_waits_for_its_first_push(model_folder, tmp_path, router):
     with workers(model_folder, tmp_path, *WAITING["sglang"]) as engine:
         for worker in engine.pids():
@@ -375,7 +366,6 @@ class GroupsOfWorkers(Workers):
         return super().sender(**{"pause": "wait", **options})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--dp-size", "--pp-size"])
 def test_two_workers_of_two_groups_of_ranks(model_folder, tmp_path, router, option):
     env = {**ENVIRONMENT, **OPTIONS["sglang"][1]}

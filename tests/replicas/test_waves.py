@@ -7,6 +7,8 @@ import pytest
 
 from tools import servers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", [1, 11])
 def test_pushes_and_users_in_random_orders(seed):
