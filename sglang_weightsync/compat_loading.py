@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 #: SGLang's LoRA wrapper of experts, in `sglang.srt.lora.layers`, which only processes with LoRA import.
 _EXPERT_LORA: Final = "FusedMoEWithLoRA"
-#: Models of which SGLang has said that they hold nothing that is derived from weights and not loaded with them.
-_without_derived: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
 
 def _runners(scheduler: Any) -> list[Any]:
@@ -41,11 +38,8 @@ def refused(scheduler: Any) -> str:
             runner.weight_updater._assert_weight_cache_inactive("a push")
         except RuntimeError as error:
             return str(error)
-        # SGLang looks at every module several times, for what is determined when a model is built.
-        if runner.model not in _without_derived:
-            if reason := weight_updater._unsupported_derived_weight_cache_error(runner.model):
-                return str(reason)
-            _without_derived.add(runner.model)
+        if reason := weight_updater._unsupported_derived_weight_cache_error(runner.model):
+            return str(reason)
         if any(kind.__name__ == _EXPERT_LORA for kind in _kinds(runner.model)):
             return (
                 "LoRA is enabled for experts, which hides their weights from the model's own loader: leave the experts "

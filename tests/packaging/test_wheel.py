@@ -12,7 +12,9 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The only modules that may import an engine at import time.
-ENGINE_FACING = {f"sglang_weightsync.{module}" for module in ("messages", "rank", "front_end", "refusing")}
+ENGINE_FACING = {
+    f"sglang_weightsync.{module}" for module in ("messages", "rank", "front_end", "compat_workers", "workers")
+}
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,11 @@ GOLDEN_JSON = [
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-        b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false}',
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false,"kept":[]}',
+    ),
+    (
+        http.UpdateReply(version="7", instance="i", record_s=1.5, kept=({"w": "d"},)),
+        b'{"version":"7","instance":"i","stopped":false,"record_s":1.5,"kept":[{"w":"d"}]}',
     ),
     (http.UpdateReply(version="7", instance="i"), b'{"version":"7","instance":"i","stopped":false}'),
     (

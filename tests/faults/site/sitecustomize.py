@@ -260,7 +260,7 @@ def front_end(module):
 def compat_pause(module):
     @around(module.HeldScheduler, "pause")
     def pause(original, self, core, mode):
-        at("replica stops", replica=core.engine_index)
+        at("replica stops", replica=getattr(core, "engine_index", 0))  # an engine in process has none
         return original(self, core, mode)
 
 
