@@ -54,7 +54,8 @@ class Driver:
         self.served = ""
 
     def connect(self, deadline: Deadline) -> None:
-        """Set up process groups and connections, for transports that have them, so that the first push need not."""
+        """Ask engines what they expect; set up process groups and connections, so that the first push need not."""
+        self.engines.expected(deadline)
         if not self.engines.local:
             connect(self._open_transfer(None), self.engines, deadline)
 
