@@ -26,15 +26,16 @@ def engine():
 
 
 def test_an_engine_that_could_not_be_added_is_free_for_others_at_once(engine):
-    with closing(Engine()) as other, Sender([engine.url]) as first, Sender([other.url]) as second:
-        first.push(WEIGHTS[1])
+    with closing(Engine()) as other:
         for rank in other.ranks:
             rank._adapter.weights["more"] = torch.zeros(1)
-        with pytest.raises(ManifestMismatch, match="more"):
-            first.add_engine(other.url)
-        assert other.front_end._lease.owner == ""
-        second.push({**WEIGHTS[2], "more": torch.full((1,), 2.0)})
-        first.push(WEIGHTS[3])
+        with Sender([engine.url]) as first, Sender([other.url]) as second:
+            first.push(WEIGHTS[1])
+            with pytest.raises(ManifestMismatch, match="more"):
+                first.add_engine(other.url)
+            assert other.front_end._lease.owner == ""
+            second.push({**WEIGHTS[2], "more": torch.full((1,), 2.0)})
+            first.push(WEIGHTS[3])
         assert (engine.seen(), other.seen()) == (SERVING[3], SERVING[2])
 
 
