@@ -22,9 +22,9 @@ class DaemonThread:
         #: Ends the thread after the calls that were asked for; also runs when this object is collected.
         self.close = weakref.finalize(self, self._calls.put, None)
 
-    def submit(self, call: Callable[[], _T]) -> Future[_T]:
-        """Ask for a call."""
-        answer: Future[_T] = Future()
+    def submit(self, call: Callable[[], _T], answer: Future[_T] | None = None) -> Future[_T]:
+        """Ask for a call, whose result ``answer`` gets, by default a new future."""
+        answer = Future() if answer is None else answer
         self._calls.put((answer, call))
         return answer
 

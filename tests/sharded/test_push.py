@@ -49,6 +49,21 @@ def test_every_rank_casts_its_shards_of_float32_masters(engines, pair, expected,
     assert fine(pair.all("close"))
 
 
+@pytest.mark.parametrize("how", ["fsdp", "masters", "parts", "replicas"])
+def test_every_rank_goes_on_when_the_tensors_of_all_are_copied(engines, pair, expected, how):
+    assert fine(pair.all(f"shard {how}"))
+    assert fine(pair.build(engines))
+    for _ in range(3):
+        said = pair.all("push_async")
+        assert said[0] == said[1]
+        assert said[0]["read"] == "copied"
+        assert served(engines) == [expected, expected]
+    assert {one["error"] for one in pair.all("fail_async")} == {"SourceError"}
+    assert served(engines) == [expected, expected]
+    assert all(pair.all("push"))
+    assert fine(pair.all("close"))
+
+
 def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))

@@ -223,6 +223,22 @@ class Rank:
             "cast": result.cast,
         }
 
+    def push_async(self, _):
+        """Push in the background, and train at once."""
+        future = self.sender.push_async(self.weights)
+        self.change("")
+        result = future.result()
+        self.change("")
+        return {"version": result.version, "read": result.read}
+
+    def fail_async(self, _):
+        """Push in the background what can no longer be read when it is written."""
+
+        def lose():
+            raise OSError("the disk is gone")
+
+        self.sender.push_async(self._once_opened(lose)).result()
+
     def _state(self):
         return self.weights if isinstance(self.weights, dict) else dict(self.weights.state_dict())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -9,12 +11,14 @@ import torch
 
 from weightsync.errors import SourceError
 
-#: Elements cast at a time on a CPU: few enough that torch does it in the calling thread, and that the result is still
-#: in the cache when it is hashed.
+#: Elements cast at a time on a CPU: few enough that torch does it in the calling thread.
 _ELEMENTS: Final = 1 << 15
 
 #: The trainer's dtypes of the tensors that are cast, by their number, where none is.
 NO_CASTS: Final[Mapping[int, torch.dtype]] = {}
+
+#: By the bytes of an element: integers of that size, signed and unsigned.
+_INTEGERS: Final = {2: (torch.int16, "uint16"), 4: (torch.int32, "uint32"), 8: (torch.int64, "uint64")}
 
 
 @torch.no_grad()
@@ -23,27 +27,36 @@ def cast(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
 
     Raises `SourceError`, naming the tensor, if a finite element would become infinite.
     """
-    alike = target.is_contiguous() and source.is_contiguous()
-    if not alike or target.device.type != "cpu" or source.device.type != "cpu":
+    here = target.device.type == source.device.type == "cpu"
+    if not (here and target.is_contiguous() and source.is_contiguous()) or target.numel() <= _ELEMENTS:
         target.copy_(source)
-        return _not_finite(name, target, source)
-    found = 0
-    for into, out_of in zip(
-        torch.split(target.view(-1), _ELEMENTS), torch.split(source.view(-1), _ELEMENTS), strict=True
-    ):
-        into.copy_(out_of)
-        found += _not_finite(name, into, out_of)
-    return found
+    else:  # one call for all pieces
+        torch._foreach_copy_(torch.split(target.view(-1), _ELEMENTS), torch.split(source.view(-1), _ELEMENTS))
+    return 0 if _is_finite(target) else _not_finite(name, target, source)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite."""
+    if not tensor.numel():
+        return True
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        low, high = torch.aminmax(tensor)  # a NaN comes out of it too
+        return math.isfinite(float(low)) and math.isfinite(float(high))
+    # As integers, in which whatever is not finite is largest: among positive numbers if they have a sign, among all if
+    # not. NumPy does that at the speed of memory.
+    signed, unsigned = _INTEGERS[tensor.itemsize]
+    least = _infinity(tensor.dtype)
+    bits = tensor.detach().view(-1).view(signed).numpy()
+    return bool(bits.max() < least and bits.view(unsigned).max() < least + (1 << 8 * tensor.itemsize - 1))
+
+
+@functools.cache
+def _infinity(dtype: torch.dtype) -> int:
+    """The bits of infinity, which are those of an integer that only NaNs exceed among the positive ones."""
+    return int(torch.tensor(math.inf, dtype=dtype).view(_INTEGERS[dtype.itemsize][0]))
 
 
 def _not_finite(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
-    if not source.numel():
-        return 0
-    # One pass over what is in the cache; a NaN comes out of it too.
-    low, high = map(float, torch.aminmax(source))
-    most = torch.finfo(target.dtype).max
-    if -most <= low and high <= most:
-        return 0
     before, after = (~torch.isfinite(tensor) for tensor in (source, target))
     if made := int((after & ~before).sum()):
         worst = float(source[after & ~before].abs().max())

@@ -9,16 +9,18 @@ from typing import NamedTuple
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineRestarted, TransferFailed, Weights, WeightSyncError, joined
+from weightsync.errors import EngineRestarted, SourceError, TransferFailed, Weights, WeightSyncError, joined
 from weightsync.protocol import http
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.trainer import buckets
 from weightsync.trainer.engines import Engines
+from weightsync.trainer.model_push import ModelPush, Repeated
 from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
-from weightsync.trainer.push_plan import Options, Planner, Repeated
+from weightsync.trainer.push_plan import Options, Planner
 from weightsync.trainer.ranks import Coordinator
+from weightsync.trainer.reading import Reading
 from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.transfer import Transfer
 
@@ -63,16 +65,21 @@ class Driver:
         """What each engine serves now, by URL."""
         return self.engines.current_weights(deadline)
 
-    def push(self, source: Source, asked: Asked, deadline: Deadline, start: float) -> PushResult:
+    def push(self, source: Source, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
         """See `sender.Sender.push`; ``start`` is the time of that call, by `time.perf_counter`."""
+        payload = self._planned(source, asked, deadline, reading)
         try:
-            return self._push(source, asked, deadline, start)
+            return self._push(payload, asked, deadline, start, reading)
         except EngineRestarted as error:
             if error.weights == "unknown":
                 raise
             self.engines.reopen(deadline)
+            again = payload.again(self._open_transfer(source))
+            if again is None and reading.over:
+                raise
+            payload = self._planned(source, asked, deadline, reading) if again is None else again
         try:
-            return self._push(source, asked, deadline, start)
+            return self._push(payload, asked, deadline, start, reading)
         except EngineRestarted as error:
             error.args = (
                 f"{error} (twice within one push: if it was not, is the URL that of a router in front of several "
@@ -80,13 +87,21 @@ class Driver:
             )
             raise
 
-    def _push(self, source: Source, asked: Asked, deadline: Deadline, start: float) -> PushResult:
-        settle(self.engines, deadline)
+    def _planned(self, source: Source, asked: Asked, deadline: Deadline, reading: Reading) -> ModelPush:
         transfer = self._open_transfer(source)
-        plan = self._planner.of(source, transfer, deadline, asked.allow_missing)
+        plan = reading.run(lambda: self._planner.of(source, transfer, deadline, asked.allow_missing))
+        return ModelPush(plan, reading, self._ranks, deadline)
+
+    def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
+        plan = payload.plan
         label = self._next_version() if asked.version is None else asked.version
-        push = self._new_push(transfer, deadline, asked.expected)
-        sent, commits = push.run(plan, label)
+        push = self._new_push(self._open_transfer(plan.source), deadline, asked.expected)
+        sent, commits = push.run(payload, label)
+        try:
+            payload.check_unchanged(f"the engines serve what they read as version {label!r}")
+        except SourceError as error:
+            error.settle(dict.fromkeys(commits, "unknown"))
+            raise
         self.served = label
         seconds = {**push.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
         seconds["total"] = time.perf_counter() - start
@@ -103,6 +118,7 @@ class Driver:
             sent.not_finite,
             plan.request.kept,
             push.unverified,
+            reading.how,
         )
 
     def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
@@ -154,7 +170,6 @@ class Driver:
         if self._transfer is None or outgoing is None:
             return None
         with self.engines.only(url):
-            settle(self.engines, deadline)
             _, commits = self._new_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
             return self._results(commits)[url]
 

@@ -144,6 +144,7 @@ class Engines:
         check_distinct(client.url, hello, {engine.hello.instance: url for url, engine in self.by_url.items()})
         self._register(client, hello)
         self._clients.append(client)
+        self.expected(deadline)
         return client.url
 
     def removable(self, target: Target) -> str:
@@ -173,6 +174,7 @@ class Engines:
         """Open every engine again. Raises the failures as one error."""
         if failed := self.reopen_each(deadline):
             raise joined(failed, self.last_known())
+        self.expected(deadline)  # here, since a push may wait for its own memory alone
 
     def reopen_each(self, deadline: Deadline) -> dict[str, WeightSyncError]:
         """Open every engine again; return, by URL, the errors of engines that do not reply or can no longer be used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import key
 from weightsync.tensors.subset import Digests, Wanted
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
+from weightsync.trainer.packing import Packed as PackedBucket
 from weightsync.trainer.packing import Packer, hash_stream
 from weightsync.trainer.ranks import Coordinator
 from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
@@ -95,46 +96,50 @@ class Outgoing:
         if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # nothing to copy or hash
             self.announced = [{}] * self.layout.buckets(self.plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(progress))
-        addresses: list[int] = []
-        how = self.layout, self.arena.bytes, self.plan.bucket_bytes, self.plan.slots, self.plan.digest, self.demand
-        known = (identity, self.layout, *how[2:5], frozenset(self.demand.names))
-        before, pack, planned = self._packed.get(key(self.arena.bytes), ((), None, False))
-        same = identity is not None and before == known
-        if same and pack is not None:
-            packer: PackPlan | Packer = pack
-            filled = pack.fill(self._acquire)
-        else:
-            packer = Packer(*how, sources)
-            filled = packer.fill(_noting_addresses(tensors, addresses), self._acquire)
+        packing = _Packing(self, self._packed, self.plan.digest, identity, sources)
         self.announced = []
-        for bucket in filled:
+        for bucket in packing.fill(tensors, self._acquire):
             self._announce(bucket.number, bucket.digests)
             self.announced.append(bucket.digests)
             if progress is not None:
                 progress(bucket.nbytes)
-        sent = Sent(packer.gather_s, packer.digest_s, self._finish(), packer.not_finite)
-        if same and not planned:  # pushed for the second time: a plan will pay off
-            all_there = len(addresses) == len(self.layout.entries)
-            repeated = pack_plan(*how, addresses, sources) if all_there else None
-            self._packed[key(self.arena.bytes)] = known, repeated, True
-        elif not same:
-            self._packed[key(self.arena.bytes)] = known, None, False
+        sent = packing.sent._replace(verify_s=self._finish())
+        packing.remember()
         return sent
+
+    def copy(
+        self,
+        tensors: Iterable[torch.Tensor],
+        identity: object | None = None,
+        sources: Mapping[int, torch.dtype] = NO_CASTS,
+    ) -> Sent:
+        """Pack the stream into an arena that holds all of it, for `resend`, before any engine is asked. As `send`."""
+        packing = _Packing(self, self._packed, "", identity, sources)
+        self.announced = [bucket.digests for bucket in packing.fill(tensors, lambda bucket: None)]
+        packing.remember()
+        return packing.sent
 
     def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress | None) -> Sent:
         """As `send`, with the trainer's ranks filling an arena that holds all. Also raises what they raise."""
+        return self._fill(ranks, source, deadline, self.plan.digest)._replace(verify_s=self._announce_all(progress))
+
+    def copy_filled(self, ranks: Coordinator, source: Source, deadline: Deadline) -> Sent:
+        """As `copy`, with the trainer's ranks filling the arena. Also raises what they raise."""
+        return self._fill(ranks, source, deadline, "")
+
+    def _fill(self, ranks: Coordinator, source: Source, deadline: Deadline, algorithm: str) -> Sent:
         size = self.plan.bucket_bytes
         assert self.layout.nbytes <= self.plan.slots * size, "the arena holds the whole stream"
         assert isinstance(self.arena, arenas.ShmArena), "several processes can fill an arena in host memory only"
         alive = tuple(arena.name for arena in [self.arena, *self._others] if isinstance(arena, arenas.ShmArena))
-        found, work = ranks.fill(source, deadline, self.layout, self.arena, alive, self.plan.digest, self.demand)
+        found, work = ranks.fill(source, deadline, self.layout, self.arena, alive, algorithm, self.demand)
         self.announced = [{}] * self.layout.buckets(size)
-        if self.plan.digest:
+        if algorithm:
             self.announced = self.demand.by_bucket(self.layout, size, found)
-        return Sent(work.gather_s, work.digest_s, self._announce_all(progress), work.not_finite)
+        return Sent(work.gather_s, work.digest_s, 0.0, work.not_finite)
 
     def resend(self, progress: Progress | None) -> Sent:
-        """Send what the arena holds from an earlier push without packing. Raises `TransferFailed` or `PushTimeout`."""
+        """Send what the arena holds, from an earlier push or from `copy`. Raises `TransferFailed` or `PushTimeout`."""
         start = time.perf_counter()
         new = self.demand.without(set[str]().union(*self.announced))
         if self.plan.digest and new.names:  # these ranks need other parts than the ranks of that push
@@ -167,6 +172,49 @@ class Outgoing:
         """Tell the ranks that the push is cancelled."""
         while self._sendings:
             self._sendings.pop().cancel(error)
+
+
+class _Packing:
+    """One packing of a push: by the plan of the packing before, if that was of the same memory, else tensor by tensor.
+
+    ``sent`` has what it took, but for ``verify_s``.
+    """
+
+    def __init__(
+        self,
+        push: Outgoing,
+        packed: Packed,
+        algorithm: str,
+        identity: object | None,
+        sources: Mapping[int, torch.dtype],
+    ):
+        self._how = push.layout, push.arena.bytes, push.plan.bucket_bytes, push.plan.slots, algorithm, push.demand
+        self._sources, self._packed, self._key = sources, packed, key(push.arena.bytes)
+        self._known = (identity, push.layout, *self._how[2:5], frozenset(push.demand.names))
+        before, plan, self._planned = packed.get(self._key, ((), None, False))
+        self._same = identity is not None and before == self._known
+        self._plan = plan if self._same else None
+        self._addresses: list[int] = []
+        self.sent = Sent(0.0, 0.0, 0.0)
+
+    def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[PackedBucket]:
+        """As `packing.Packer.fill`."""
+        if self._plan is not None:
+            packer: PackPlan | Packer = self._plan
+            yield from self._plan.fill(acquire)
+        else:
+            packer = Packer(*self._how, self._sources)
+            yield from packer.fill(_noting_addresses(tensors, self._addresses), acquire)
+        self.sent = Sent(packer.gather_s, packer.digest_s, 0.0, packer.not_finite)
+
+    def remember(self) -> None:
+        """Make the plan for the next packing, if this was the second of the same memory: it will pay off."""
+        if self._same and not self._planned:
+            all_there = len(self._addresses) == len(self._how[0].entries)
+            repeated = pack_plan(*self._how, self._addresses, self._sources) if all_there else None
+            self._packed[self._key] = self._known, repeated, True
+        elif not self._same:
+            self._packed[self._key] = self._known, None, False
 
 
 def _noting_addresses(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:

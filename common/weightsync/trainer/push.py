@@ -207,6 +207,7 @@ class Push(Change):
             self._machine.move("push")
             with renewed(self._engines, payload.name, self._deadline):
                 outgoing = payload.begin(self._push_transfer)
+                settle(self._engines, self._deadline)
                 self._prepare(outgoing)
                 if outgoing.plan.stream:
                     sent, commits = self._stream(payload, outgoing, label)

@@ -23,10 +23,8 @@ from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import Fit, fit
-from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.transfer import Transfer
-from weightsync.transports.base import Progress
 
 
 class Options(NamedTuple):
@@ -59,52 +57,6 @@ class PushPlan(NamedTuple):
     identity: object | None
     sources: Mapping[int, torch.dtype]
     ranks: Coordinator | None
-
-    @property
-    def name(self) -> str:
-        """The name by which the engines know the push."""
-        return self.request.push
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it transfers."""
-        return self.layout.nbytes
-
-    def begin(self, transfer: Transfer) -> Outgoing:
-        """Provide the arena, and return the push that goes through it."""
-        return transfer.begin(self.request, self.layout, self.shared)
-
-    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
-        if self.ranks is not None:
-            return outgoing.send_filled(self.ranks, self.source, deadline, progress)
-        arenas.synchronize(self.source.device)
-        tensors = self.source.tensors() if self.shared is None else self.shared
-        return outgoing.send(tensors, progress, self.identity, self.sources)
-
-
-class Repeated(NamedTuple):
-    """A push of the served version, which the arena still holds, to engines that do not serve it."""
-
-    outgoing: Outgoing
-
-    @property
-    def name(self) -> str:
-        """As `PushPlan.name`."""
-        return self.outgoing.plan.push
-
-    @property
-    def nbytes(self) -> int:
-        """As `PushPlan.nbytes`."""
-        return 0
-
-    def begin(self, transfer: Transfer) -> Outgoing:
-        """As `PushPlan.begin`."""
-        return self.outgoing
-
-    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
-        """As `PushPlan.send`."""
-        return outgoing.resend(progress)
 
 
 class Planner:

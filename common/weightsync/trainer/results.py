@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from weightsync.protocol import http
 from weightsync.trainer.buckets import Staging
+from weightsync.trainer.reading import How
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class PushResult:
     elements in these. ``kept`` are the names that ``allow_missing`` left as the engines have them; those in
     ``unverified`` could not be compared between the engines.
 
+    ``read`` is how the trainer's tensors were read: they were ``"copied"`` before any engine was asked (`push_async`),
+    read while they were ``"sent"``, or read by the engines ``"in place"`` until they had committed.
+
     ``engines`` has each engine's part, by URL. ``verify`` is how the push was verified, ``staging`` where the bytes
     waited for the commit, and ``staging_reason`` why there.
     """
@@ -58,3 +63,13 @@ class PushResult:
     not_finite: int = 0
     kept: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
+    read: How = "sent"
+
+
+class PushFuture(Future[PushResult]):
+    """What `sender.Sender.push_async` returns: the future `PushResult` of a push.
+
+    ``in_place``: the engines read the trainer's parameters in place, which must not change before the future is done.
+    """
+
+    in_place = False

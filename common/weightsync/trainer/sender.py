@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, get_args
 
+from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
 from weightsync.protocol import auth, http
@@ -23,11 +25,13 @@ from weightsync.trainer.join_server import JoinServer
 from weightsync.trainer.push_plan import Options
 from weightsync.trainer.ranks import Coordinator, ranks
 from weightsync.trainer.ranks.conversation import Act
-from weightsync.trainer.results import EngineResult, PushResult
+from weightsync.trainer.reading import HandedReading, Reading
+from weightsync.trainer.results import EngineResult, PushFuture, PushResult
 from weightsync.trainer.turns import Turns
 from weightsync.transports import registry
 from weightsync.transports.control.sockets import own_address
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 #: Seconds past its deadline by which another thread's call has ended.
@@ -35,6 +39,7 @@ _LATE_S: Final = 2.0
 #: The event of `states.PUSH` that must be legal when a call begins.
 _MOVES: Final = {
     "push": "push",
+    "push_async": "push",
     "add_engine": "push",
     "remove_engine": "push",
     "catch_up": "push",
@@ -160,8 +165,13 @@ class Sender:
         kind: Any,
         act: Act[_T],
         open_model: Callable[[], Source] | None = None,
+        reading: Reading | None = None,
     ) -> _T:
-        """Run ``act``, which returns a ``kind``: here, or in rank 0 if the trainer has several, see `Ranks.run`."""
+        """Run ``act``, which returns a ``kind``: here, or in rank 0 if the trainer has several, see `Ranks.run`.
+
+        ``open_model`` opens what is sent, which is read as ``reading`` says.
+        """
+        reading = Reading() if reading is None else reading
         deadline = Deadline(self._options.timeout_s)
         with self._turns.take(what, deadline):
             self._recover()
@@ -171,8 +181,8 @@ class Sender:
                 self._machine.check(_MOVES[what])
             if self._ranks is None:
                 with self._engines_reported(deadline):
-                    return act(open_model() if open_model is not None else None, deadline)
-            return self._ranks.run(what, kind, deadline, act, open_model, self._current_weights)
+                    return act(reading.run(open_model) if open_model is not None else None, deadline)
+            return self._ranks.run(what, kind, deadline, act, open_model, self._current_weights, reading)
 
     @property
     def _rank_0_driver(self) -> Driver:
@@ -216,22 +226,61 @@ class Sender:
         every engine serves exactly these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
         serves.
         """
+        return self._push("push", model, _asked(version, expected, allow_missing), Reading())
+
+    def push_async(
+        self,
+        model: object,
+        *,
+        version: str | None = None,
+        expected: str | None = None,
+        allow_missing: Sequence[str] = (),
+    ) -> PushFuture:
+        """As `push`, in the background: returns once the tensors of ``model`` were read, and may change.
+
+        That is after one copy in this host's memory if the arena holds the whole model, whatever the engines are doing;
+        otherwise, and with ``keep_previous``, after the transfer. The result's ``read`` says which. Parameters that the
+        engines read in place are not copied: then `PushFuture.in_place` is true, and they must not change before the
+        future is done.
+
+        The future has the result of the push, or what `push` would raise. The next call of this sender waits for it,
+        `close` too, within its deadline. It cannot be cancelled, and a process that ends takes the push with it, as if
+        it had been killed. Every rank of a trainer of several processes makes this call.
+        """
+        if self._driver is not None:
+            self._driver.engines.check_caller()
+        asked, reading, future = _asked(version, expected, allow_missing), HandedReading(), PushFuture()
+
+        def push() -> PushResult:
+            try:
+                return self._push("push_async", model, asked, reading)
+            except Exception as error:
+                logger.warning("push_async failed: %s: %s", type(error).__name__, error)
+                raise
+            finally:
+                reading.finish()
+
+        thread = DaemonThread("weightsync-push")
+        thread.submit(push, future)
+        thread.close()
+        reading.serve()
+        future.in_place = reading.how == "in place"
+        return future
+
+    def _push(self, what: str, model: object, asked: Asked, reading: Reading) -> PushResult:
         start = time.perf_counter()
-        if isinstance(allow_missing, str):
-            raise UnsupportedOption("allow_missing: give a list of patterns")
-        asked = Asked(version, expected, tuple(allow_missing))
 
         def open_model() -> Source:
-            for label in (version, expected):  # before any engine is asked for anything
+            for label in (asked.version, asked.expected):  # before any engine is asked for anything
                 if label is not None:
                     check_label(label)
             return self._source_of(model)
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"
-            return self._rank_0_driver.push(source, asked, deadline, start)
+            return self._rank_0_driver.push(source, asked, deadline, start, reading)
 
-        return self._run("push", PushResult, act, open_model)
+        return self._run(what, PushResult, act, open_model, reading)
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._known)
@@ -336,3 +385,9 @@ class Sender:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _asked(version: str | None, expected: str | None, allow_missing: Sequence[str]) -> Asked:
+    if isinstance(allow_missing, str):
+        raise UnsupportedOption("allow_missing: give a list of patterns")
+    return Asked(version, expected, tuple(allow_missing))

@@ -76,7 +76,10 @@ class Transfer:
         """Start a push of the served version, for `Outgoing.resend`; None if no arena holds that version."""
         if self._served is None or not arenas.reachable(self._served.arena):
             return None
-        last = self._served
+        return self.repeat(self._served)
+
+    def repeat(self, last: Outgoing) -> Outgoing:
+        """Start a push of what the arena of ``last``, a push of this transfer, holds."""
         plan, others = msgspec.structs.replace(last.plan, push=secrets.token_hex(8)), list(self._arenas)
         others.remove(last.arena)
         self._current = Outgoing(self._ends, self._packed, plan, last.layout, last.arena, others, last.announced)

@@ -11,6 +11,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.sources import Source
 from weightsync.trainer.ranks.messages import Messages
+from weightsync.trainer.reading import Reading
 
 #: Seconds that the other ranks wait for the outcome past their deadline, and seconds by which rank 0's deadline is
 #: earlier: only rank 0 knows which rank is missing, and it may still have to ask the engines how a commit ended.
@@ -43,19 +44,20 @@ class Ranks(ABC):
         act: Act[_T],
         open_model: Callable[[], Source] | None,
         engines: Callable[[Deadline], Mapping[str, Weights]],
+        reading: Reading,
     ) -> _T:
         """Run ``act`` in rank 0; every rank returns its result, of type ``kind``, or raises the same error.
 
-        ``open_model`` opens what this rank sends. ``engines`` returns what each engine serves, for an error that does
-        not say so. The earliest of the ranks' deadlines holds for all of them.
+        ``open_model`` opens what this rank sends, which is read as ``reading`` says. ``engines`` returns what each
+        engine serves, for an error that does not say so. The earliest of the ranks' deadlines holds for all of them.
         """
         try:
             failure: Exception | None = None
             try:
-                self._source = open_model() if open_model is not None else None
+                self._source = reading.run(open_model) if open_model is not None else None
             except Exception as error:
                 failure = error
-            return self._take_part(what, kind, deadline, failure, act, engines)
+            return self._take_part(what, kind, deadline, failure, act, engines, reading)
         except WeightSyncError as error:
             if not error.engines:
                 now = engines(deadline).items()
@@ -73,6 +75,7 @@ class Ranks(ABC):
         failure: Exception | None,
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
+        reading: Reading,
     ) -> _T:
         """As `run`; ``failure`` is what ``open_model`` raised, if it did."""
 

@@ -40,12 +40,14 @@ from weightsync.trainer.ranks.messages import (
     Greeting,
     Hash,
     Outcome,
+    Release,
     ToRank,
     Welcome,
     WorkDone,
     as_exception,
     remote_error_of,
 )
+from weightsync.trainer.reading import Reading
 
 #: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible.
 _ENDS_S: Final = 0.3
@@ -83,6 +85,7 @@ class Coordinator(Ranks):
         failure: Exception | None,
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
+        reading: Reading,
     ) -> _T:
         self._nonces.clear()
         self.filled = False
@@ -204,6 +207,12 @@ class Coordinator(Ranks):
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
         return found, Work((), nbytes, gather_s, digest_s, sum(work.not_finite for work in written))
+
+    def release(self, deadline: Deadline) -> None:
+        """Let every rank go on whose tensors are to be read early."""
+        for rank in self._others:
+            self._send(rank, Release(), deadline)
+        self._await_replies("to go on", deadline)
 
     def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""

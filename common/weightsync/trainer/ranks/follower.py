@@ -30,12 +30,14 @@ from weightsync.trainer.ranks.messages import (
     Greeting,
     Hash,
     Outcome,
+    Release,
     ToRank,
     Welcome,
     WorkDone,
     as_exception,
     remote_error_of,
 )
+from weightsync.trainer.reading import Reading
 from weightsync.transports import registry
 from weightsync.transports.base import RankHelper
 
@@ -63,6 +65,7 @@ class Follower(Ranks):
         failure: Exception | None,
         act: Act[_T],
         engines: Callable[[Deadline], Mapping[str, Weights]],
+        reading: Reading,
     ) -> _T:
         until, nonce, key = deadline.extended(GRACE_S), secrets.token_hex(8), self._key(self._rank)
         held = self._source.held if self._source is not None else None
@@ -98,7 +101,7 @@ class Follower(Ranks):
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
-                    done, failure = self._attempt(message, lambda: self._still_wanted(after, until))  # noqa: B023 - called here
+                    done, failure = self._attempt(message, reading, lambda: self._still_wanted(after, until))  # noqa: B023 - called here
                     self._messages.put(last, http.to_json(done), until, "trainer rank 0")
                 number += 1
         except BaseException as error:
@@ -115,12 +118,17 @@ class Follower(Ranks):
         if self._messages.ended(0):
             raise TransferFailed(f"{self._messages.describe([0])}: it was to finish the push")
 
-    def _attempt(self, message: Fill | Hash | Assist, check: Callable[[], None]) -> tuple[WorkDone, Exception | None]:
+    def _attempt(
+        self, message: Fill | Hash | Release | Assist, reading: Reading, check: Callable[[], None]
+    ) -> tuple[WorkDone, Exception | None]:
         try:
             if isinstance(message, Assist):
                 self._help(message, check)
                 return WorkDone(), None
-            return WorkDone(self._work(message)), None
+            if isinstance(message, Release):
+                reading.finish()
+                return WorkDone(), None
+            return WorkDone(reading.run(lambda: self._work(message))), None
         except Exception as error:
             return WorkDone(failure=remote_error_of(error)), error
 

@@ -91,6 +91,10 @@ class Hash(Message, frozen=True, tag="hash"):
     """0 -> rank: all ranks have written; hash."""
 
 
+class Release(Message, frozen=True, tag="release"):
+    """0 -> rank: the tensors of all ranks are read; whoever waits for that in `sender.Sender.push_async` may go on."""
+
+
 class Assist(Message, frozen=True, tag="assist"):
     """0 -> rank: help ``transport``; ``body`` is that transport's own message."""
 
@@ -112,7 +116,7 @@ class WorkDone(Message, frozen=True):
     failure: RemoteError | None = None
 
 
-ToRank = Welcome | Fill | Hash | Assist | Outcome
+ToRank = Welcome | Fill | Hash | Release | Assist | Outcome
 
 
 class Messages:

@@ -1,0 +1,144 @@
+"""What a push sends: the trainer's tensors, or again what an arena holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import SourceError
+from weightsync.memory import arenas
+from weightsync.tensors.layout import listed
+from weightsync.trainer.outgoing import Outgoing, Sent
+from weightsync.trainer.push_plan import PushPlan
+from weightsync.trainer.ranks import Coordinator
+from weightsync.trainer.reading import How, Reading
+from weightsync.trainer.transfer import Transfer
+from weightsync.transports.base import Progress
+
+
+class Repeated(NamedTuple):
+    """A push of the served version, which the arena still holds, to engines that do not serve it."""
+
+    outgoing: Outgoing
+
+    @property
+    def name(self) -> str:
+        """As `ModelPush.name`."""
+        return self.outgoing.plan.push
+
+    @property
+    def nbytes(self) -> int:
+        """As `ModelPush.nbytes`."""
+        return 0
+
+    def begin(self, transfer: Transfer) -> Outgoing:
+        """As `ModelPush.begin`."""
+        return self.outgoing
+
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+        """As `ModelPush.send`."""
+        return outgoing.resend(progress)
+
+
+class ModelPush:
+    """A push of ``plan``, whose tensors are read as ``reading`` says; ``ranks`` are those of the trainer, if several.
+
+    If they are to be read early, they are copied before any engine is asked, which then waits for no engine. That takes
+    an arena that holds everything, and that no engine keeps a version in: before an engine has accepted the push it may
+    still go back to that version.
+    """
+
+    def __init__(self, plan: PushPlan, reading: Reading, ranks: Coordinator | None, deadline: Deadline):
+        self.plan, self._reading, self._ranks, self._deadline = plan, reading, ranks, deadline
+        #: The push whose arena holds the tensors, and what copying took, once they are copied.
+        self._copied: tuple[Outgoing, Sent] | None = None
+        #: Of parameters that are read in place after the trainer went on: how often each had been written to.
+        self._writes = [*map(_writes, plan.shared or ())] if reading.early else []
+
+    @property
+    def name(self) -> str:
+        """The name by which the engines know the push."""
+        return self.plan.request.push if self._copied is None else self._copied[0].plan.push
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it transfers."""
+        return self.plan.layout.nbytes
+
+    def begin(self, transfer: Transfer) -> Outgoing:
+        """Provide the arena, and return the push that goes through it. Raises as `send` if it reads the tensors."""
+        if self._copied is not None:
+            return self._copied[0]
+        plan = self.plan
+        outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
+        if plan.shared is not None:
+            self._finish("in place")
+        elif self._reading.early and outgoing.is_whole and not plan.request.keep:
+            self._copied = outgoing, self._reading.run(lambda: self._copy(outgoing))
+            self._finish("copied")
+        return outgoing
+
+    def again(self, transfer: Transfer) -> ModelPush | None:
+        """The same push once more, from the arena, to engines that were restarted; None if it is not there."""
+        if self._copied is None or transfer.closed:
+            return None
+        outgoing, copied = self._copied
+        self._copied = transfer.repeat(outgoing), copied
+        return self
+
+    def _copy(self, outgoing: Outgoing) -> Sent:
+        plan = self.plan
+        if plan.ranks is not None:
+            return outgoing.copy_filled(plan.ranks, plan.source, self._deadline)
+        arenas.synchronize(plan.source.device)
+        return outgoing.copy(plan.source.tensors(), plan.identity, plan.sources)
+
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+        """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
+        if self._copied is not None:
+            copied, sent = self._copied[1], outgoing.resend(progress)
+            return Sent(copied.gather_s, sent.digest_s, sent.verify_s, copied.not_finite)
+        if self.plan.shared is not None:
+            sent = self._send(outgoing, deadline, progress)
+            self.check_unchanged("no engine was asked to commit")
+            return sent
+        sent = self._reading.run(lambda: self._send(outgoing, deadline, progress))
+        self._finish("sent")
+        return sent
+
+    def _send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+        plan = self.plan
+        if plan.ranks is not None:
+            return outgoing.send_filled(plan.ranks, plan.source, deadline, progress)
+        arenas.synchronize(plan.source.device)
+        tensors = plan.source.tensors() if plan.shared is None else plan.shared
+        return outgoing.send(tensors, progress, plan.identity, plan.sources)
+
+    def check_unchanged(self, then: str) -> None:
+        """Raise `SourceError`, with what has happened ``then``, if parameters that are read in place were written to.
+
+        torch counts the writes, except those that go around it, such as through ``tensor.data``.
+        """
+        plan = self.plan
+        now = [*map(_writes, plan.shared or ())] if self._writes else []
+        if changed := [
+            entry.spec.name
+            for entry, before, after in zip(plan.layout.entries, self._writes, now, strict=False)
+            if before != after
+        ]:
+            raise SourceError(
+                f"{listed(changed)} changed while the engines read it in place, and {then}; wait for the future of "
+                "push_async before the next optimiser step if it says in_place, and push again"
+            )
+
+    def _finish(self, how: How) -> None:
+        self._reading.how = how
+        self._reading.finish()
+        if self._reading.early and self._ranks is not None:
+            self._ranks.release(self._deadline)
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
