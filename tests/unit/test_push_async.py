@@ -222,6 +222,7 @@ sender.push(WEIGHTS[1])
 print("pushed", flush=True)
 sys.stdin.readline()
 future = sender.push_async(WEIGHTS[2])
+sys.stdin.readline()
 assert not future.done()
 """
 
@@ -232,8 +233,9 @@ def test_a_process_that_ends_takes_its_push_with_it(made, engine):
         assert trainer.stdout.readline() == "pushed\n"
         gate = closed(engine)
         trainer.stdin.write("\n")
-        trainer.stdin.close()
+        trainer.stdin.flush()
         assert gate.reached.wait(SOON_S)
+        trainer.stdin.close()
         assert trainer.wait(SOON_S) == 0
     gate.open()
     assert engine.seen() == SERVING[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from weightsync.sources.base import Source
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.dtensor import LocalShard
 from weightsync.sources.fused import Fused, FusedSource, Rule
+from weightsync.sources.iterator import IteratorSource
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
@@ -24,7 +25,7 @@ def open_source(model: object, *, reuse: Source | Remembered | None = None) -> S
 
     ``model`` is a `torch.nn.Module` (one of transformers is sent with the names and layouts that ``save_pretrained``
     would write), a mapping of names to tensors, DTensors or `LocalShard`, a folder of safetensors files, an object in
-    the shape of vLLM's ``WeightSource``, or `Fused`.
+    the shape of vLLM's ``WeightSource``, an iterator of pairs of a name and a tensor, or `Fused`.
 
     ``reuse`` only saves time. A source that was opened earlier is returned if it reads this very module, and no name,
     shape, dtype, stride, tie or shard has changed since. What is remembered of a mapping is used if this one matches.
@@ -41,8 +42,10 @@ def open_source(model: object, *, reuse: Source | Remembered | None = None) -> S
         return FusedSource(model)
     if is_weight_source(model):
         return WeightSourceAdapter(model)
+    if isinstance(model, Iterator):
+        return IteratorSource(model)
     raise SourceError(
         f"cannot read weights from {type(model).__module__}.{type(model).__qualname__}; push a torch.nn.Module, a "
-        "mapping of names to tensors, a folder of safetensors files, or an object with metadata() and iteration in "
-        "the shape of vLLM's WeightSource"
+        "mapping of names to tensors, a folder of safetensors files, an iterator of pairs of a name and a tensor, or "
+        "an object with metadata() and iteration in the shape of vLLM's WeightSource"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from weightsync.protocol import http
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
+from weightsync.sources.iterator import IteratorSource
 from weightsync.trainer import buckets
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.model_push import ModelPush, Repeated
@@ -75,7 +77,7 @@ class Driver:
                 raise
             self.engines.reopen(deadline)
             again = payload.again(self._open_transfer(source))
-            if again is None and reading.over:
+            if again is None and (reading.over or isinstance(source, IteratorSource)):
                 raise
             payload = self._planned(source, asked, deadline, reading) if again is None else again
         try:
@@ -89,14 +91,19 @@ class Driver:
 
     def _planned(self, source: Source, asked: Asked, deadline: Deadline, reading: Reading) -> ModelPush:
         transfer = self._open_transfer(source)
-        plan = reading.run(lambda: self._planner.of(source, transfer, deadline, asked.allow_missing))
-        return ModelPush(plan, reading, self._ranks, deadline)
+        planner, patterns = self._planner, asked.allow_missing
+        if isinstance(source, IteratorSource):
+            plan = planner.of_iterator(source, transfer, deadline, patterns)
+        else:
+            plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns))
+        placed = functools.partial(planner.placed, deadline=deadline, allow_missing=patterns)
+        return ModelPush(plan, reading, self._ranks, deadline, placed)
 
     def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
-        plan = payload.plan
         label = self._next_version() if asked.version is None else asked.version
-        push = self._new_push(self._open_transfer(plan.source), deadline, asked.expected)
+        push = self._new_push(self._open_transfer(payload.plan.source), deadline, asked.expected)
         sent, commits = push.run(payload, label)
+        plan = payload.plan
         try:
             payload.check_unchanged(f"the engines serve what they read as version {label!r}")
         except SourceError as error:

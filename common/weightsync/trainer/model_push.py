@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import SourceError
 from weightsync.memory import arenas
+from weightsync.sources.iterator import IteratorSource, Placed
 from weightsync.tensors.layout import listed
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.push_plan import PushPlan
@@ -50,7 +53,15 @@ class ModelPush:
     still go back to that version.
     """
 
-    def __init__(self, plan: PushPlan, reading: Reading, ranks: Coordinator | None, deadline: Deadline):
+    def __init__(
+        self,
+        plan: PushPlan,
+        reading: Reading,
+        ranks: Coordinator | None,
+        deadline: Deadline,
+        placed: Callable[[PushPlan, Placed], PushPlan],
+    ):
+        self._placed = placed
         self.plan, self._reading, self._ranks, self._deadline = plan, reading, ranks, deadline
         #: The push whose arena holds the tensors, and what copying took, once they are copied.
         self._copied: tuple[Outgoing, Sent] | None = None
@@ -72,6 +83,8 @@ class ModelPush:
         if self._copied is not None:
             return self._copied[0]
         plan = self.plan
+        if isinstance(plan.source, IteratorSource):
+            return self._place(plan.source, transfer)
         outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
         if plan.shared is not None:
             self._finish("in place")
@@ -79,6 +92,21 @@ class ModelPush:
             self._copied = outgoing, self._reading.run(lambda: self._copy(outgoing))
             self._finish("copied")
         return outgoing
+
+    def _place(self, source: IteratorSource, transfer: Transfer) -> Outgoing:
+        whole = transfer.begin(self.plan.request, self.plan.layout)
+        found = self._reading.run(lambda: self._read(source, whole))
+        self.plan = self._placed(self.plan, found)
+        outgoing = transfer.begin(self.plan.request, self.plan.layout)
+        self._copied = outgoing, Sent(found.seconds, 0.0, 0.0, found.not_finite)
+        self._finish("copied")
+        return outgoing
+
+    def _read(self, source: IteratorSource, outgoing: Outgoing) -> Placed:
+        arena = outgoing.arena.bytes
+        assert isinstance(arena, torch.Tensor), "an iterator's tensors are not read in place"
+        place = functools.partial(source.place, outgoing.layout, arena)
+        return place() if self._ranks is None else self._ranks.together(place, self._deadline)
 
     def again(self, transfer: Transfer) -> ModelPush | None:
         """The same push once more, from the arena, to engines that were restarted; None if it is not there."""

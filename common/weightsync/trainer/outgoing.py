@@ -43,7 +43,7 @@ class Outgoing:
 
     ``plan`` is the request to every engine, ``layout`` is the stream, which goes through ``arena``; ``others`` are
     arenas that ranks may still use. ``ends`` has the trainer end of each transport in use, by name, and ``packed`` is
-    kept from push to push. ``announced`` has the digests of each bucket, if ``arena`` already holds the stream.
+    kept from push to push. ``announced`` has the digests of each bucket that are known already.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Outgoing:
         others: Sequence[Arena],
         announced: Sequence[Digests] = (),
     ):
-        self.plan, self.layout, self.arena, self.announced = plan, layout, arena, list(announced)
+        self.plan, self.layout, self.arena = plan, layout, arena
+        self.announced = list(announced) or [{}] * layout.buckets(plan.bucket_bytes)
         self._by_name, self._packed, self._others = ends, packed, others
         #: This push, in each of the transports that carry it.
         self._sendings: list[Sending] = []

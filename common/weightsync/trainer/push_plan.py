@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption
@@ -14,6 +15,8 @@ from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
+from weightsync.sources.base import finish
+from weightsync.sources.iterator import IteratorSource, Placed
 from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter
@@ -68,6 +71,8 @@ class Planner:
         #: Whether several processes fill the arena.
         self._assembled = False
         self._chosen: Choice | None = None
+        #: The layout of what the last iterator yielded, if that was not everything.
+        self._placed = Layout(())
         #: The last fit, and the manifest, patterns and engines' lists that it was worked out from.
         self._last_fit = Fit((), {})
         self._fit_for: tuple[tuple[http.TensorSpec, ...], tuple[str, ...], tuple[ExpectedReply, ...]] = ((), (), ())
@@ -95,13 +100,55 @@ class Planner:
         shared = None if assembled or sources else self._share(source, transfer, identity)
         layout = self._layout_of(manifest, assembled)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
+        self._check_kept(kept)
+        request = self._request(transfer, source, layout, choice, kept)
+        return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
+
+    def of_iterator(
+        self, source: IteratorSource, transfer: Transfer, deadline: Deadline, allow_missing: Sequence[str] = ()
+    ) -> PushPlan:
+        """Plan an arena for all that an iterator may yield; `placed` makes a push of it. ``allow_missing`` as in `of`.
+
+        Raises `UnsupportedOption` if an engine has no list, or the arena would not hold everything.
+        """
+        options = self._options
+        lists = self._engines.expected(deadline)
+        for url, reply in lists.items():
+            if not reply.tensors:
+                raise UnsupportedOption(
+                    f"{url} has no list of the tensors of a complete push, which an iterator needs "
+                    f"({reply.why or 'its weightsync is of an earlier release'}); push a module or a mapping"
+                )
+        first = next(iter(lists.values()))
+        specs = tuple(structs.replace(s, dtype=first.served.get(s.name, s.dtype)) for s in first.tensors)
+        layout = self._layout_of(self._fit(specs, allow_missing, deadline).manifest, False)
+        choice = self._choose(transfer, layout)
+        if options.keep or choice.staging == "none" or choice.slots * choice.bucket_bytes < layout.nbytes:
+            raise UnsupportedOption(
+                f"the tensors of an iterator are copied into an arena for all of them, {layout.nbytes} bytes, before "
+                "any engine is asked: that takes the memory, and excludes keep_previous, bucket_bytes and "
+                'staging="none"; or push a module or a mapping'
+            )
+        return PushPlan(
+            source, self._request(transfer, source, layout, choice, ()), layout, choice, None, None, {}, None
+        )
+
+    def placed(self, plan: PushPlan, found: Placed, deadline: Deadline, allow_missing: Sequence[str]) -> PushPlan:
+        """The push of what an iterator has yielded, in the arena of ``plan``. Raises as `of`."""
+        kept = self._fit(finish(found.specs, "the iterator"), allow_missing, deadline).kept
+        self._check_kept(kept)
+        layout = plan.layout
+        if found.specs != layout.specs:
+            self._placed = layout = self._placed if self._placed.specs == found.specs else Layout(found.specs)
+        request = structs.replace(plan.request, manifest=layout.specs, known=layout.name, kept=kept)
+        return plan._replace(request=request, layout=layout, sources=dict(enumerate(found.sources.values())))
+
+    def _check_kept(self, kept: tuple[str, ...]) -> None:
         if kept and self._options.verify == "deep":
             raise UnsupportedOption(
                 'verify="deep" compares with a fresh engine, which cannot be made without the tensors that '
                 f"allow_missing leaves out ({listed(kept)})"
             )
-        request = self._request(transfer, source, layout, choice, kept)
-        return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
 
     def _fit(self, manifest: tuple[http.TensorSpec, ...], allow_missing: Sequence[str], deadline: Deadline) -> Fit:
         engines = self._engines.expected(deadline)

@@ -39,6 +39,7 @@ from weightsync.trainer.ranks.messages import (
     Fill,
     Greeting,
     Hash,
+    Iterate,
     Outcome,
     Release,
     ToRank,
@@ -207,6 +208,14 @@ class Coordinator(Ranks):
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
         return found, Work((), nbytes, gather_s, digest_s, sum(work.not_finite for work in written))
+
+    def together(self, read: Callable[[], _T], deadline: Deadline) -> _T:
+        """Read an iterator, while every other rank reads its own. Raises what a rank has raised."""
+        for rank in self._others:
+            self._send(rank, Iterate(), deadline)
+        found = read()
+        self._await_replies("to read its iterator to the end", deadline)
+        return found
 
     def release(self, deadline: Deadline) -> None:
         """Let every rank go on whose tensors are to be read early."""

@@ -14,12 +14,14 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     PushTimeout,
+    SourceError,
     TransferFailed,
     Weights,
     WeightSyncError,
 )
 from weightsync.memory import arenas
 from weightsync.protocol import http
+from weightsync.sources.iterator import IteratorSource
 from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import Orders, Work
@@ -29,6 +31,7 @@ from weightsync.trainer.ranks.messages import (
     Fill,
     Greeting,
     Hash,
+    Iterate,
     Outcome,
     Release,
     ToRank,
@@ -119,7 +122,7 @@ class Follower(Ranks):
             raise TransferFailed(f"{self._messages.describe([0])}: it was to finish the push")
 
     def _attempt(
-        self, message: Fill | Hash | Release | Assist, reading: Reading, check: Callable[[], None]
+        self, message: Fill | Hash | Iterate | Release | Assist, reading: Reading, check: Callable[[], None]
     ) -> tuple[WorkDone, Exception | None]:
         try:
             if isinstance(message, Assist):
@@ -127,6 +130,9 @@ class Follower(Ranks):
                 return WorkDone(), None
             if isinstance(message, Release):
                 reading.finish()
+                return WorkDone(), None
+            if isinstance(message, Iterate):
+                reading.run(self._iterate)
                 return WorkDone(), None
             return WorkDone(reading.run(lambda: self._work(message))), None
         except Exception as error:
@@ -143,6 +149,11 @@ class Follower(Ranks):
             self._helpers[message.transport].help(bytes(message.body), stream, check)
         except (RuntimeError, OSError) as error:
             raise TransferFailed(f"it could not help {message.transport}: {error}") from error
+
+    def _iterate(self) -> None:
+        if not isinstance(self._source, IteratorSource):
+            raise SourceError("rank 0 pushes an iterator, and this rank does not; give every rank one")
+        self._source.drain()
 
     def _work(self, message: Fill | Hash) -> Work:
         if isinstance(message, Fill):

@@ -91,6 +91,10 @@ class Hash(Message, frozen=True, tag="hash"):
     """0 -> rank: all ranks have written; hash."""
 
 
+class Iterate(Message, frozen=True, tag="iterate"):
+    """0 -> rank: read everything that the iterator yields, so that rank 0's can yield it."""
+
+
 class Release(Message, frozen=True, tag="release"):
     """0 -> rank: the tensors of all ranks are read; whoever waits for that in `sender.Sender.push_async` may go on."""
 
@@ -116,7 +120,7 @@ class WorkDone(Message, frozen=True):
     failure: RemoteError | None = None
 
 
-ToRank = Welcome | Fill | Hash | Release | Assist | Outcome
+ToRank = Welcome | Fill | Hash | Iterate | Release | Assist | Outcome
 
 
 class Messages:

@@ -1,0 +1,110 @@
+"""An iterator of names and tensors, as trainers yield them that gather one tensor at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from weightsync.errors import ManifestMismatch, SourceError
+from weightsync.memory import arenas
+from weightsync.protocol.http import TensorSpec
+from weightsync.sources.base import describe, text
+from weightsync.sources.dtensor import is_dtensor
+from weightsync.tensors.casting import cast
+from weightsync.tensors.held import HeldShards
+from weightsync.tensors.layout import CASTABLE, Entry, Layout
+
+
+class Placed(NamedTuple):
+    """What an iterator has yielded: the tensors' ``specs`` as they lie in the arena, in the layout's order, and the
+    trainer's dtypes of those that were cast. ``not_finite``: infinite and NaN elements in these."""
+
+    specs: tuple[TensorSpec, ...]
+    sources: dict[str, torch.dtype]
+    not_finite: int
+    seconds: float
+
+
+class IteratorSource:
+    """Pairs of a name and a tensor, in any order. They can be read once, so what they are is known only afterwards."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    held: tuple[HeldShards, ...] = ()
+    device = torch.device("cpu")
+
+    def __init__(self, pairs: Iterator[Any]):
+        self._pairs = pairs
+
+    def identity(self) -> None:
+        """See `Source.identity`."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See `Source.tensors`: none is known."""
+        return iter(())
+
+    def parts(self) -> Iterator[Sequence[torch.Tensor]]:
+        """See `Source`."""
+        return iter(())
+
+    def drain(self) -> None:
+        """Read everything and drop it: making a tensor may be a collective operation of several processes."""
+        for _ in self._pairs:
+            pass
+
+    @torch.no_grad()
+    def place(self, layout: Layout, arena: torch.Tensor) -> Placed:
+        """Copy every tensor to its place in ``arena``, which holds all of ``layout``, as it comes; cast it if needed.
+
+        What did not come leaves no gap. At most one tensor is held. Raises `SourceError` for what is no tensor, or
+        comes twice, and `ManifestMismatch` for a tensor that is not in the layout, or does not fit.
+        """
+        start, not_finite = time.perf_counter(), 0
+        entries = {entry.spec.name: entry for entry in layout.entries}
+        came: set[str] = set()
+        sources: dict[str, torch.dtype] = {}
+        while (pair := next(self._pairs, None)) is not None:
+            name, tensor = _read(pair)
+            del pair
+            if name in came:
+                raise SourceError(f"the iterator yielded {name} twice; every tensor needs a unique name")
+            entry = _entry(name, tensor, entries)
+            target = entry.view(arena)
+            if tensor.dtype != entry.dtype:
+                sources[name] = tensor.dtype
+                not_finite += cast(name, target, tensor)
+            elif tensor.is_contiguous() and not tensor.is_neg():
+                arenas.copy(entry.raw(arena), tensor.view(-1).view(torch.uint8))
+            else:
+                target.copy_(tensor)
+            came.add(name)
+            del tensor  # before the next is made
+        arenas.synchronize(arena.device)
+        there = [entry for entry in layout.entries if entry.spec.name in came]
+        specs = tuple(entry.spec for entry in there)
+        if len(there) < len(layout.entries):
+            for old, new in zip(there, Layout(specs).entries, strict=True):
+                new.raw(arena).copy_(old.raw(arena).clone())
+        return Placed(specs, sources, not_finite, time.perf_counter() - start)
+
+
+def _read(pair: Any) -> tuple[str, torch.Tensor]:
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise SourceError(f"the iterator yielded {type(pair).__name__}, not a pair of a name and a tensor")
+    name, tensor = pair
+    if is_dtensor(tensor):
+        raise SourceError(f"{name}: the iterator yielded a DTensor; yield its full_tensor(), or push the module itself")
+    describe(name, tensor)
+    return name, tensor.detach()
+
+
+def _entry(name: str, tensor: torch.Tensor, entries: dict[str, Entry]) -> Entry:
+    if name not in entries:
+        raise ManifestMismatch(f"{name}: the iterator yielded it, and the engines expect no such tensor")
+    entry, found = entries[name], describe(name, tensor)
+    castable = CASTABLE.issuperset((found.dtype, entry.spec.dtype)) or found.dtype == entry.spec.dtype
+    if found.shape != entry.spec.shape or not castable:
+        raise ManifestMismatch(f"the iterator yielded {text(found)}, and the engines expect {text(entry.spec)}")
+    return entry
