@@ -1,5 +1,7 @@
 """Weights as trainers hold them: in other dtypes than the engine's, and without some of its layers."""
 
+import random
+
 import pytest
 from safetensors.torch import load_file
 
@@ -23,6 +25,29 @@ def test_float32_masters_arrive_as_the_engine_holds_them(served):
             assert result.cast > 10
             assert result.nbytes == sum(2 * parameter.numel() for parameter in masters.parameters())
             assert served.digests() == want
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+
+
+def test_an_iterator_in_any_order_pushed_in_the_background(served):
+    served.push(served.b)
+    want = served.digests()
+    served.push(served.a)
+    b = load_file(served.b / "model.safetensors")
+    shuffled = random.Random(1).sample(sorted(b.items()), len(b))
+    with served.sender() as sender:
+        assert sender.push(iter(shuffled), version="iterated").read == "copied"
+        assert served.digests() == want
+        sender.push(served.a)
+        trained = {name: tensor.clone() for name, tensor in b.items()}
+        future = sender.push_async(trained, version="background")
+        for tensor in trained.values():
+            tensor.zero_()
+        assert future.result().read == "copied"
+        assert served.digests() == want
+        assert served.state().version == "background"
+        with pytest.raises(ManifestMismatch):
+            sender.push(pair for pair in shuffled[1:])
+    assert served.digests() == want
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 

@@ -64,6 +64,21 @@ def test_every_rank_goes_on_when_the_tensors_of_all_are_copied(engines, pair, ex
     assert fine(pair.all("close"))
 
 
+def test_every_rank_takes_part_in_making_what_the_iterator_of_rank_0_yields(engines, pair, expected, changed):
+    assert fine(pair.all("shard replicas"))
+    assert fine(pair.build(engines))
+    first, second = pair.all("iterate")
+    assert first == second
+    assert first["read"] == "copied"
+    assert served(engines) == [expected, expected]
+    pair.all("change")
+    assert {one["error"] for one in pair.all("iterate 3")} == {"ManifestMismatch"}
+    assert served(engines) == [expected, expected]
+    assert all(pair.all("iterate"))
+    assert served(engines) == [changed, changed]
+    assert fine(pair.all("close"))
+
+
 def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))

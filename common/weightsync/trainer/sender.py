@@ -221,8 +221,9 @@ class Sender:
         tensors that are loaded into one parameter with others that are pushed, and where two engines hold different
         values.
 
-        ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, or an object in the shape
-        of vLLM's ``WeightSource``. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
+        ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, an object in the shape of
+        vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once and
+        before any engine is asked. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
         every engine serves exactly these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
         serves.
         """
