@@ -83,7 +83,7 @@ def _accepted(url: str, refused: str) -> str:
     if local_process.listening(url) is None:
         return ""  # a key of this host must not be shown to another
     try:
-        for place, key in auth.keys():
+        for place, key in auth.own_keys():
             if key != refused and _accepts(url, key):
                 return place
     except WeightSyncError:

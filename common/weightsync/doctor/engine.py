@@ -160,7 +160,8 @@ def _of_ranks(ranks: Sequence[RankReport], transport: str) -> Iterator[Finding]:
             together.setdefault(_dialled(rank.listens), []).append(rank.rank)
     for finding, numbers in together.items():
         who = f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-        yield Finding(finding.check, finding.level, f"{who}: {finding.text}", finding.mend)
+        named = finding.text if finding.text.startswith("rank ") else f"{who}: {finding.text}"
+        yield Finding(finding.check, finding.level, named, finding.mend)
 
 
 def _dialled(address: str) -> Finding:

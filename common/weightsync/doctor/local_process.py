@@ -60,7 +60,7 @@ def listening(url: str) -> Server | None:
             return None
         port = split.port or _PORTS[split.scheme]
         for entry in psutil.net_connections("tcp"):
-            if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port and entry.pid:
+            if entry.status == psutil.CONN_LISTEN and entry.laddr and entry.laddr.port == port and entry.pid:
                 process = psutil.Process(entry.pid)
                 if process.uids().effective == os.geteuid():
                     server = Server(process)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Final, Protocol
 
-import torch
-
 from weightsync.daemon_thread import DaemonThread
+from weightsync.engine.adapter import Adapter
 from weightsync.engine.lease import Lease
 from weightsync.engine.rank_calls import Calls, collect
 from weightsync.errors import TransferFailed, UnsupportedOption, WeightSyncError
@@ -111,8 +110,8 @@ def _of_settings(front: _Engine) -> Iterator[Finding]:
 class RankDiagnosis:
     """One rank's answers. It dials in a thread, since the engine's loop must not wait for a network."""
 
-    def __init__(self, rank: int, device: torch.device):
-        self._rank, self._device = rank, device
+    def __init__(self, adapter: Adapter):
+        self._adapter = adapter
         self._asked: DiagnoseRequest | None = None
         self._found: Future[RankReport] | None = None
         self._listening: list[socket.socket] = []
@@ -129,17 +128,18 @@ class RankDiagnosis:
         return self._found.result()
 
     def _find(self, asked: DiagnoseRequest) -> RankReport:
-        findings, listens = list(registry.findings(self._device, self._rank)), ""
+        rank, listens = self._adapter.rank, ""
+        findings = list(registry.findings(self._adapter.device, rank))
         if asked.address:
             try:
-                here = reach(self._rank, asked.address, asked.server_key)
+                here = reach(rank, asked.address, asked.server_key)
                 listens = self._listen(here) if here else ""
                 way = f" from {interface_of(here)}" if here else ""
                 findings.append(Finding("address", "ok", f"the trainer is reached at {asked.address}{way}"))
             except (OSError, TransferFailed) as error:
                 mend = "let TCP from the engine's host to the trainer's pass, or Sender(..., address=\"its address\")"
                 findings.append(Finding("address", "wrong", str(error), mend))
-        return RankReport(self._rank, tuple(findings), listens)
+        return RankReport(rank, tuple(findings), listens)
 
     def _listen(self, here: str) -> str:
         """Listen at the address ``here`` of this host for a while; the kernel accepts connections."""

@@ -83,7 +83,7 @@ class Receiver:
         #: By transport, each made on first use.
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(adapter.rank, adapter.device)
-        self.diagnosis = RankDiagnosis(adapter.rank, adapter.device)
+        self.diagnosis = RankDiagnosis(adapter)
         self._machine: Machine[State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
         self._job: _Job | None = None
         #: The job whose thread used the transport last. Two threads must never use it at once.

@@ -108,10 +108,10 @@ def sender_token() -> str:
 
     Raises `AuthenticationFailed` if HTTP cannot carry the key, or if other users can read the key file.
     """
-    return next((key for _, key in keys()), "")
+    return next((key for _, key in own_keys()), "")
 
 
-def keys() -> Iterator[tuple[str, str]]:
+def own_keys() -> Iterator[tuple[str, str]]:
     """Every key of this side, after its place, in the order in which a sender looks. Raises as `sender_token`."""
     if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
         yield TOKEN_VARIABLE, token
@@ -138,7 +138,7 @@ def origin(token: str) -> str:
     if not token:
         return f"missing ({TOKEN_VARIABLE} is not set, and there is no key file {' or '.join(map(str, files))})"
     with contextlib.suppress(AuthenticationFailed):
-        for place, key in keys():
+        for place, key in own_keys():
             if same(token, key):
                 return f"the one in {place}"
     return "the one that the sender was given"

@@ -23,7 +23,9 @@ _LOCKED: Final = 1 << 30
 
 def findings(device: torch.device, rank: int, root: Path = Path("/")) -> list[Finding]:
     """See `base.TransportSpec`; ``root`` is for tests."""
-    return list(_hindrances(device, rank, root)) or [_used(device, rank, root)]
+    hindrances = list(_hindrances(device, rank, root))
+    broken = any(finding.level == "wrong" for finding in hindrances)
+    return hindrances if broken else [*hindrances, _used(device, rank, root)]
 
 
 def _used(device: torch.device, rank: int, root: Path) -> Finding:
