@@ -87,6 +87,7 @@ class SglangFrontEnd:
         if not self._unsupported and (untested := compat.SGLANG.untested()):
             logger.warning("%s", untested)
             self.off["tests"] = untested
+        self.asleep: tuple[str, ...] = ()
         #: The replies to the last commit, of each group.
         self._last: list[WeightsyncReqOutput] = []
 
@@ -103,6 +104,7 @@ class SglangFrontEnd:
         outputs = sorted(await self._tokenizers.ask(request), key=lambda output: output.group)
         if any(output.call != request.call for output in outputs):
             raise TransferFailed("the schedulers answered another call; push again", weights="unknown")
+        self.asleep = tuple(sorted({tag for output in outputs for tag in output.asleep}))
         if method in _COMMITS:  # one at a time; other calls may come in between
             self._last = outputs
         return [reply for output in outputs for reply in output.replies]
@@ -122,9 +124,8 @@ class SglangFrontEnd:
                 drained, self._drain = self._drain, None
                 await drained.__aexit__(None, None, None)
         apply_s = max(output.apply_s for output in self._last)
-        asleep = sorted({tag for output in self._last for tag in output.asleep})
         seconds = {"pause": held_s, "apply": apply_s, "caches": pause_s - apply_s}
-        return http.CommitReply(request.version, held_s + pause_s, seconds, tuple(asleep))
+        return http.CommitReply(request.version, held_s + pause_s, seconds, self.asleep)
 
     async def stay_stopped(self, why: str) -> None:
         """Keep requests from the schedulers, which have stopped by themselves; resuming is refused with ``why``."""

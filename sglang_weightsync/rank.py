@@ -27,9 +27,10 @@ from sglang_weightsync.messages import (
     WeightsyncReqInput,
     WeightsyncReqOutput,
 )
+from weightsync.engine import diagnosis
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_calls import all_unchanged, any_failed
-from weightsync.engine.rank_methods import handle
+from weightsync.engine.rank_methods import handle, needs_pushable
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
@@ -69,7 +70,9 @@ class Handler:
                 return self._output(request, [], in_flight=compat.has_requests(self._scheduler))
             if (step := self._steps.get(request.method)) is not None:
                 return self._committed(request, step(request))
-            return self._output(request, self._everywhere(request, request.method))
+            replies = self._everywhere(request, request.method)
+            asleep = compat.asleep(self._scheduler) if self._made is not None else []  # else it may lack the names
+            return self._output(request, replies, asleep=asleep)
         except Exception as error:
             logger.exception("%s failed", request.method)
             return self._output(request, [_failed(error)])
@@ -92,7 +95,7 @@ class Handler:
     def _everywhere(self, request: WeightsyncReqInput, method: str) -> list[bytes]:
         def receiver() -> Receiver:
             found = self._receiver()
-            if method.startswith(http.UPDATE) or method == "weightsync_ready":
+            if needs_pushable(method):
                 self._check(method, request.payload)
             return found
 
@@ -100,7 +103,8 @@ class Handler:
 
     def _check(self, method: str, payload: bytes) -> None:
         """Raise `UnsupportedOption` for anything with which a push would fail, or do harm, later on."""
-        if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler):
+        now = compat.not_now(self._scheduler) if method == diagnosis.METHOD else ""
+        if reason := compat.refused(self._scheduler) or compat_loading.refused(self._scheduler) or now:
             raise UnsupportedOption(reason)
         if method.startswith(http.UPDATE):
             check_deep(payload, lambda: compat.lacking_for_deep(self._scheduler))

@@ -307,6 +307,8 @@ def weightsync(command, world, where):
     said = real(command, world, where)
     if command.words[1] in ("status", "abort") and command.words[2] != "--help":
         check("reference serving, version" in said, where, said)
+    if command.words[1] == "doctor" and command.words[2] != "--help":
+        check("the engine is serving" in said, where, said)
 
 
 def curl(command, world, where):

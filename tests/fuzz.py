@@ -20,6 +20,7 @@ from msgspec import inspect
 
 from weightsync.engine import answers
 from weightsync.protocol import control, handles, http
+from weightsync.protocol.diagnosis import DiagnoseRequest
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
 
@@ -29,6 +30,7 @@ ROUTES = {name: route.kind() for name, route in answers.routes().items()}
 METHODS = {
     "weightsync_open": http.Done,
     "weightsync_expected": http.Done,
+    "weightsync_diagnose": DiagnoseRequest,
     "weightsync_status": http.StatusRequest,
     "update_weights_via_ipc_zmq": http.UpdateRequest,
     "update_weights_via_nccl": http.UpdateRequest,

@@ -18,6 +18,7 @@ from vllm_weightsync import compat, compat_config, compat_workers
 from weightsync.engine import refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
+from weightsync.engine.rank_methods import needs_pushable
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.errors import ApplyFailed, EngineUnreachable, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http
@@ -85,7 +86,7 @@ class VllmFrontEnd:
         self.pause_refused = {"keep": _KEEP_REASON} if compat.has_prefix_cache(engine_client) else {}
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
-        self._asleep: tuple[str, ...] = ()
+        self.asleep: tuple[str, ...] = ()
         self._unsupported = lacking or compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
         if reason := compat.VLLM.check(compat.DEEP):
@@ -130,14 +131,14 @@ class VllmFrontEnd:
         # Check before any worker is called: a call of an unknown method would leave replies in vLLM's queues.
         if self._unsupported:
             raise UnsupportedOption(self._unsupported)
-        if method.startswith(http.UPDATE) or method == "weightsync_ready":
+        if needs_pushable(method):
             await self._check_awake()
         return await compat.call_workers(self._client, compat_workers.CALL, method, payload.decode())
 
     async def _check_awake(self) -> None:
         # Sleeping KV does not matter: it is dropped anyway.
-        self._asleep = tuple(await compat.asleep(self._client, COMMIT_CALL_S))
-        if "weights" in self._asleep:
+        self.asleep = tuple(await compat.asleep(self._client, COMMIT_CALL_S))
+        if "weights" in self.asleep:
             raise UnsupportedOption(
                 "the memory of this vLLM's weights sleeps, and cannot be written: wake it first, with "
                 'POST /wake_up?tags=weights or LLM.wake_up(tags=["weights"])'
@@ -177,7 +178,7 @@ class VllmFrontEnd:
             raise failed
         end = time.perf_counter()
         seconds["resume"] = end - mark
-        return http.CommitReply(request.version, end - begin, seconds, self._asleep)
+        return http.CommitReply(request.version, end - begin, seconds, self.asleep)
 
     async def stay_stopped(self, why: str) -> None:
         """Hold the engine core; a request to resume it raises ``why``."""

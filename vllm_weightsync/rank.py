@@ -67,6 +67,10 @@ class WorkerExtension:
         """`http.RankStatus` of this worker, for a `http.StatusRequest`."""
         return run(self, "weightsync_status", payload)
 
+    def weightsync_diagnose(self, payload: str) -> str:
+        """`diagnosis.RankReport` of this worker, for a `diagnosis.DiagnoseRequest`."""
+        return run(self, "weightsync_diagnose", payload)
+
     def weightsync_ready(self, payload: str) -> str:
         """Whether the push of a `http.CommitRequest` is staged here."""
         return run(self, "weightsync_ready", payload)

@@ -1,4 +1,4 @@
-"""``weightsync status URL ...``, ``abort URL ...`` and ``join TRAINER URL ...``, for operators of engines."""
+"""``weightsync status URL ...``, ``doctor [URL ...]``, ``abort URL ...``, ``join TRAINER URL ...``, for operators."""
 
 from __future__ import annotations
 
@@ -54,7 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine, as the trainer reaches it")
     command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
     command.add_argument("--json", action="store_true", help="print a line of JSON for each engine")
+    summary = "look for what hinders pushes on this host, in engines and between them; 1 if anything is wrong"
+    command = commands.add_parser("doctor", help=summary, description=summary)
+    command.add_argument("urls", metavar="URL", nargs="*", help="base URL of an engine, as the trainer reaches it")
+    command.add_argument("--address", default="", help="address of this host that engines dial, as in Sender")
+    command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for each engine")
+    command.add_argument("--json", action="store_true", help="print a line of JSON for this host and each engine")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return _doctor(options)
     if getattr(options, "watch", None) is None:
         return _once(options)
     try:
@@ -82,6 +90,23 @@ def _once(options: argparse.Namespace) -> int:
         else:
             print(text, file=sys.stderr if "error" in reply else sys.stdout, flush=True)
     return 1 if failed else 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from weightsync import doctor  # loads torch
+
+    wrong = False
+    for place in doctor.examine(options.urls, options.address, options.timeout):
+        wrong |= place.wrong
+        if options.json:
+            found = {"url": place.url or None, "findings": msgspec.to_builtins(place.findings)}
+            print(json.dumps(found), flush=True)
+            continue
+        for finding in place.findings:
+            mend = f" -> {finding.mend}" if finding.mend else ""
+            text = f"{finding.level:<5} {place.url or 'this host'}: {finding.check}: {finding.text}{mend}"
+            print(_printable(text), flush=True)
+    return 1 if wrong else 0
 
 
 def _status(client: EngineClient, url: str, deadline: Deadline) -> Said:

@@ -109,6 +109,7 @@ class ReferenceFrontEnd:
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
         self.off: dict[str, str] = {}
+        self.asleep: tuple[str, ...] = ()
         self._adapter = adapter
         self._receiver = Receiver(adapter)
         self._version = "default"

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tools import models, servers
-from weightsync import Sender
+from weightsync import Sender, doctor
 from weightsync.errors import PluginNotLoaded
+from weightsync.protocol.diagnosis import Finding
 
 PROMPT = list(b"Once upon a time there was a policy that ")
 NEW_TOKENS = 24
@@ -45,6 +46,8 @@ class Served:
     fresh_b: "Answers"
     refusal: Exception
     """The error of a sender whose server runs without the plugin, or with half of it."""
+    unplugged: list[Finding]
+    """What the doctor found wrong at that server."""
     first: "First"
 
     def sender(self, **options):
@@ -81,6 +84,12 @@ class First:
     state: str
     answered_early: bool
     answer: tuple[list[int], list[float]]
+
+
+def wrong_at(url):
+    """What `weightsync doctor` finds wrong on this host and at an engine."""
+    places = list(doctor.examine([url], "", PATIENCE_S))
+    return [finding for place in places for finding in place.findings if finding.level == "wrong"]
 
 
 def first_push(server, folder):
@@ -231,9 +240,10 @@ def served(request, model_folder, tmp_path_factory):
         fresh_b = ask(fresh)
         with pytest.raises(PluginNotLoaded) as refusal:
             Sender([fresh.url])
+        unplugged = wrong_at(fresh.url)
     folder, options = with_plugin(engine, kind, tp, a, tmp_path_factory.mktemp("served"))
     with servers.start(engine, folder, tp=tp, max_model_len=LENGTH, **options) as server:
-        yield Served(server, kind, tp, a, b, fresh_b, refusal.value, first_push(server, b))
+        yield Served(server, kind, tp, a, b, fresh_b, refusal.value, unplugged, first_push(server, b))
 
 
 #: (engine, kind, tp). Cache tests use the first four; their place at the start of both lists keeps pytest from starting

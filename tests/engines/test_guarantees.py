@@ -6,7 +6,7 @@ from tools import models, servers
 from weightsync.errors import DigestMismatch
 from weightsync.trainer.packing import Packer
 
-from .conftest import ALL, NEW_TOKENS, PROMPT, assert_agrees, assert_same, configurations
+from .conftest import ALL, NEW_TOKENS, PROMPT, assert_agrees, assert_same, configurations, wrong_at
 
 pytestmark = configurations(ALL)
 
@@ -21,6 +21,12 @@ def test_an_engine_can_be_started_to_wait_for_its_first_push(served):
         assert_same(served.first.answer, served.fresh_b.short)  # answered with the pushed weights, after a wait
     else:
         assert (served.first.health, served.first.state) == (200, "serving")
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_running_engine(served):
+    assert wrong_at(served.server.url) == []
+    served.push(served.a)
+    assert wrong_at(served.server.url) == []
 
 
 def test_the_weights_in_use_equal_those_of_a_fresh_engine(served):

@@ -10,7 +10,17 @@ from tools import models, servers
 from weightsync.errors import UnsupportedOption, WeightSyncError
 from weightsync.trainer.packing import Packer
 
-from .conftest import CACHES, NEW_TOKENS, PATIENCE_S, PROMPT, STREAM_TOKENS, assert_agrees, assert_same, configurations
+from .conftest import (
+    CACHES,
+    NEW_TOKENS,
+    PATIENCE_S,
+    PROMPT,
+    STREAM_TOKENS,
+    assert_agrees,
+    assert_same,
+    configurations,
+    wrong_at,
+)
 
 pytestmark = configurations(CACHES)
 
@@ -174,6 +184,9 @@ def test_sleeping_weights_refuse_a_push_and_sleeping_kv_stays_asleep(served):
         served.push(served.b)
     assert raised.value.engines == {served.server.url: "unchanged"}
     assert served.state().version == "awake"
+    ((check, text),) = [(found.check, found.text) for found in wrong_at(served.server.url)]
+    assert check == "ranks"
+    assert "weights sleeps" in text
     calls(served, {key: table[:1] for key, table in WAKE.items()})
     noticed = served.push(served.b).engines[served.server.url].noticed
     assert noticed == ("its memory for kv_cache sleeps, and has to be woken",)

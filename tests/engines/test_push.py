@@ -112,6 +112,15 @@ def test_a_server_without_the_plugin_is_reported_with_a_start_line(served):
     assert line in str(served.refusal)
 
 
+def test_the_doctor_says_why_the_plugin_is_not_loaded(served):
+    (found,) = served.unplugged
+    assert found.check == "plugin"
+    why = {"vllm": "VLLM_PLUGINS of process", "sglang": "a sglang server answers without weightsync"}
+    assert why[served.server.engine] in found.text
+    assert f"{served.server.engine.upper()}_PLUGINS=" in found.mend
+    assert "weightsync" in found.mend
+
+
 def ask_workers(served, method, *args):
     body = {"method": method, "args": args}
     return requests.post(f"{served.server.url}/collective_rpc", json=body, timeout=PATIENCE_S).json()["results"]

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from weightsync.protocol import control, handles, http
+from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest, Finding, RankReport
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
@@ -19,6 +20,15 @@ GOLDEN_JSON = [
     (
         ExpectedReply((http.TensorSpec("w", "float32", (2, 3)),), ("o",), {"w": "bfloat16"}, "why"),
         b'{"tensors":[["w","float32",[2,3]]],"optional":["o"],"served":{"w":"bfloat16"},"why":"why"}',
+    ),
+    (
+        DiagnoseRequest(timeout_s=1.5, address="tcp://10.0.0.1:7", server_key="k"),
+        b'{"timeout_s":1.5,"address":"tcp://10.0.0.1:7","server_key":"k"}',
+    ),
+    (
+        DiagnoseReply("i", (Finding("key", "wrong", "why", "how"),), (RankReport(1, (), "10.0.0.2:7"),)),
+        b'{"instance":"i","findings":[{"check":"key","level":"wrong","text":"why","mend":"how"}],'
+        b'"ranks":[{"rank":1,"findings":[],"listens":"10.0.0.2:7"}]}',
     ),
     (
         http.OpenRequest(protocol=(1, 0), package_version="0.1.0", timeout_s=1.5),

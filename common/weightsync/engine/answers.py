@@ -15,6 +15,7 @@ import msgspec
 
 from weightsync.engine.front_end import FrontEnd
 from weightsync.protocol import http
+from weightsync.protocol.diagnosis import DiagnoseRequest
 from weightsync.protocol.expected import ExpectedRequest
 from weightsync.transports import registry
 
@@ -78,6 +79,7 @@ def routes() -> dict[str, Route]:
         "status": _fixed(http.StatusRequest, FrontEnd.status),
         "open": _fixed(http.OpenRequest, FrontEnd.open),
         "expected": _fixed(ExpectedRequest, FrontEnd.expected),
+        "diagnose": _fixed(DiagnoseRequest, FrontEnd.diagnose),
         "lease": _fixed(http.LeaseRequest, FrontEnd.lease),
         "commit": _fixed(http.CommitRequest, FrontEnd.commit),
         "abort": _fixed(http.AbortRequest, FrontEnd.abort),

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import msgspec
 
 from weightsync.deadline import Deadline
-from weightsync.engine import refusals
+from weightsync.engine import diagnosis, refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
 from weightsync.engine.rank_calls import Calls, Replies, Turn, collect
@@ -34,6 +34,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
+from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, one_list
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.states import ENGINE, Machine
@@ -78,6 +79,8 @@ class EngineFrontEnd(Protocol):
     """Whether the engine was started to wait for its first push; it is paused until then."""
     off: dict[str, str]
     """What this engine does not support, or what a push does not update, by name, with the reason."""
+    asleep: tuple[str, ...]
+    """The engine's tags of memory that slept when a push or `diagnose` last asked the ranks."""
 
     @property
     def busy(self) -> str:
@@ -182,6 +185,11 @@ class FrontEnd:
             detail="; ".join(filter(None, (self._detail, detail))),
             off=self.front.off,
         )
+
+    async def diagnose(self, asked: DiagnoseRequest) -> DiagnoseReply:
+        """What hinders pushes, also while the ranks do not answer."""
+        parts = self.instance, self.front, self._call, self._machine, self._detail, self._lease
+        return await diagnosis.diagnosed(asked, *parts)
 
     async def join(self, asked: Handshake, method: str) -> http.JoinReply:
         """Take the lease, then have every rank set up a transport through its set-up ``method``.
@@ -313,9 +321,7 @@ class FrontEnd:
         deadline = Deadline(max(asked.timeout_s, http.LOOK_S))
         async with self._exclusive("abort", deadline):
             reply = http.AbortReply(refused=bool(asked.push))
-            if (
-                asked.push
-            ):  # it may be a rollback that has not arrived yet; a commit is refused without its prepared push
+            if asked.push:  # maybe a rollback that has not arrived yet; a commit is refused without its prepared push
                 self._aborted.append(asked.push)
             if asked.owner and asked.push and asked.push != self._push:
                 return reply  # the push has ended, or never began

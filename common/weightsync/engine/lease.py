@@ -26,7 +26,7 @@ class Lease:
     def __init__(self, clock: Callable[[], float] = time.monotonic, lives: Callable[[str], bool] = owner_lives):
         self._clock, self._lives = clock, lives
         self.owner = self.holder = self._address = ""
-        self._until = 0.0
+        self._until = self._heard = 0.0
         #: The address of an owner, and the running check whether it lives.
         self._probe: tuple[str, asyncio.Future[bool]] | None = None
 
@@ -58,12 +58,21 @@ class Lease:
         if self.owner != owner and not await self.lapsed():
             raise LeaseHeld(self._held())
         self.owner, self.holder, self._address = owner, holder, address
-        self._until = self._clock() + PUSH_TTL_S
+        self._hear()
 
     def renew(self, owner: str) -> None:
         """Extend the lease during a push. Raises `LeaseHeld` if ``owner`` no longer holds it."""
         self.check(owner)
-        self._until = self._clock() + PUSH_TTL_S
+        self._hear()
+
+    def _hear(self) -> None:
+        self._heard = self._clock()
+        self._until = self._heard + PUSH_TTL_S
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the owner took or renewed the lease."""
+        return self._clock() - self._heard
 
     def check(self, owner: str) -> None:
         """Raise `LeaseHeld` unless ``owner`` holds the lease."""

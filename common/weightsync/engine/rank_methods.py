@@ -8,9 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
+from weightsync.engine import diagnosis
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import WeightSyncError, WrongState
+from weightsync.protocol.diagnosis import DiagnoseRequest, RankReport
 from weightsync.protocol.http import (
+    UPDATE,
     AbortRequest,
     CommitRequest,
     Done,
@@ -33,11 +36,23 @@ def _abort(receiver: Receiver, asked: AbortRequest) -> None:
         receiver.abort(asked.push)
 
 
+def _diagnose(receiver: Receiver, asked: DiagnoseRequest) -> RankReport:
+    if (report := receiver.diagnosis.answer(asked)) is None:
+        raise Busy("the rank has not yet finished to look at its host")
+    return report
+
+
+def needs_pushable(method: str) -> bool:
+    """Whether ``method`` must be refused while nothing can be pushed into the engine, by its own reason."""
+    return method.startswith(UPDATE) or method in ("weightsync_ready", diagnosis.METHOD)
+
+
 #: For each method, the type of its request, None if it has none, and its function; without a result it replies `Done`.
 _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
     "weightsync_open": (None, lambda receiver, _: receiver.info()),
     "weightsync_expected": (None, lambda receiver, _: receiver.expected()),
     "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
+    diagnosis.METHOD: (DiagnoseRequest, _diagnose),
     "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),
     "weightsync_commit": (CommitRequest, lambda receiver, asked: receiver.apply(asked)),
     "weightsync_restore": (CommitRequest, lambda receiver, asked: receiver.restore(asked)),

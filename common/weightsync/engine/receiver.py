@@ -17,6 +17,7 @@ from msgspec import UNSET
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Adapter
+from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages
@@ -82,6 +83,7 @@ class Receiver:
         #: By transport, each made on first use.
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(adapter.rank, adapter.device)
+        self.diagnosis = RankDiagnosis(adapter)
         self._machine: Machine[State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
         self._job: _Job | None = None
         #: The job whose thread used the transport last. Two threads must never use it at once.

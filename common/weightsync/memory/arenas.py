@@ -33,6 +33,8 @@ from weightsync.protocol.directories import OWN_NAME, SHM_DIRECTORY
 from weightsync.protocol.handles import CudaHandle, ShmHandle
 
 _SHM_PREFIX: Final = "weightsync-"
+#: The unit of ``st_blocks``.
+_BLOCK_BYTES: Final = 512
 #: In seconds: the owner of a younger file may not have locked it yet.
 _SWEEP_AFTER_S: Final = 10.0
 
@@ -76,6 +78,17 @@ def free_shared_bytes() -> int:
     """Memory that an arena could take, in bytes: the least of what the mount, the machine and the container have."""
     mount = os.statvfs(SHM_DIRECTORY)
     return min(mount.f_bavail * mount.f_frsize, _free_host_bytes())
+
+
+def held_bytes() -> int:
+    """Shared memory that the arenas of this user's senders on this host take, in bytes."""
+    found = 0
+    for path in SHM_DIRECTORY.iterdir():
+        with contextlib.suppress(OSError):
+            info = path.lstat()
+            ours = OWN_NAME.fullmatch(path.name) and stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
+            found += info.st_blocks * _BLOCK_BYTES if ours else 0
+    return found
 
 
 def _map(descriptor: int, nbytes: int) -> torch.Tensor:

@@ -8,10 +8,12 @@ import logging
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from weightsync.errors import AuthenticationFailed
+from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.directories import PREFIX, SHM_DIRECTORY, private, why_not_private
 
 logger = logging.getLogger(__name__)
@@ -106,9 +108,28 @@ def sender_token() -> str:
 
     Raises `AuthenticationFailed` if HTTP cannot carry the key, or if other users can read the key file.
     """
+    return next((key for _, key in own_keys()), "")
+
+
+def own_keys() -> Iterator[tuple[str, str]]:
+    """Every key of this side, after its place, in the order in which a sender looks. Raises as `sender_token`."""
     if token := usable(os.environ.get(TOKEN_VARIABLE, "")):
-        return token
-    return next((key for home in _homes() if (key := _read_key(home / _KEY_NAME))), "")
+        yield TOKEN_VARIABLE, token
+    for home in _homes():
+        if token := _read_key(home / _KEY_NAME):
+            yield str(home / _KEY_NAME), token
+
+
+def check() -> Finding:
+    """Whether a sender in this process's environment has a key that it can use."""
+    try:
+        token = sender_token()
+    except AuthenticationFailed as error:
+        return Finding("key", "wrong", str(error), f"or set {TOKEN_VARIABLE} to one random value on both sides")
+    if not token:
+        start = f"start an engine as this user on this host, which writes one, or set {TOKEN_VARIABLE} on both sides"
+        return Finding("key", "note", f"the key is {origin(token)}", start)
+    return Finding("key", "ok", f"the key is {origin(token)}")
 
 
 def origin(token: str) -> str:
@@ -116,12 +137,10 @@ def origin(token: str) -> str:
     files = [home / _KEY_NAME for home in _homes()]
     if not token:
         return f"missing ({TOKEN_VARIABLE} is not set, and there is no key file {' or '.join(map(str, files))})"
-    if same(token, os.environ.get(TOKEN_VARIABLE, "").strip()):
-        return f"the one in {TOKEN_VARIABLE}"
     with contextlib.suppress(AuthenticationFailed):
-        for file in files:
-            if same(token, _read_key(file)):
-                return f"the one in {file}"
+        for place, key in own_keys():
+            if same(token, key):
+                return f"the one in {place}"
     return "the one that the sender was given"
 
 

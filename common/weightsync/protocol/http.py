@@ -16,7 +16,7 @@ from weightsync.protocol.codec import Shape, Text
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 1)
+PROTOCOL: Final[tuple[int, int]] = (1, 2)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 

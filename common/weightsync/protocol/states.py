@@ -16,6 +16,7 @@ Three things have no table, because one would not make them clearer:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Final, Generic, Literal, TypeVar
 
@@ -88,6 +89,8 @@ class Machine(Generic[S]):
 
     def __init__(self, table: Mapping[S, Mapping[str, S]], state: S, subject: str):
         self._table, self.state, self._subject = table, state, subject
+        #: When the state was entered, by `time.monotonic`.
+        self.since = time.monotonic()
 
     def allows(self, event: str) -> bool:
         """Whether the event is legal now."""
@@ -105,7 +108,7 @@ class Machine(Generic[S]):
 
     def move(self, event: str) -> S:
         """Apply the event and return the new state. Raises `WrongState` if it is not legal now."""
-        self.state = self.check(event)
+        self.state, self.since = self.check(event), time.monotonic()
         return self.state
 
 

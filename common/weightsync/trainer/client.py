@@ -23,6 +23,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.protocol import auth, http
+from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import PREFIX, Handshake
 from weightsync.protocol.in_process import Target
@@ -42,6 +43,12 @@ _ANSWER_S: Final = 0.5
 #: How often a new engine is opened again, to see whether it is one. A router that takes turns is found out by one look,
 #: one that chooses at random between two engines by 7 of 8 senders; what it does later is noticed by the instance.
 _MORE_LOOKS: Final = 3
+#: Routes by which an engine is known, and a field of each answer.
+_MARKS: Final = (
+    ("/version", "vllm", "version"),
+    ("/model_info", "sglang", "model_path"),
+    ("/get_model_info", "sglang", "model_path"),
+)
 _R = TypeVar("_R")
 
 
@@ -88,13 +95,22 @@ class EngineClient:
     def meet(self, deadline: Deadline) -> http.OpenReply:
         """`open`, more than once. Raises `UnsupportedOption` if several engines answer: the URL is a router's."""
         hello = self.open(deadline)
+        self.check_alone(hello, deadline)
+        return hello
+
+    def check_alone(self, hello: http.OpenReply, deadline: Deadline) -> None:
+        """Open again, as often as `meet` does. Raises `UnsupportedOption` if another engine than before answers."""
         for _ in range(_MORE_LOOKS if isinstance(self._engine, str) else 0):
             if self.open(deadline).instance != hello.instance:
                 raise UnsupportedOption(
                     f"{self.url} answers for several engines, as a router does, and a push has to reach each of them: "
                     "give the sender the URLs of the engines behind it"
                 )
-        return hello
+
+    def diagnose(self, deadline: Deadline, address: str = "", server_key: str = "") -> DiagnoseReply:
+        """Ask what hinders pushes, and have every rank dial ``address``, see `DiagnoseRequest`."""
+        asked = DiagnoseRequest(_engine_timeout_s(deadline), address, server_key)
+        return self._post("diagnose", asked, DiagnoseReply, deadline)
 
     def expected(self, deadline: Deadline) -> ExpectedReply:
         """Ask for the tensors of a complete push."""
@@ -241,15 +257,22 @@ class EngineClient:
 
     def _start_line(self, deadline: Deadline) -> str:
         """How to start the engine with the plugin; for either kind if the server does not tell which it is."""
+        kind = self.kind(deadline)
+        lines = [START_LINES[kind]] if kind else START_LINES.values()
+        return "Start it as: " + " or: ".join(line.format(model="MODEL") for line in lines)
+
+    def kind(self, deadline: Deadline) -> str:
+        """Which engine the server says to be, by a route of its own: a key of `START_LINES`, or empty."""
         until = Deadline(min(_PROBE_S, deadline.left()))
-        for path, engine in (("/version", "vllm"), ("/get_model_info", "sglang"), ("/model_info", "sglang")):
+        for path, engine, field in _MARKS:
             try:
                 reply = self._server.ask("GET", path, b"", until, limit=http.MAX_BODY_BYTES)
-                if reply.status == 200 and isinstance(json.loads(reply.body), dict):
-                    return f"Start it as: {START_LINES[engine].format(model='MODEL')}"
+                answer = json.loads(reply.body) if reply.status == 200 else None
             except (http_client.NoAnswer, ValueError):
                 continue
-        return "Start it as: " + " or: ".join(line.format(model="MODEL") for line in START_LINES.values())
+            if isinstance(answer, dict) and field in answer:
+                return engine
+        return ""
 
 
 def _engine_timeout_s(deadline: Deadline) -> float:

@@ -18,6 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
+from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Stream
@@ -231,3 +232,6 @@ class TransportSpec:
     """If an engine cannot be reached: where it runs, and what the user can do. Two empty strings if it can."""
     settings: Callable[[], dict[str, str]] = dict
     """The environment settings that must agree between this process and the other ranks."""
+    findings: Callable[[torch.device, int], list[Finding]] = lambda device, rank: []
+    """What of this host or its settings the transport would use for memory on this device, in this rank (0 in the
+    trainer), and what hinders it. Called only if it lacks nothing; touches nothing."""

@@ -18,6 +18,7 @@ from weightsync.memory import arenas, shared_parameters
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, directories, http
 from weightsync.protocol.control import Offer
+from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.handles import CudaHandle, SharedParametersHandle, ShmHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
@@ -222,8 +223,16 @@ def _apart(hello: http.OpenReply) -> tuple[str, str]:
     )
 
 
+def _findings(_device: torch.device, _rank: int) -> list[Finding]:
+    try:
+        return [Finding(_NAME, "ok", f"private sockets are in {directories.directory()}")]
+    except AuthenticationFailed as error:
+        return [Finding(_NAME, "wrong", str(error), f"ls -ld {directories.SHM_DIRECTORY} and what the message names")]
+
+
+_NAME: Final = "ipc_zmq"
 SPEC: Final = TransportSpec(
-    name="ipc_zmq",
+    name=_NAME,
     label="shared memory",
     trainer_end=IpcZmqTrainerEnd,
     engine_end=IpcZmqEngineEnd,
@@ -231,4 +240,5 @@ SPEC: Final = TransportSpec(
     preference=10,
     reason="the same host: the ranks read the trainer's memory where it is",
     apart=_apart,
+    findings=_findings,
 )

@@ -17,11 +17,15 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, NamedTuple
 
+import torch
+
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
+from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.http import Handshake
 from weightsync.transports.base import TransportSpec
 
@@ -105,6 +109,20 @@ def _specs() -> list[TransportSpec]:
 def available() -> tuple[str, ...]:
     """The transports that can be used in this process."""
     return tuple(found.name for found in _specs() if not found.lacks())
+
+
+def findings(device: torch.device, rank: int) -> Iterator[Finding]:
+    """Whether each transport can be used in this process, for memory on this device."""
+    for name in names():
+        try:
+            found = spec(name)
+        except UnsupportedOption as error:
+            yield Finding(name, "wrong", str(error), "install its package again, or remove it")
+            continue
+        if lacks := found.lacks():
+            yield Finding(name, "note", f"{found.label} is not installed, which other transports do without", lacks)
+            continue
+        yield from found.findings(device, rank) or [Finding(name, "ok", f"{found.label} is installed")]
 
 
 def settings() -> dict[str, str]:

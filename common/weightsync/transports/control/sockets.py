@@ -21,7 +21,7 @@ import zmq
 from weightsync import errors
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
-from weightsync.protocol import addresses, http
+from weightsync.protocol import addresses, directories, http
 from weightsync.protocol.control import Failed
 
 #: Longest time in seconds that either side sleeps before it checks again whether the push was cancelled.
@@ -149,10 +149,10 @@ def _is_listening(port: int) -> bool:
     return not tables or any(row[1].endswith(f":{port:04X}") and row[3] == _LISTENING for row in rows)
 
 
-def check_reachable(rank: int, host: str, port: int) -> str:
-    """Dial the trainer's store; returns the address from which this host reaches it.
+def check_reachable(rank: int, host: str, port: int, what: str = "store") -> str:
+    """Dial what the trainer listens with; returns the address from which this host reaches it.
 
-    Raises `TransferFailed` if the store does not accept the connection.
+    Raises `TransferFailed` if the connection is not accepted.
     """
     here = local_address(host)
     try:
@@ -162,10 +162,25 @@ def check_reachable(rank: int, host: str, port: int) -> str:
         if ipaddress.ip_address(here).is_loopback:
             hint = _OWN_LOOPBACK
         raise TransferFailed(
-            f"rank {rank} cannot reach the trainer's store at {host} port {port} from {interface_of(here)}: {error}; "
+            f"rank {rank} cannot reach the trainer's {what} at {host} port {port} from {interface_of(here)}: {error}; "
             f"{hint}"
         ) from error
     return here
+
+
+def reach(rank: int, address: str, server_key: str) -> str:
+    """Dial the trainer's control socket and hang up; returns this host's address on the way, empty on a private socket.
+
+    Raises `TransferFailed` if it must not be dialled, or does not answer.
+    """
+    remote = address.startswith("tcp://")
+    addresses.check_address(address, server_key, remote=remote)
+    if remote:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return check_reachable(rank, host.strip("[]"), int(port), "control socket")
+    if not directories.listens(Path(address.removeprefix("ipc://"))):
+        raise TransferFailed(f"rank {rank} finds no trainer at {address}")
+    return ""
 
 
 def interface_of(address: str) -> str:

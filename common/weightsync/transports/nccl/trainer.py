@@ -11,7 +11,7 @@ import secrets
 import socket as sockets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -30,10 +30,9 @@ from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import check_ways, host_of, local_address
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nccl import groups, parallel_broadcast
+from weightsync.transports.nccl.findings import NAME
 from weightsync.transports.nccl.groups import Group
 from weightsync.transports.nccl.messages import InitNcclGroup
-
-NAME: Final = "nccl"
 
 
 class NcclTrainerEnd:

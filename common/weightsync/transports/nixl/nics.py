@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 
 #: The port that NIXL appends to the name of a device.
-_PORT: Final = "1"
+PORT: Final = "1"
 #: The names in UCX of transports over memory shared within a host, and of those over RDMA devices.
 _SHARED: Final = {"all", "shm", "sm", "mm", "posix", "sysv", "cma", "xpmem"}
-_RDMA: Final = {
+RDMA: Final = {
     "all",
     "ib",
     "rc",
@@ -40,7 +40,7 @@ def nic_for(device: torch.device, rank: int, root: Path = Path("/")) -> str:
     ranks of a host the first. Left out are devices that ``UCX_NET_DEVICES`` or ``UCX_TLS`` exclude, which NIXL would
     otherwise override, devices whose port is down, and devices that this container cannot open.
     """
-    devices = [name for name in _devices(root) if _asked_for(name)] if may_use(_RDMA) else []
+    devices = [name for name in _devices(root) if _asked_for(name)] if may_use(RDMA) else []
     if not devices:
         return ""
     node = _numa_node(device, root)
@@ -64,27 +64,34 @@ def _class(root: Path) -> Path:
     return root / "sys/class/infiniband"
 
 
+def ports(root: Path = Path("/")) -> dict[str, str]:
+    """Every port of the RDMA devices, as ``UCX_NET_DEVICES`` names it, and its state."""
+    found = sorted(_class(root).glob("*/ports/*"))
+    return {f"{path.parent.parent.name}:{path.name}": _read(path / "state") for path in found}
+
+
+def usable(root: Path = Path("/")) -> list[str]:
+    """Those of the `ports` that NIXL could use: up, and of devices that can be opened here."""
+    return [f"{name}:{PORT}" for name in _devices(root)]
+
+
 def _devices(root: Path) -> list[str]:
     """The devices that can be opened here and whose port is up."""
-    usable = {
+    opened = {
         _read(verbs / "ibdev")
         for verbs in (root / "sys/class/infiniband_verbs").glob("uverbs*")
         if os.access(root / "dev/infiniband" / verbs.name, os.R_OK | os.W_OK)
     }
-    found = sorted(path.name for path in _class(root).iterdir()) if _class(root).is_dir() else []
-    return [
-        name
-        for name in found
-        if name in usable and _read(_class(root) / name / "ports" / _PORT / "state").endswith("ACTIVE")
-    ]
+    up = (port.rpartition(":") for port, state in ports(root).items() if state.endswith("ACTIVE"))
+    return [name for name, _, port in up if port == PORT and name in opened]
 
 
 def _asked_for(name: str) -> bool:
     asked = os.environ.get("UCX_NET_DEVICES", "all")
     named = set(asked.removeprefix("^").split(","))
     if asked.startswith("^"):
-        return not named & {name, f"{name}:{_PORT}"}
-    return bool(named & {"all", f"{name}:{_PORT}"})
+        return not named & {name, f"{name}:{PORT}"}
+    return bool(named & {"all", f"{name}:{PORT}"})
 
 
 def _numa_node(device: torch.device, root: Path) -> str:

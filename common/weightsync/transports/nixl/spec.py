@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from weightsync.transports.base import TransportSpec
-from weightsync.transports.nixl import agents, engine, trainer
+from weightsync.transports.nixl import agents, engine, findings, trainer
 from weightsync.transports.nixl.messages import RegisterNixl
 
 SPEC: Final = TransportSpec(
-    name="nixl",
+    name=findings.NAME,
     label="NIXL",
     trainer_end=trainer.NixlTrainerEnd,
     engine_end=engine.NixlEngineEnd,
@@ -17,4 +17,5 @@ SPEC: Final = TransportSpec(
     preference=20,
     reason="both sides have NIXL",
     lacks=lambda: "" if agents.available() else "pip install 'weightsync[nixl]'",
+    findings=findings.findings,
 )
