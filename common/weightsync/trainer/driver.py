@@ -14,7 +14,7 @@ from weightsync.protocol import http
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
-from weightsync.trainer import buckets
+from weightsync.trainer import buckets, metrics
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
 from weightsync.trainer.push_plan import Options, Planner, Repeated
@@ -153,10 +153,14 @@ class Driver:
         outgoing = self._transfer.again() if self._transfer is not None else None
         if self._transfer is None or outgoing is None:
             return None
-        with self.engines.only(url):
+        start = time.perf_counter()
+        with self.engines.only(url), metrics.counted("catch_up") as done:
             settle(self.engines, deadline)
-            _, commits = self._new_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
-            return self._results(commits)[url]
+            push = self._new_push(self._transfer, deadline)
+            _, commits = push.run(Repeated(outgoing), self.served)
+            result = self._results(commits)[url]
+            done({**push.seconds, "total": time.perf_counter() - start}, [result], outgoing.layout.payload_bytes)
+            return result
 
     def rollback(self, deadline: Deadline) -> PushResult:
         """See `sender.Sender.rollback`."""

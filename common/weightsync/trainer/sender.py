@@ -17,6 +17,7 @@ from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors.layout import ALIGN_BYTES
+from weightsync.trainer import metrics
 from weightsync.trainer.buckets import Staging
 from weightsync.trainer.driver import Asked, Driver
 from weightsync.trainer.join_server import JoinServer
@@ -124,7 +125,8 @@ class Sender:
             "" if address is None else own_address(address),
         )
         self._targets, self._urls = targets, urls
-        self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
+        self._machine: Machine[str] = Machine(PUSH, "idle", "this sender", metrics.moved)
+        metrics.moved("", "idle")
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
         self._ranks = ranks()
@@ -231,7 +233,7 @@ class Sender:
             assert source is not None, "a push has a source"
             return self._rank_0_driver.push(source, asked, deadline, start)
 
-        return self._run("push", PushResult, act, open_model)
+        return self._counted("push", lambda: self._run("push", PushResult, act, open_model))
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._known)
@@ -298,7 +300,20 @@ class Sender:
 
         A second rollback brings the newer version back.
         """
-        return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline))
+
+        def run() -> PushResult:
+            return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline))
+
+        return self._counted("rollback", run)
+
+    def _counted(self, kind: str, call: Callable[[], PushResult]) -> PushResult:
+        """Count ``call`` in the metrics, in one process of the trainer."""
+        if self._driver is None:
+            return call()
+        with metrics.counted(kind) as done:
+            result = call()
+            done(result.seconds, result.engines.values(), result.nbytes)
+            return result
 
     def status(self, *, digest: bool = False) -> dict[str, http.StatusReply]:
         """Return what each engine serves, by URL; with ``digest``, every rank hashes the weights it computes with."""
