@@ -16,6 +16,7 @@ __all__ = ["WorkerExtension", "endpoint_plugin", "general_plugin"]
 
 def endpoint_plugin() -> object:
     """``vllm.endpoint_plugins`` entry point, run in the API server: the routes."""
+    _show_logs()
     from vllm_weightsync.front_end import EndpointPlugin
 
     return EndpointPlugin()
