@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions check-all lint demo bench bench-transports bench-sharded bench-sizes bench-files bench-parallel-broadcast faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions check-all lint demo bench bench-transports bench-sharded bench-sizes bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -59,6 +59,9 @@ bench-sharded: env  ## a model that FSDP2 has sharded, beside gathering it first
 
 bench-sizes: env  ## what a push costs by the size of a model and by the number of its tensors
 	.venv/bin/python benchmarks/sizes.py $(ARGS)
+
+bench-metrics: env  ## what it costs to tell of a push in metrics and logs, as a share of the push
+	.venv/bin/python -m benchmarks.metrics $(ARGS)
 
 bench-files: env  ## files of ours that a warm push into SGLang executes: make bench-files ARGS="--against COMMIT"
 	.venv/bin/python benchmarks/files.py $(ARGS)
