@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions check-all lint demo bench bench-transports bench-sharded bench-sizes bench-waits bench-files bench-parallel-broadcast faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions check-all lint demo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -62,6 +62,9 @@ bench-sizes: env  ## what a push costs by the size of a model and by the number 
 
 bench-waits: env  ## how long a trainer waits in push_async, and what casting costs
 	.venv/bin/python benchmarks/waits.py $(ARGS)
+
+bench-metrics: env  ## what it costs to tell of a push in metrics and logs, as a share of the push
+	.venv/bin/python -m benchmarks.metrics $(ARGS)
 
 bench-files: env  ## files of ours that a warm push into SGLang executes: make bench-files ARGS="--against COMMIT"
 	.venv/bin/python benchmarks/files.py $(ARGS)

@@ -40,11 +40,13 @@ def _before_http(server_args: Any, tokenizer: Any) -> None:
 def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from sglang_weightsync.compat_tokenizer import OneTokenizer
     from sglang_weightsync.front_end import SglangFrontEnd
+    from weightsync.engine import metrics
     from weightsync.engine.front_end import FrontEnd
     from weightsync.engine.routes import HealthGuard, admin_routes
     from weightsync.protocol import auth
 
-    front_end = FrontEnd(SglangFrontEnd(server_args, OneTokenizer(server_args, tokenizer_manager)))
+    front = SglangFrontEnd(server_args, OneTokenizer(server_args, tokenizer_manager))
+    front_end = FrontEnd(front, metrics.of_server())
     compat.app_routes().append(admin_routes(lambda: front_end, auth.engine_token()))
     compat.app_routes().insert(0, HealthGuard(lambda: front_end))
 
@@ -53,7 +55,7 @@ def _answer_workers(server_args: Any, router: Any) -> str:
     """Make this process answer what the workers are asked; returns why it cannot."""
     from sglang_weightsync import compat_workers
     from sglang_weightsync.front_end import SglangFrontEnd
-    from weightsync.engine import servers
+    from weightsync.engine import metrics, servers
     from weightsync.engine.front_end import FrontEnd
 
     if reason := compat_workers.lacking(router) or compat_workers.serve(_WORKERS_APP):
@@ -61,7 +63,7 @@ def _answer_workers(server_args: Any, router: Any) -> str:
         return f"{option} {server_args.tokenizer_worker_num}: {reason}, or start the engine with {option} 1"
     path = servers.meeting_point(os.getpid())
     tokenizers = compat_workers.Router(server_args, router, servers.Label(path))
-    front_end = FrontEnd(SglangFrontEnd(server_args, tokenizers))
+    front_end = FrontEnd(SglangFrontEnd(server_args, tokenizers), metrics.of_server())
     answering = servers.answer_others(front_end, path)
     _answering.append(asyncio.run_coroutine_threadsafe(answering, compat_workers.loop_of(router)).result())
     return ""

@@ -16,6 +16,7 @@ __all__ = ["WorkerExtension", "endpoint_plugin", "general_plugin"]
 
 def endpoint_plugin() -> object:
     """``vllm.endpoint_plugins`` entry point, run in the API server: the routes."""
+    _show_logs()
     from vllm_weightsync.front_end import EndpointPlugin
 
     return EndpointPlugin()
@@ -26,6 +27,7 @@ def general_plugin() -> None:
 
     An exception would end the process, so a failure is logged; the routes then refuse every push.
     """
+    _show_logs()
     try:
         from vllm_weightsync import compat_pause, compat_workers
 
@@ -33,3 +35,12 @@ def general_plugin() -> None:
         compat_pause.install()
     except Exception:
         logging.getLogger(__name__).exception("weightsync could not add its methods to vLLM's engine core and workers")
+
+
+def _show_logs() -> None:
+    """Show what weightsync logs where vLLM shows what it logs: vLLM configures no logger but its own."""
+    vllm = logging.getLogger("vllm")
+    for logger in (logging.getLogger("weightsync"), logging.getLogger("vllm_weightsync")):
+        if vllm.handlers and not logger.hasHandlers():
+            logger.handlers = list(vllm.handlers)
+            logger.setLevel(vllm.level)

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config, compat_workers
-from weightsync.engine import refusals, servers
+from weightsync.engine import metrics, refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
@@ -63,7 +63,7 @@ class EndpointPlugin:
             return
         front = VllmFrontEnd(engine_client, lacking)
         await front.hold_from_start()
-        self._found = found = FrontEnd(front)
+        self._found = found = FrontEnd(front, metrics.of_server())
         if several and not lacking:
             self._others = await servers.answer_others(found, servers.meeting_point(os.getppid()))
 

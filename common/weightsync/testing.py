@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import os
 import secrets
 import socket
 import subprocess
@@ -32,6 +33,8 @@ from typing import Any, Final
 import requests
 import torch
 
+from weightsync import observe
+from weightsync.engine import metrics
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd
@@ -168,7 +171,7 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
     from weightsync.engine.routes import HealthGuard, admin_routes
 
     front = ReferenceFrontEnd(adapter, folder, waits)
-    front_end = FrontEnd(front)
+    front_end = FrontEnd(front, metrics.of_server())
 
     async def generate(request: Request) -> JSONResponse:
         body = await request.json()
@@ -183,12 +186,30 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
         return JSONResponse({})
 
     routes = [
+        *metrics_routes(),
         HealthGuard(lambda: front_end),
         Route("/health", health),
         Route("/generate", generate, methods=["POST"]),
         admin_routes(lambda: front_end, auth.engine_token()),
     ]
     uvicorn.run(Starlette(routes=routes), host=host, port=port, log_level="warning")
+
+
+def metrics_routes() -> list[Any]:
+    """``/metrics``, as both engines serve it: of several processes if ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+    from starlette.routing import Mount
+
+    def app(client: Any) -> Any:
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return client.make_asgi_app()
+        from prometheus_client import multiprocess
+
+        registry = client.CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return client.make_asgi_app(registry=registry)
+
+    served = observe.metrics(app)
+    return [] if served is None else [Mount("/metrics", served)]
 
 
 class ReferenceInProcess:

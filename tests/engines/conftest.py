@@ -140,6 +140,8 @@ CACHING = {
     "vllm": ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"],
     "sglang": [],
 }
+#: Options of an engine that shows metrics; vLLM always does.
+METRICS = {"vllm": [], "sglang": ["--enable-metrics"]}
 NO_CACHING = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
 #: Options of an engine that must not serve before its first push.
 WAITING = {
@@ -223,8 +225,9 @@ def with_plugin(engine, kind, tp, folder, scratch):
         for file in folder.iterdir():
             if file.suffix != ".safetensors":
                 shutil.copy(file, scratch)
-        return scratch, {"args": [*CACHING[engine], "--load-format", "dummy"], "env": env}
+        return scratch, {"args": [*METRICS[engine], *CACHING[engine], "--load-format", "dummy"], "env": env}
     args = [*NO_CACHING[engine], *WAITING[engine]] if kind == "llama" else CACHING[engine]
+    args = [*METRICS[engine], *args]
     if engine == "vllm":
         args = [*args, "--worker-extension-cls", EXTENSIONS[kind, tp]]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))

@@ -14,7 +14,7 @@ from tests.helpers import plan_of
 from tests.unit import manual
 from tests.unit.test_states import DictAdapter
 from weightsync import testing
-from weightsync.engine import front_end, rank_methods, receiver, routes
+from weightsync.engine import front_end, metrics, rank_methods, receiver, routes
 from weightsync.protocol import auth, http
 from weightsync.tensors import layout
 from weightsync.transports.base import Peer
@@ -28,7 +28,7 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
         super().__init__(DictAdapter(), "none", False)
         self.ranks, self.gates = [self._receiver, receiver.Receiver(DictAdapter())], {}
         self.ranks[1]._adapter.rank = 1
-        self.front_end = front_end.FrontEnd(self)
+        self.front_end = front_end.FrontEnd(self, metrics.of_server())
 
     async def call(self, method, payload):
         if gate := self.gates.get(method):
@@ -75,7 +75,8 @@ class Engine(Front):  # behind the real routes, on a real socket
         super().__init__()
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = Starlette(routes=[routes.admin_routes(lambda: self.front_end, auth.engine_token())])
+        admin = routes.admin_routes(lambda: self.front_end, auth.engine_token())
+        app = Starlette(routes=[*testing.metrics_routes(), admin])
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()

@@ -10,11 +10,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from weightsync.engine import servers
+from weightsync.engine import metrics, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.protocol import auth
-from weightsync.testing import ModelAdapter, ReferenceFrontEnd
+from weightsync.testing import ModelAdapter, ReferenceFrontEnd, metrics_routes
 
 
 async def health(_):
@@ -24,13 +24,13 @@ async def health(_):
 async def main(role, port, path, folder):
     if role == "first":
         adapter = ModelAdapter(folder, torch.device("cpu"))
-        found = FrontEnd(ReferenceFrontEnd(adapter, folder, waits=False))
+        found = FrontEnd(ReferenceFrontEnd(adapter, folder, waits=False), metrics.of_server())
         listening = await servers.answer_others(found, path)
         assert listening.is_serving()
     else:
         found = servers.Elsewhere(path)
     guard, admin = HealthGuard(lambda: found), admin_routes(lambda: found, auth.engine_token())
-    app = Starlette(routes=[guard, Route("/health", health), admin])
+    app = Starlette(routes=[guard, *metrics_routes(), Route("/health", health), admin])
     await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error")).serve()
 
 

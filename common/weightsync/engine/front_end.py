@@ -21,6 +21,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine import diagnosis, refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
+from weightsync.engine.metrics import Metrics, Report
 from weightsync.engine.rank_calls import Calls, Replies, Turn, collect
 from weightsync.errors import (
     EngineRestarted,
@@ -36,8 +37,6 @@ from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, one_list
-from weightsync.protocol.http import Handshake
-from weightsync.protocol.states import ENGINE, Machine
 from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
@@ -52,19 +51,6 @@ _LEAST_S: Final = 0.01
 _ABORTED: Final = 64
 #: Seconds beyond a commit's timeout before the engine answers without it; the trainer waits longer than that.
 _ANSWER_S: Final = 0.25
-
-#: From harmless to worst: an engine is in the worst state of its ranks.
-_STATES: Final[tuple[http.State, ...]] = (
-    "serving",
-    "receiving",
-    "prepared",
-    "applying",
-    "unsynced",
-    "dirty_receiving",
-    "dirty_prepared",
-    "dirty_applying",
-    "dirty",
-)
 
 
 class EngineFrontEnd(Protocol):
@@ -103,16 +89,19 @@ class EngineFrontEnd(Protocol):
 
 
 class FrontEnd:
-    """One engine, as its routes use it."""
+    """One engine, as its routes use it. A server passes the ``metrics`` that it serves."""
 
-    def __init__(self, front: EngineFrontEnd):
+    def __init__(self, front: EngineFrontEnd, metrics: Metrics | None = None):
         self.front = front
         self.instance = secrets.token_hex(8)
-        self._machine: Machine[http.State] = Machine(
-            ENGINE, "unsynced" if front.waits else "serving", f"this {front.engine}"
+        self._report = Report(metrics)
+        state: http.State = "unsynced" if front.waits else "serving"
+        self._machine: states.Machine[http.State] = states.Machine(
+            states.ENGINE, state, f"this {front.engine}", self._report.moved
         )
+        self._report.moved(state, state)
         self._call = Calls(front.call, lambda: front.busy)
-        self._lease = Lease()
+        self._lease = Lease(taken=self._report.lease_taken)
         self._turn = Turn()
         self._push = self._committed = ""
         self._aborted: deque[str] = deque(maxlen=_ABORTED)
@@ -177,7 +166,7 @@ class FrontEnd:
         return http.StatusReply(
             engine=self.front.engine,
             version=version,
-            state=max((state, *(rank.state for rank in ranks)), key=_STATES.index),
+            state=max((state, *(rank.state for rank in ranks)), key=states.WORST_LAST.index),
             ranks=tuple(ranks),
             instance=self.instance,
             committed=self._committed,
@@ -191,7 +180,7 @@ class FrontEnd:
         parts = self.instance, self.front, self._call, self._machine, self._detail, self._lease
         return await diagnosis.diagnosed(asked, *parts)
 
-    async def join(self, asked: Handshake, method: str) -> http.JoinReply:
+    async def join(self, asked: http.Handshake, method: str) -> http.JoinReply:
         """Take the lease, then have every rank set up a transport through its set-up ``method``.
 
         Raises `UnsupportedOption`, `TransferFailed`.
@@ -207,7 +196,7 @@ class FrontEnd:
             await self._lease.take(asked.owner, asked.holder, asked.address)
             try:
                 if self._machine.allows("abort"):
-                    await self._forget(f"push {self._push} is superseded", deadline)
+                    await self._forget("aborted", "a trainer sets up its transport", deadline)
                 else:
                     # All ranks have to join together, so what still runs on one of them must end first.
                     collect(await self._call("weightsync_abort", b"{}", deadline.left()), http.Done)
@@ -224,6 +213,12 @@ class FrontEnd:
         local = registry.spec(registry.update_methods()[method]).local
         addresses.check_address(asked.address, asked.server_key, remote=not local)
         deadline = Deadline(asked.timeout_s)
+        with self._report.prepare(asked):
+            accepted = await self._prepare(asked, method, deadline)
+        record_s, kept = max(rank.record_s for rank in accepted), tuple(rank.kept for rank in accepted)
+        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s, kept)
+
+    async def _prepare(self, asked: http.UpdateRequest, method: str, deadline: Deadline) -> list[http.Accepted]:
         async with self._exclusive("prepare", deadline):
             try:
                 await self._lease.take(asked.owner, asked.holder, asked.address)
@@ -232,10 +227,9 @@ class FrontEnd:
                 raise
             try:
                 if self._machine.allows("abort"):
-                    await self._forget(f"push {self._push} is superseded by {asked.push}", deadline)
+                    await self._forget("aborted", f"push {asked.push} begins", deadline)
                 self._machine.check("prepare")
-                payload = http.to_json(asked)
-                accepted = collect(await self._call(method, payload, deadline.left()), http.Accepted)
+                accepted = collect(await self._call(method, http.to_json(asked), deadline.left()), http.Accepted)
                 check_read(accepted, asked.manifest)
             except BaseException as error:
                 await self._forget_after_failure(asked.push, deadline)  # a rank may have begun to receive
@@ -245,9 +239,7 @@ class FrontEnd:
             self._push = asked.push
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._watch_trainer())
-        record_s = max(rank.record_s for rank in accepted)
-        kept = tuple(rank.kept for rank in accepted)
-        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s, kept)
+            return accepted
 
     async def lease(self, asked: http.LeaseRequest) -> http.Done:
         """Renew the lease: its owner is alive. Raises `LeaseHeld`, or `EngineUnreachable` if a rank has died."""
@@ -275,45 +267,49 @@ class FrontEnd:
         deadline = Deadline(asked.timeout_s)
         async with self._exclusive("commit", deadline):
             self._lease.check(asked.owner)
-            event = "rollback" if asked.rollback else "commit"
-            if asked.rollback:
-                if asked.push in self._aborted:
-                    raise TransferFailed(f"its sender aborted rollback {asked.push} before it arrived")
-                self._machine.check("rollback")
-            elif asked.push != self._push:
+            if not asked.rollback and asked.push != self._push:
                 raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
-            try:
-                ready = await self._call("weightsync_ready", http.to_json(asked), deadline.left())
-                record_s = max(rank.record_s for rank in collect(ready, http.Ready))
-                deadline.check("the ranks to be ready")
-                if not asked.rollback:
-                    self._machine.move("staged")
-                stopped = bool(self.stopped)
-                self._machine.move(event)
-            except WeightSyncError as error:
-                if isinstance(error, PushTimeout):
-                    error.weights = "unchanged"  # the ranks were not asked to load
-                await self._forget_after_failure(asked.push, deadline)
-                self._as_dirty(error)
-                raise
-            try:
-                left = msgspec.structs.replace(asked, timeout_s=max(deadline.left(), _LEAST_S))
-                reply = await self.front.commit(left, self._call, stopped)
-            except BaseException as error:
-                unchanged = changed_nothing(error)
-                self._machine.move("untouched" if unchanged else "broken")
-                if not unchanged:
-                    self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
-                    logger.error("%s", self._detail)
-                    await self.front.stay_stopped(refusals.half_way(error))
-                await self._forget_after_failure(asked.push, deadline)
-                self._as_dirty(error)
-                raise
-            self._machine.move("applied")
-            self._committed, self._push, self._detail = asked.push, "", ""
-            self._lease.idle()
-            reply.seconds["record"] = record_s
+            with self._report.commit(asked) as committed:
+                if asked.rollback:
+                    if asked.push in self._aborted:
+                        raise TransferFailed(f"its sender aborted rollback {asked.push} before it arrived")
+                    self._machine.check("rollback")
+                reply = await self._apply(asked, deadline)
+                committed(reply)
             return reply
+
+    async def _apply(self, asked: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
+        try:
+            ready = await self._call("weightsync_ready", http.to_json(asked), deadline.left())
+            record_s = max(rank.record_s for rank in collect(ready, http.Ready))
+            deadline.check("the ranks to be ready")
+            if not asked.rollback:
+                self._machine.move("staged")
+            stopped = bool(self.stopped)
+            self._machine.move("rollback" if asked.rollback else "commit")
+        except WeightSyncError as error:
+            if isinstance(error, PushTimeout):
+                error.weights = "unchanged"  # the ranks were not asked to load
+            await self._forget_after_failure(asked.push, deadline)
+            self._as_dirty(error)
+            raise
+        try:
+            left = msgspec.structs.replace(asked, timeout_s=max(deadline.left(), _LEAST_S))
+            reply = await self.front.commit(left, self._call, stopped)
+        except BaseException as error:
+            unchanged = changed_nothing(error)
+            self._machine.move("untouched" if unchanged else "broken")
+            if not unchanged:
+                self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
+                await self.front.stay_stopped(refusals.half_way(error))
+            await self._forget_after_failure(asked.push, deadline)
+            self._as_dirty(error)
+            raise
+        self._machine.move("applied")
+        self._committed, self._push, self._detail = asked.push, "", ""
+        self._lease.idle()
+        reply.seconds["record"] = record_s
+        return reply
 
     async def abort(self, asked: http.AbortRequest) -> http.AbortReply:
         """Forget a push; release what is held of a sender that closes. Raises `LeaseHeld` if it is another's push."""
@@ -330,7 +326,9 @@ class FrontEnd:
             # A sender that was refused the lease must not release what belongs to its holder.
             mine = not asked.owner or asked.owner == self._lease.owner or await self._lease.lapsed()
             if not asked.release and self._machine.allows("abort"):
-                await self._forget(f"push {self._push} was aborted", deadline)
+                await self._forget(
+                    "aborted", f"{(asked.owner and 'its trainer') or '`weightsync abort`'} asked", deadline
+                )
             if asked.release and mine:
                 collect(await self._call("weightsync_abort", http.to_json(asked), deadline.left()), http.Done)
             if not asked.owner or (asked.release and asked.owner == self._lease.owner):
@@ -339,12 +337,15 @@ class FrontEnd:
                 self._lease.idle()
         return reply
 
-    async def _forget(self, detail: str, deadline: Deadline) -> None:
-        """Have the ranks forget a push that was not applied. Raises `WeightSyncError` if they cannot be reached."""
+    async def _forget(self, end: str, why: str, deadline: Deadline) -> None:
+        """Have the ranks forget a push that was not applied. Raises `WeightSyncError` if they cannot be reached.
+
+        ``end`` is one of `metrics.OUTCOMES`.
+        """
         push = self._push
         payload = http.to_json(http.AbortRequest(push=push))
         collect(await self._call("weightsync_abort", payload, deadline.left()), http.Done)
-        logger.warning("%s", detail)
+        self._report.dropped(end, why)
         self._machine.move("abort")
         self._push = ""
 
@@ -356,6 +357,7 @@ class FrontEnd:
     async def _forget_after_failure(self, push: str, deadline: Deadline) -> None:
         """As `_forget`, but never raises: the error that the push failed with is the one to report."""
         self._push = ""
+        self._report.dropped("aborted", f"push {push} failed while its place was taken")
         if self._machine.allows("abort"):
             self._machine.move("abort")
         self._lease.idle()
@@ -381,7 +383,7 @@ class FrontEnd:
                 async with self._exclusive("abort", deadline):
                     if await self._lease.lapsed() and self._machine.allows("abort"):
                         holder = self._lease.holder or "its trainer"
-                        await self._forget(f"push {self._push} is forgotten: {holder} is gone", deadline)
+                        await self._forget("abandoned", f"{holder} is gone", deadline)
             except Exception as error:
                 logger.warning("push %s could not be forgotten yet: %s", self._push, error)
 

@@ -21,10 +21,19 @@ class Lease:
 
     It belongs to ``owner`` until released, until the owner's socket is gone, or until it has not been heard of for
     `PUSH_TTL_S` in the middle of a push, else for `IDLE_TTL_S`. Another then takes it without asking.
+
+    ``taken`` is called with the time, in seconds since 1970, at which the owner took it, and with 0 when it was given
+    back or was found to have no living owner.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, lives: Callable[[str], bool] = owner_lives):
-        self._clock, self._lives = clock, lives
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        lives: Callable[[str], bool] = owner_lives,
+        taken: Callable[[float], None] = lambda taken: None,
+    ):
+        self._clock, self._lives, self._tell = clock, lives, taken
+        self._taken_at = 0.0
         self.owner = self.holder = self._address = ""
         self._until = self._heard = 0.0
         #: The address of an owner, and the running check whether it lives.
@@ -37,7 +46,8 @@ class Lease:
             if await self._is_alive(asked):
                 return False
             if asked == self._address:
-                return True
+                break
+        self._tell(0.0)
         return True
 
     async def _is_alive(self, address: str) -> bool:
@@ -57,6 +67,8 @@ class Lease:
         """Give the lease to ``owner`` at ``address``; ``holder`` names it to other senders. Raises `LeaseHeld`."""
         if self.owner != owner and not await self.lapsed():
             raise LeaseHeld(self._held())
+        if self.owner != owner:
+            self._taken_at = time.time()
         self.owner, self.holder, self._address = owner, holder, address
         self._hear()
 
@@ -68,6 +80,7 @@ class Lease:
     def _hear(self) -> None:
         self._heard = self._clock()
         self._until = self._heard + PUSH_TTL_S
+        self._tell(self._taken_at)
 
     @property
     def silent_s(self) -> float:
@@ -90,6 +103,7 @@ class Lease:
     def drop(self) -> None:
         """End the lease."""
         self.owner = self.holder = self._address = ""
+        self._tell(0.0)
 
     def _held(self) -> str:
         return (

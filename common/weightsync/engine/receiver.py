@@ -176,6 +176,7 @@ class Receiver:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
         self._thread.submit(lambda: self._receive(job))
+        logger.debug("push %s: rank %d receives it", request.push, self._adapter.rank)
         return self._loading.accepted()
 
     def _receive(self, job: _Job) -> None:
@@ -196,6 +197,7 @@ class Receiver:
                     raise TransferFailed("the push was aborted")
                 job.incoming, job.staged = incoming, staged
                 self._machine.move("staged")
+            logger.debug("push %s: rank %d has received it", job.request.push, self._adapter.rank)
             del incoming, staged
             # Confirmed only now that the stage is in place: the commit may follow at once.
             job.transport.confirm(job.request.push, verify_s)
@@ -302,7 +304,9 @@ class Receiver:
                 job.end()
         self._detail = ""
         self._machine.move("applied")
-        return time.perf_counter() - start
+        took_s, rank = time.perf_counter() - start, self._adapter.rank
+        logger.info("push %s: rank %d has loaded version %r in %.3f s", request.push, rank, request.version, took_s)
+        return took_s
 
     def _apply_job(self, job: _Job) -> None:
         if job.staged is not None:
@@ -361,6 +365,7 @@ class Receiver:
         self._machine.move("applied")
         self._before = ("", None, None)
         self._current, self._previous, self._detail = current, previous, ""
+        logger.info("push %s: rank %d has loaded the version before again", request.push, self._adapter.rank)
 
     def abort(self, push: str = "") -> None:
         """Forget a push that was not applied, whichever it is where ``push`` is empty. Raises `Busy`."""

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, NoMatchFound, Route
 from starlette.types import Receive, Scope, Send
 
+from weightsync import observe
 from weightsync.engine import answers
 from weightsync.engine.answers import Elsewhere
 from weightsync.engine.front_end import FrontEnd
@@ -84,7 +85,8 @@ def _endpoint(
             _authenticate(request, token)
             return await _read(request, kind)
 
-        status, reply = await answers.answer(name, route, front_end, read)
+        with observe.joined(request.headers):
+            status, reply = await answers.answer(name, route, front_end, read)
         return Response(reply, status, media_type="application/json")
 
     return endpoint

@@ -1,7 +1,8 @@
 """Several servers of one engine: one of them has its front end, and answers what the others were asked.
 
 They meet at a Unix socket in this user's private directory, so whoever can connect may ask. A connection carries one
-message: the name of a route, a newline and its body; then the HTTP status in two bytes, and the body of the reply.
+message: the name of a route, the headers of its trace as JSON, each with a newline, and its body; then the HTTP status
+in two bytes, and the body of the reply.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Final
 
 import msgspec
 
+from weightsync import observe
 from weightsync.deadline import Deadline
 from weightsync.engine import answers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.errors import EngineUnreachable, PushTimeout
 from weightsync.memory.processes import ENDED, process_state, started
-from weightsync.protocol import directories, http
+from weightsync.protocol import codec, directories, http
 
 #: A request of the servers themselves: why the engine must not generate.
 _STOPPED: Final = "stopped"
@@ -79,11 +81,14 @@ async def answer_others(front_end: FrontEnd, path: Path) -> asyncio.Server:
             name = (await reader.readline()).decode().strip()
             if name not in (_STOPPED, *routes):  # it has ended, or only looked whether this server listens
                 return
-            status, reply = await _answer(name, await reader.read())
+            headers = codec.from_json(await reader.readline(), dict[str, str])
+            body = await reader.read()
+            with observe.joined(headers):
+                status, reply = await _answer(name, body)
             writer.write(status.to_bytes(2, "big") + reply)
             await writer.drain()
-        except OSError:
-            pass  # the other server has ended
+        except (OSError, msgspec.MsgspecError):
+            pass  # the other server has ended, maybe in the middle of a message
         finally:
             writer.close()
 
@@ -153,7 +158,7 @@ class Elsewhere:
 
 async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, route: str, body: bytes) -> bytes:
     try:
-        writer.write(route.encode() + b"\n" + body)
+        writer.write(b"\n".join([route.encode(), msgspec.json.encode(observe.trace_headers()), body]))
         writer.write_eof()
         return await reader.read()
     except OSError:

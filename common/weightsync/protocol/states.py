@@ -17,7 +17,7 @@ Three things have no table, because one would not make them clearer:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Generic, Literal, TypeVar
 
 from weightsync.errors import WrongState
@@ -81,14 +81,36 @@ TOGETHER: Final[Mapping[TogetherState, Mapping[str, TogetherState]]] = {
     "dirty_applying": {"applied": "serving", "untouched": "dirty", "broken": "dirty"},
 }
 
+#: Every state of `ENGINE`, from harmless to worst: an engine is in the worst state of its ranks.
+WORST_LAST: Final[tuple[State, ...]] = (
+    "serving",
+    "receiving",
+    "prepared",
+    "applying",
+    "unsynced",
+    "dirty_receiving",
+    "dirty_prepared",
+    "dirty_applying",
+    "dirty",
+)
+
 S = TypeVar("S", bound=str)
 
 
 class Machine(Generic[S]):
-    """One state machine: a table and its current ``state``. ``subject`` is its name in error messages."""
+    """One state machine: a table and its current ``state``. ``subject`` is its name in error messages.
 
-    def __init__(self, table: Mapping[S, Mapping[str, S]], state: S, subject: str):
-        self._table, self.state, self._subject = table, state, subject
+    ``moved`` is called with the states before and after every event.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[S, Mapping[str, S]],
+        state: S,
+        subject: str,
+        moved: Callable[[S, S], None] = lambda before, after: None,
+    ):
+        self._table, self.state, self._subject, self._moved = table, state, subject, moved
         #: When the state was entered, by `time.monotonic`.
         self.since = time.monotonic()
 
@@ -108,7 +130,8 @@ class Machine(Generic[S]):
 
     def move(self, event: str) -> S:
         """Apply the event and return the new state. Raises `WrongState` if it is not legal now."""
-        self.state, self.since = self.check(event), time.monotonic()
+        before, self.state, self.since = self.state, self.check(event), time.monotonic()
+        self._moved(before, self.state)
         return self.state
 
 

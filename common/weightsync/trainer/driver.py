@@ -10,13 +10,21 @@ from typing import NamedTuple
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineRestarted, SourceError, TransferFailed, Weights, WeightSyncError, joined
+from weightsync.errors import (
+    EngineRestarted,
+    SourceError,
+    TransferFailed,
+    UnsupportedOption,
+    Weights,
+    WeightSyncError,
+    joined,
+)
 from weightsync.protocol import http
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.sources.iterator import IteratorSource
-from weightsync.trainer import buckets
+from weightsync.trainer import buckets, metrics
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.model_push import ModelPush, Repeated
 from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
@@ -33,6 +41,13 @@ class Asked(NamedTuple):
     version: str | None
     expected: str | None
     allow_missing: tuple[str, ...]
+
+    @classmethod
+    def of(cls, version: str | None, expected: str | None, allow_missing: Sequence[str]) -> Asked:
+        """Check the arguments. Raises `UnsupportedOption`."""
+        if isinstance(allow_missing, str):
+            raise UnsupportedOption("allow_missing: give a list of patterns")
+        return cls(version, expected, tuple(allow_missing))
 
 
 class Driver:
@@ -176,9 +191,13 @@ class Driver:
         outgoing = self._transfer.again() if self._transfer is not None else None
         if self._transfer is None or outgoing is None:
             return None
-        with self.engines.only(url):
-            _, commits = self._new_push(self._transfer, deadline).run(Repeated(outgoing), self.served)
-            return self._results(commits)[url]
+        start = time.perf_counter()
+        with self.engines.only(url), metrics.counted("catch_up") as done:
+            push = self._new_push(self._transfer, deadline)
+            _, commits = push.run(Repeated(outgoing), self.served)
+            result = self._results(commits)[url]
+            done({**push.seconds, "total": time.perf_counter() - start}, [result], outgoing.layout.payload_bytes)
+            return result
 
     def rollback(self, deadline: Deadline) -> PushResult:
         """See `sender.Sender.rollback`."""

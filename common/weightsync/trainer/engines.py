@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from weightsync import observe
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ManifestUnknown,
@@ -291,7 +293,7 @@ class Engines:
             asked = msgspec.structs.replace(request, instance=self.by_url[client.url].hello.instance)
             return client.commit(asked, deadline)
 
-        return [self._threads.submit(_reply_or_error, lambda c=client: ask(c)) for client in self._clients]
+        return [self._threads.submit(asking) for asking in self._each(ask)]
 
     def outcome(self, futures: Sequence[Commit], version: str, deadline: Deadline) -> dict[str, http.CommitReply]:
         """Wait for the replies to `commit`, by URL. Raises the failures as one error, with what each engine serves."""
@@ -345,7 +347,11 @@ class Engines:
 
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
         """Call every engine in parallel; each result is a reply or an error."""
-        return list(self._threads.map(lambda client: _reply_or_error(lambda: call(client)), self._clients))
+        return list(self._threads.map(lambda asking: asking(), self._each(call)))
+
+    def _each(self, call: Callable[[EngineClient], _T]) -> list[Callable[[], _T | WeightSyncError]]:
+        """For each engine, a function for a thread; it returns a reply or an error."""
+        return [observe.carried(functools.partial(_reply_or_error, call, client)) for client in self._clients]
 
     def start(self, call: Callable[[], object]) -> None:
         """Run ``call`` in a thread of its own."""
@@ -364,8 +370,8 @@ def _cleanup_deadline(deadline: Deadline) -> Deadline:
     return Deadline(max(_LEAST_S, min(_ABORT_S, deadline.extended(_SETTLED_S).left())))
 
 
-def _reply_or_error(call: Callable[[], _T]) -> _T | WeightSyncError:
+def _reply_or_error(call: Callable[[EngineClient], _T], client: EngineClient) -> _T | WeightSyncError:
     try:
-        return call()
+        return call(client)
     except WeightSyncError as error:
         return error

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+from weightsync import observe
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption
 
@@ -108,7 +109,7 @@ class Server:
         with connection:
             client = http.client.HTTPConnection(self._host, self._port)
             client.sock = _Wire(connection, deadline)  # has the methods that http.client uses
-            client.request(method, self._path + path, body, self._headers)
+            client.request(method, self._path + path, body, {**self._headers, **observe.trace_headers()})
             with client.getresponse() as response:
                 read = response.read(limit + 1)
                 if len(read) > limit:

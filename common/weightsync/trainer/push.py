@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import Protocol
 import msgspec
 from tqdm import tqdm
 
+from weightsync import observe
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     EngineUnreachable,
@@ -24,6 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import http
 from weightsync.protocol.states import Machine
+from weightsync.trainer import metrics
 from weightsync.trainer.client import EngineClient
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import agree
@@ -31,6 +34,8 @@ from weightsync.trainer.lease import renewed
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
+
+logger = logging.getLogger(__name__)
 
 Commits = dict[str, http.CommitReply]
 
@@ -91,6 +96,8 @@ class Payload(Protocol):
 class Change:
     """The base of `Push` and `Rollback`. ``seconds`` has the duration of each phase that has ended.
 
+    Every line of the log has the id by which the engines know the push.
+
     Whatever fails, the engines are told to drop the push, the error says what each engine serves, and the transfer is
     closed if it may still be in use or is broken.
     """
@@ -105,6 +112,7 @@ class Change:
     ):
         self._engines, self._transfer, self._machine, self._deadline = engines, transfer, machine, deadline
         self._pause: http.PauseMode = pause
+        self._kind = type(self).__name__.lower()
         self.seconds: dict[str, float] = {}
 
     def _request(self, push: str, label: str) -> http.CommitRequest:
@@ -121,12 +129,26 @@ class Change:
         with self._timed("commit"):
             return self._engines.outcome(self._engines.commit(request, self._deadline), request.version, self._deadline)
 
+    def _begin(self, push: str, label: str, nbytes: int) -> None:
+        engines = len(self._engines.by_url)
+        logger.debug("%s %s: version %r, %d bytes, for %d engines", self._kind, push, label, nbytes, engines)
+        observe.describe(push=push, version=label, bytes=nbytes, engines=engines)
+
+    def _committed(self, push: str, label: str) -> None:
+        self._machine.move("committed")
+        took = ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in self.seconds.items())
+        number = metrics.committed()
+        logger.info(
+            "%s %s: every engine serves version %r, commit number %d (%s)", self._kind, push, label, number, took
+        )
+
     @contextmanager
     def _failures_handled(self, push: str) -> Iterator[None]:
         """Inside the context, a failure is cleaned up at the engines, and its error says what each engine serves."""
         try:
             yield
         except BaseException as error:
+            logger.info("%s %s: failed while %s: %r", self._kind, push, self._machine.state, error)
             commit_requested = self._machine.state == "committing"
             self._clean_up(push, error)
             self._report(error, commit_requested)
@@ -175,7 +197,8 @@ class Change:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with observe.span(f"weightsync.{phase}"):
+            yield
         self.seconds[phase] = time.perf_counter() - start
 
 
@@ -203,6 +226,7 @@ class Push(Change):
 
         Raises `WeightSyncError`.
         """
+        self._begin(payload.name, label, payload.nbytes)
         with self._failures_handled(payload.name):
             self._machine.move("push")
             with renewed(self._engines, payload.name, self._deadline):
@@ -213,11 +237,13 @@ class Push(Change):
                     sent, commits = self._stream(payload, outgoing, label)
                 else:
                     self._machine.move("accepted")
+                    logger.debug("push %s: every engine has accepted it", payload.name)
                     sent = self._send(payload, outgoing)
                     self._machine.move("staged")
+                    logger.debug("push %s: every rank has received it", payload.name)
             if not outgoing.plan.stream:
                 commits = self._commit(self._request(payload.name, label))
-        self._machine.move("committed")
+        self._committed(payload.name, label)
         self._push_transfer.served(outgoing)
         return sent, commits
 
@@ -261,10 +287,11 @@ class Rollback(Change):
     def run(self, label: str) -> Commits:
         """Have every engine serve its kept version, ``label``; return the replies. Raises `WeightSyncError`."""
         request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
+        self._begin(request.push, label, 0)
         with self._failures_handled(request.push):
             self._machine.move("rollback")
             commits = self._commit(request)
-        self._machine.move("committed")
+        self._committed(request.push, label)
         if self._transfer is not None:
             self._transfer.rolled_back()
         return commits

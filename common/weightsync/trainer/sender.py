@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, get_args
 
+from weightsync import observe
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
@@ -19,6 +20,7 @@ from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors.layout import ALIGN_BYTES
+from weightsync.trainer import metrics
 from weightsync.trainer.buckets import Staging
 from weightsync.trainer.driver import Asked, Driver
 from weightsync.trainer.join_server import JoinServer
@@ -38,11 +40,7 @@ _T = TypeVar("_T")
 _LATE_S: Final = 2.0
 #: The event of `states.PUSH` that must be legal when a call begins.
 _MOVES: Final = {
-    "push": "push",
-    "push_async": "push",
-    "add_engine": "push",
-    "remove_engine": "push",
-    "catch_up": "push",
+    **dict.fromkeys(("push", "push_async", "add_engine", "remove_engine", "catch_up"), "push"),
     "rollback": "rollback",
 }
 
@@ -129,7 +127,8 @@ class Sender:
             "" if address is None else own_address(address),
         )
         self._targets, self._urls = targets, urls
-        self._machine: Machine[str] = Machine(PUSH, "idle", "this sender")
+        self._machine: Machine[str] = Machine(PUSH, "idle", "this sender", metrics.moved)
+        metrics.moved("", "idle")
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
         self._ranks = ranks()
@@ -227,7 +226,7 @@ class Sender:
         every engine serves exactly these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
         serves.
         """
-        return self._push("push", model, _asked(version, expected, allow_missing), Reading())
+        return self._push("push", model, Asked.of(version, expected, allow_missing), Reading())
 
     def push_async(
         self,
@@ -250,7 +249,7 @@ class Sender:
         """
         if self._driver is not None:
             self._driver.engines.check_caller()
-        asked, reading, future = _asked(version, expected, allow_missing), HandedReading(), PushFuture()
+        asked, reading, future = Asked.of(version, expected, allow_missing), HandedReading(), PushFuture()
 
         def push() -> PushResult:
             try:
@@ -262,7 +261,7 @@ class Sender:
                 reading.finish()
 
         thread = DaemonThread("weightsync-push")
-        thread.submit(push, future)
+        thread.submit(observe.carried(push), future)
         thread.close()
         reading.serve()
         future.in_place = reading.how == "in place"
@@ -281,7 +280,7 @@ class Sender:
             assert source is not None, "a push has a source"
             return self._rank_0_driver.push(source, asked, deadline, start, reading)
 
-        return self._run(what, PushResult, act, open_model, reading)
+        return self._counted("push", lambda: self._run(what, PushResult, act, open_model, reading))
 
     def _source_of(self, model: object) -> Source:
         source = open_source(model, reuse=self._known)
@@ -348,7 +347,20 @@ class Sender:
 
         A second rollback brings the newer version back.
         """
-        return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline))
+
+        def run() -> PushResult:
+            return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline))
+
+        return self._counted("rollback", run)
+
+    def _counted(self, kind: str, call: Callable[[], PushResult]) -> PushResult:
+        """Count ``call`` in the metrics, in one process of the trainer."""
+        if self._driver is None:
+            return call()
+        with metrics.counted(kind) as done:
+            result = call()
+            done(result.seconds, result.engines.values(), result.nbytes)
+            return result
 
     def status(self, *, digest: bool = False) -> dict[str, http.StatusReply]:
         """Return what each engine serves, by URL; with ``digest``, every rank hashes the weights it computes with."""
@@ -386,9 +398,3 @@ class Sender:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _asked(version: str | None, expected: str | None, allow_missing: Sequence[str]) -> Asked:
-    if isinstance(allow_missing, str):
-        raise UnsupportedOption("allow_missing: give a list of patterns")
-    return Asked(version, expected, tuple(allow_missing))
