@@ -45,7 +45,7 @@ class Door:
 
 
 #: What `make test-slow` uses: in these the front end is the same as in a server, in the loop of its own.
-SLOW = ("AsyncLLM", "Engine in coroutines")
+SLOW = ("LLM without processes", "AsyncLLM", "Engine in coroutines")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(d, marks=pytest.mark.slow if d in SLOW else ()) for d in DOORS])

@@ -12,6 +12,8 @@ from weightsync import Sender
 from weightsync.errors import ApplyFailed, ManifestMismatch, UnsupportedOption, WeightSyncError
 from weightsync.testing import ReferenceEngine
 
+pytestmark = pytest.mark.slow
+
 PIPELINE = (("--pp-size", "2"), OPTIONS["sglang"][1])
 
 
@@ -106,7 +108,6 @@ def test_a_load_that_fails_in_one_stage_is_undone_in_both(engine, rank):
     engine.assert_serves(engine.a, "a")
 
 
-@pytest.mark.slow
 def test_a_stage_that_is_killed_while_it_loads_ends_its_engine_alone(model_folder, tmp_path):
     engine = pipeline(model_folder, tmp_path)
     with engine.server, ReferenceEngine(engine.a) as other:

@@ -96,9 +96,7 @@ class FrontEnd:
         self.instance = secrets.token_hex(8)
         self._report = Report(metrics)
         state: http.State = "unsynced" if front.waits else "serving"
-        self._machine: states.Machine[http.State] = states.Machine(
-            states.ENGINE, state, f"this {front.engine}", self._report.moved
-        )
+        self._machine = states.Machine(states.ENGINE, state, f"this {front.engine}", self._report.moved)
         self._report.moved(state, state)
         self._call = Calls(front.call, lambda: front.busy)
         self._lease = Lease(taken=self._report.lease_taken)
