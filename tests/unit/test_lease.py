@@ -13,7 +13,7 @@ from tests.unit.two_ranks import SERVING, WEIGHTS, Engine, driven, one_engine, u
 from weightsync import Sender
 from weightsync.engine import front_end, lease
 from weightsync.engine.lease import Lease
-from weightsync.errors import ManifestMismatch, TransferFailed
+from weightsync.errors import LeaseHeld, ManifestMismatch, TransferFailed
 from weightsync.protocol import auth, http
 
 SOON_S = 20.0
@@ -99,6 +99,30 @@ async def test_a_probe_of_one_owner_does_not_affect_the_next_owner():
     await lease.take("two", "two", "tcp://10.0.0.1:8")
     probe.gate.set()
     assert await asked is False
+
+
+@driven
+async def test_when_a_lease_was_taken_is_told_until_it_is_free():
+    told, now, alive = [], [0.0], {"a": True, "b": True}
+    lease = Lease(lambda: now[0], alive.__getitem__, told.append)
+    began = time.time()
+    await lease.take("one", "one", "a")
+    taken = told[-1]
+    assert began <= taken <= time.time()
+    told.clear()
+    lease.renew("one")
+    await lease.take("one", "one", "a")  # its next push
+    with pytest.raises(LeaseHeld):
+        await lease.take("two", "two", "b")
+    now[0] += 3600.0  # nothing was heard of it
+    assert await lease.lapsed()
+    lease.renew("one")
+    assert told == [taken, taken, 0.0, taken]
+    alive["a"] = False
+    await lease.take("two", "two", "b")
+    lease.drop()
+    assert [told[4], told[6]] == [0.0, 0.0]
+    assert told[5] > taken
 
 
 def test_others_are_served_while_a_remote_trainer_is_probed(engine):

@@ -182,6 +182,30 @@ def test_of_two_engines_each_counts_its_own_outcome_and_the_trainer_the_whole(mo
     assert trainer("trainer_pause_seconds_count") == len(result.engines) == 2
 
 
+def test_of_two_engines_one_may_commit_while_the_other_changes_nothing(made):
+    one, two = made(two_ranks.Engine()), made(two_ranks.Engine())
+    with Sender([one.url, two.url], keep_previous=True) as sender:
+        sender.push(WEIGHTS[1])
+        before = scrape_here()
+        two.ranks[0]._adapter.during = out_of_luck
+        with pytest.raises(WeightSyncError) as raised:
+            sender.push(WEIGHTS[2])
+        assert raised.value.engines == {one.url: "committed", two.url: "unchanged"}
+        trainer = scrape_here().since(before)
+    assert trainer.nonzero("trainer_pushes_total", "kind", "outcome") == {("push", "partial"): 1}
+
+
+def test_it_may_be_unknown_what_an_engine_serves(model_folder, trained, tmp_path):
+    before = scrape_here()
+    with faulty(model_folder("llama", 0), tmp_path) as engine, Sender([engine.url], timeout_s=20) as sender:
+        engine.order("kill")
+        with pytest.raises(WeightSyncError) as raised:
+            sender.push(trained)
+        assert raised.value.weights == "unknown"
+    trainer = scrape_here().since(before)
+    assert trainer.nonzero("trainer_pushes_total", "kind", "outcome") == {("push", "unknown"): 1}
+
+
 def test_an_engine_that_is_caught_up_is_a_push_of_its_own(model_folder, fresh, trained):
     with Sender([fresh.url]) as sender:
         result = sender.push(trained)
