@@ -110,6 +110,6 @@ def _other_service(error: WeightSyncError, client: EngineClient) -> Finding:
     process = local_process.listening(client.url)
     if process is not None:
         return process.why_not_loaded(kind)
-    text = f"a {kind} server answers without weightsync: its log says why, or nothing"
+    text = f"a {kind} server answers without weightsync: it is not installed or not named there, or its log says why"
     mend = f"pip install weightsync in its environment, and start it as {START_LINES[kind].format(model='MODEL')}"
     return Finding("plugin", "wrong", text, mend)

@@ -34,7 +34,6 @@ _LISTEN_S: Final = 10.0
 class _Engine(Protocol):
     """As `front_end.EngineFrontEnd`, which has more."""
 
-    engine: str
     pause_refused: dict[str, str]
     off: dict[str, str]
     asleep: tuple[str, ...]

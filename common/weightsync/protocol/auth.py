@@ -125,7 +125,7 @@ def check() -> Finding:
     try:
         token = sender_token()
     except AuthenticationFailed as error:
-        return Finding("key", "wrong", str(error), f"or set {TOKEN_VARIABLE} to one random value on both sides")
+        return Finding("key", "wrong", str(error), f"set {TOKEN_VARIABLE} to one random value on both sides")
     if not token:
         start = f"start an engine as this user on this host, which writes one, or set {TOKEN_VARIABLE} on both sides"
         return Finding("key", "note", f"the key is {origin(token)}", start)

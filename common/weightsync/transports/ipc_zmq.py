@@ -227,7 +227,7 @@ def _findings(_device: torch.device, _rank: int) -> list[Finding]:
     try:
         return [Finding(_NAME, "ok", f"private sockets are in {directories.directory()}")]
     except AuthenticationFailed as error:
-        return [Finding(_NAME, "wrong", str(error), f"ls -ld {directories.SHM_DIRECTORY} and what the message names")]
+        return [Finding(_NAME, "wrong", str(error), f"ls -ld {directories.SHM_DIRECTORY}/{directories.PREFIX}*")]
 
 
 _NAME: Final = "ipc_zmq"
