@@ -44,7 +44,7 @@ def test_ten_pushes_deliver_new_values_and_open_no_new_descriptors(harness):
         assert_equal(harness.push(tensors, 4096), tensors)
         if round_ == 1:
             opened = len(os.listdir("/proc/self/fd"))
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert len(os.listdir("/proc/self/fd")) <= opened  # those of an earlier test may close in the meantime
 
 
 def test_received_tensors_do_not_change_with_the_source(harness):

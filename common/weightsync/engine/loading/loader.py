@@ -124,11 +124,7 @@ class Loading:
 
     def expected(self) -> ExpectedReply:
         """This rank's part of the list of a complete push, see `Complete.reply`."""
-        start = time.perf_counter()
-        try:
-            return self._complete.reply()
-        finally:
-            self._record_s += time.perf_counter() - start
+        return self._complete.reply()
 
     def accepted(self) -> Accepted:
         """The reply to a push that was accepted."""
