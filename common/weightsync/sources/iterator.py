@@ -66,19 +66,18 @@ class IteratorSource:
         came: set[str] = set()
         sources: dict[str, torch.dtype] = {}
         while (pair := next(self._pairs, None)) is not None:
-            name, tensor = _read(pair)
+            found, tensor = _read(pair)
             del pair
+            name = found.name
             if name in came:
                 raise SourceError(f"the iterator yielded {name} twice; every tensor needs a unique name")
-            entry = _entry(name, tensor, entries)
+            entry = _entry(found, entries)
             target = entry.view(arena)
             if tensor.dtype != entry.dtype:
                 sources[name] = tensor.dtype
                 not_finite += cast(name, target, tensor)
-            elif tensor.is_contiguous() and not tensor.is_neg():
-                arenas.copy(entry.raw(arena), tensor.view(-1).view(torch.uint8))
             else:
-                target.copy_(tensor)
+                arenas.copy(target, tensor)
             came.add(name)
             del tensor  # before the next is made
         arenas.synchronize(arena.device)
@@ -90,20 +89,19 @@ class IteratorSource:
         return Placed(specs, sources, not_finite, time.perf_counter() - start)
 
 
-def _read(pair: Any) -> tuple[str, torch.Tensor]:
+def _read(pair: Any) -> tuple[TensorSpec, torch.Tensor]:
     if not (isinstance(pair, tuple) and len(pair) == 2):
         raise SourceError(f"the iterator yielded {type(pair).__name__}, not a pair of a name and a tensor")
     name, tensor = pair
     if is_dtensor(tensor):
         raise SourceError(f"{name}: the iterator yielded a DTensor; yield its full_tensor(), or push the module itself")
-    describe(name, tensor)
-    return name, tensor.detach()
+    return describe(name, tensor), tensor.detach()
 
 
-def _entry(name: str, tensor: torch.Tensor, entries: dict[str, Entry]) -> Entry:
-    if name not in entries:
-        raise ManifestMismatch(f"{name}: the iterator yielded it, and the engines expect no such tensor")
-    entry, found = entries[name], describe(name, tensor)
+def _entry(found: TensorSpec, entries: dict[str, Entry]) -> Entry:
+    if found.name not in entries:
+        raise ManifestMismatch(f"{found.name}: the iterator yielded it, and the engines expect no such tensor")
+    entry = entries[found.name]
     castable = CASTABLE.issuperset((found.dtype, entry.spec.dtype)) or found.dtype == entry.spec.dtype
     if found.shape != entry.spec.shape or not castable:
         raise ManifestMismatch(f"the iterator yielded {text(found)}, and the engines expect {text(entry.spec)}")

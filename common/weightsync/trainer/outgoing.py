@@ -95,7 +95,6 @@ class Outgoing:
         `TransferFailed` or `PushTimeout`.
         """
         if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # nothing to copy or hash
-            self.announced = [{}] * self.layout.buckets(self.plan.bucket_bytes)
             return Sent(0.0, 0.0, self._announce_all(progress))
         packing = _Packing(self, self._packed, self.plan.digest, identity, sources)
         self.announced = []
@@ -134,7 +133,6 @@ class Outgoing:
         assert isinstance(self.arena, arenas.ShmArena), "several processes can fill an arena in host memory only"
         alive = tuple(arena.name for arena in [self.arena, *self._others] if isinstance(arena, arenas.ShmArena))
         found, work = ranks.fill(source, deadline, self.layout, self.arena, alive, algorithm, self.demand)
-        self.announced = [{}] * self.layout.buckets(size)
         if algorithm:
             self.announced = self.demand.by_bucket(self.layout, size, found)
         return Sent(work.gather_s, work.digest_s, 0.0, work.not_finite)
