@@ -1,7 +1,6 @@
 """Importing one part of the package does not import the others."""
 
 import json
-import resource
 import subprocess
 import sys
 
@@ -79,17 +78,7 @@ def test_the_command_line_imports_neither_torch_nor_numpy(command):
     assert loaded_by(running(command)) & HEAVY == set()
 
 
-def cpu_s(code):
-    """The minimum processor time of five runs, in seconds."""
-    spent = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(spent)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_line_starts_quickly(command):
-    assert cpu_s(running(command)) < 12 * cpu_s("pass")
+def test_the_command_line_imports_one_package_beside_python_s_own(command):
+    packages = {name.partition(".")[0] for name in loaded_by(running(command)) - loaded_by("pass")}
+    assert packages - sys.stdlib_module_names == {"weightsync", "msgspec", "typing_extensions"}

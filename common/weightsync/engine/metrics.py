@@ -87,11 +87,11 @@ class Report:
         self._manifest = ("", 0)
         self._commits = 0
 
-    def moved(self, before: http.State, after: http.State) -> None:
-        """The engine has gone from one state to another."""
+    def moved(self, _before: http.State, after: http.State) -> None:
+        """The engine is in the state ``after``."""
         if self._metrics is not None:
-            self._metrics.states[before].set(0)
-            self._metrics.states[after].set(1)
+            for state, gauge in self._metrics.states.items():  # all: an engine before, in this process, set its own
+                gauge.set(int(state == after))
 
     def lease_taken(self, moment: float) -> None:
         """The lease is held since ``moment``; 0 if it is free."""
