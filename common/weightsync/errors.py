@@ -19,13 +19,14 @@
     ├── ApplyFailed             the engine could not load the weights that it had received
     └── PushTimeout             a deadline passed (also a `TimeoutError`)
 
-All of them carry ``weights`` and ``engines``: what the engines serve now (see `WeightSyncError`).
+All of them carry ``weights`` and ``engines``, what the engines serve now, and ``phase`` (see `WeightSyncError`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar, Final, Literal
 
 Weights = Literal["unchanged", "committed", "dirty", "unknown"]
 
@@ -42,17 +43,48 @@ class WeightSyncError(Exception):
     - ``"committed"``: the engine serves the pushed version.
     - ``"dirty"``: the engine holds neither version, and does not generate until a full push commits.
     - ``"unknown"``: the engine could not be asked.
+
+    ``phase`` is what the sender was doing: ``"prepare"``, ``"transfer"`` or ``"commit"`` of a push, or else the call.
+    ``mend`` is what to try first, unless ``message`` always says that. The text of the error has all three.
     """
+
+    mend: ClassVar[str] = "weightsync doctor URL"
+    phase = ""
 
     def __init__(self, message: str, *, weights: Weights = "unchanged", engines: Mapping[str, Weights] | None = None):
         super().__init__(message)
         self.engines: dict[str, Weights] = dict(engines or {})
         self.weights: Weights = max([weights, *self.engines.values()], key=SEVERITY.index)
 
+    @property
+    def message(self) -> str:
+        """What happened, and to whom."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        if not self.phase:
+            return self.message
+        if not self.mend:
+            return f"{self.message} [{self.phase}]"
+        urls = [url for url in self.engines if "://" in url]
+        named = [url for url in urls if url in self.message] or urls
+        mend = self.mend.replace("URL", named[0]) if named else self.mend
+        return f"{self.message} [{self.phase}; try: {mend}]"
+
     def settle(self, engines: Mapping[str, Weights]) -> None:
         """Set ``engines`` to what each engine serves now, and ``weights`` to the worst of them."""
         self.engines = dict(engines)
         self.weights = max(engines.values(), key=SEVERITY.index)
+
+
+@contextmanager
+def during(phase: str) -> Iterator[None]:
+    """Inside the context, an error that has no ``phase`` gets this one."""
+    try:
+        yield
+    except WeightSyncError as error:
+        error.phase = error.phase or phase
+        raise
 
 
 def changed_nothing(error: BaseException) -> bool:
@@ -79,13 +111,19 @@ class ProtocolMismatch(WeightSyncError):
 class UnsupportedOption(WeightSyncError):
     """The engine, or the host it runs on, does not support what the sender was asked to do."""
 
+    mend = ""  # the message names the option
+
 
 class SourceError(WeightSyncError):
     """The object passed to `push` is not a source of weights, or cannot be read."""
 
+    mend = ""  # the message says what can be sent
+
 
 class ManifestMismatch(WeightSyncError):
     """Tensor names, shapes or dtypes do not fit the engine's model; raised before any weight changes."""
+
+    mend = "push what save_pretrained would write, or push(..., allow_missing=...)"
 
 
 class ManifestUnknown(WeightSyncError):
@@ -95,17 +133,25 @@ class ManifestUnknown(WeightSyncError):
 class EngineRestarted(WeightSyncError):
     """The engine at the URL is not the instance that the sender opened; the sender opens the new one by itself."""
 
+    mend = "push again"
+
 
 class LeaseHeld(WeightSyncError):
     """Another trainer holds the engine's lease, or has taken it over; the message names the holder."""
+
+    mend = "weightsync abort URL, if that trainer hangs"
 
 
 class WrongState(WeightSyncError):
     """What was asked for is not legal in the current state of an engine or a sender; it changed nothing."""
 
+    mend = "weightsync status URL"
+
 
 class TransferFailed(WeightSyncError):
     """Bytes did not arrive at an engine rank, or differ from what was announced."""
+
+    mend = "push again; weightsync doctor URL"
 
 
 class DigestMismatch(TransferFailed):
@@ -115,9 +161,13 @@ class DigestMismatch(TransferFailed):
 class ApplyFailed(WeightSyncError):
     """An engine could not load weights that had arrived in full."""
 
+    mend = "weightsync status URL; a full push repairs the engine"
+
 
 class PushTimeout(WeightSyncError, TimeoutError):
     """A push did not finish within ``timeout_s``; the message names the phase and what was waited for."""
+
+    mend = "weightsync doctor URL; Sender(..., timeout_s=...)"
 
 
 def named(name: str, otherwise: type[WeightSyncError] = WeightSyncError) -> type[WeightSyncError]:
@@ -135,6 +185,6 @@ def joined(failed: Mapping[str, WeightSyncError], others: Mapping[str, Weights])
     states = dict(others)
     states.update({url: error.weights for url, error in failed.items()})
     first = next(iter(failed.values()))
-    combined = type(first)("; ".join(str(error) for error in failed.values()), engines=states)
-    combined.__cause__ = first
+    combined = type(first)("; ".join(error.message for error in failed.values()), engines=states)
+    combined.phase, combined.__cause__ = first.phase, first
     return combined

@@ -49,6 +49,18 @@ def test_every_rank_casts_its_shards_of_float32_masters(engines, pair, expected,
     assert fine(pair.all("close"))
 
 
+def test_rank_0_alone_shows_progress_and_every_rank_the_phase_of_an_error(engines, pair):
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines, progress=True))
+    drawn = pair.all("watch")
+    assert "100%" in drawn[0]
+    assert "transfer" in drawn[0]
+    assert drawn[1] == ""
+    said = pair.all("lose")
+    assert {one["message"].endswith("[transfer]") for one in said} == {True}, said
+    assert fine(pair.all("close"))
+
+
 @pytest.mark.parametrize("how", ["fsdp", "masters", "parts", "replicas"])
 def test_every_rank_goes_on_when_the_tensors_of_all_are_copied(engines, pair, expected, how):
     assert fine(pair.all(f"shard {how}"))

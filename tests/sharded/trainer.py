@@ -4,6 +4,8 @@
 argument, with a line of JSON.
 """
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -165,6 +167,12 @@ class Rank:
 
     def push(self, _):
         return self._push(self.weights)
+
+    def watch(self, _):
+        """Push, and return what was drawn of it."""
+        with contextlib.redirect_stderr(io.StringIO()) as drawn:
+            self.sender.push(self.weights)
+        return drawn.getvalue()
 
     def spoil(self, _):
         """Push a tensor with a partial placement, whose values no rank holds."""

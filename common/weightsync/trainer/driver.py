@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from weightsync.sources.iterator import IteratorSource
 from weightsync.trainer import buckets, metrics
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.model_push import ModelPush, Repeated
+from weightsync.trainer.progress import Shown, shown
 from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
 from weightsync.trainer.push_plan import Options, Planner
 from weightsync.trainer.ranks import Coordinator
@@ -99,8 +101,8 @@ class Driver:
             return self._push(payload, asked, deadline, start, reading)
         except EngineRestarted as error:
             error.args = (
-                f"{error} (twice within one push: if it was not, is the URL that of a router in front of several "
-                "engines? give the sender the URLs of the engines)",
+                f"{error.message} (twice within one push: if it was not, is the URL that of a router in front of "
+                "several engines? give the sender the URLs of the engines)",
             )
             raise
 
@@ -117,7 +119,8 @@ class Driver:
     def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
         label = self._next_version() if asked.version is None else asked.version
         push = self._new_push(self._open_transfer(payload.plan.source), deadline, asked.expected)
-        sent, commits = push.run(payload, label)
+        with self._shown(f"push {label}", payload.nbytes):
+            sent, commits = push.run(payload, label)
         plan = payload.plan
         try:
             payload.check_unchanged(f"the engines serve what they read as version {label!r}")
@@ -144,8 +147,17 @@ class Driver:
         )
 
     def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
-        pause, progress = self._options.pause, self._options.progress
-        return Push(self.engines, transfer, self._machine, deadline, pause, progress=progress, expected=expected)
+        return Push(self.engines, transfer, self._machine, deadline, self._options.pause, expected=expected)
+
+    @contextmanager
+    def _shown(self, what: str, nbytes: int) -> Iterator[None]:
+        """Inside the context, progress is shown if the sender's user wants that."""
+        with shown(what, nbytes, self._options.progress) as bar:
+            self.engines.shown = bar
+            try:
+                yield
+            finally:
+                self.engines.shown = Shown()
 
     def _results(self, commits: Commits) -> dict[str, EngineResult]:
         results = {}
@@ -194,7 +206,8 @@ class Driver:
         start = time.perf_counter()
         with self.engines.only(url), metrics.counted("catch_up") as done:
             push = self._new_push(self._transfer, deadline)
-            _, commits = push.run(Repeated(outgoing), self.served)
+            with self._shown(f"catch_up {url} {self.served}", outgoing.layout.nbytes):
+                _, commits = push.run(Repeated(outgoing), self.served)
             result = self._results(commits)[url]
             done({**push.seconds, "total": time.perf_counter() - start}, [result], outgoing.layout.payload_bytes)
             return result
@@ -211,7 +224,8 @@ class Driver:
             )
         (label,) = kept
         rollback = Rollback(self.engines, self._transfer, self._machine, deadline, self._options.pause)
-        commits = rollback.run(label)
+        with self._shown(f"rollback {label}", 0):
+            commits = rollback.run(label)
         self.served = label
         seconds = {**rollback.seconds, "total": time.perf_counter() - start}
         return PushResult(label, 0, seconds, self._results(commits), "off", "full", "the engines kept it")

@@ -31,6 +31,7 @@ from weightsync.protocol.http import Handshake
 from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
 from weightsync.trainer.engine import Engine
+from weightsync.trainer.progress import Shown
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
 
@@ -67,6 +68,8 @@ class Engines:
         self.by_url: dict[str, Engine] = {}
         #: What each engine's ranks hold of the tensors that the last push left as they are, see `http.Accepted`.
         self.kept: dict[str, tuple[dict[str, str], ...]] = {}
+        #: What is shown of the push that runs.
+        self.shown = Shown()
         try:
             self.check_caller()
             self._open(deadline)
@@ -351,7 +354,22 @@ class Engines:
 
     def _each(self, call: Callable[[EngineClient], _T]) -> list[Callable[[], _T | WeightSyncError]]:
         """For each engine, a function for a thread; it returns a reply or an error."""
-        return [observe.carried(functools.partial(_reply_or_error, call, client)) for client in self._clients]
+        return [observe.carried(functools.partial(self._reply_or_error, call, client)) for client in self._clients]
+
+    def _reply_or_error(self, call: Callable[[EngineClient], _T], client: EngineClient) -> _T | WeightSyncError:
+        try:
+            return call(client)
+        except WeightSyncError as error:
+            return error
+        finally:
+            self.shown.heard(client.url)
+
+    def show(self, phase: str) -> None:
+        """Show that a phase of a push has begun, and the engines that it waits for."""
+        waits_for = [] if phase in ("read", "transfer") else list(self.by_url)
+        if phase == "prepare" and not all(engine.manifest for engine in self.by_url.values()):
+            phase = "prepare (loaders may be recorded)"
+        self.shown.phase(phase, waits_for)
 
     def start(self, call: Callable[[], object]) -> None:
         """Run ``call`` in a thread of its own."""
@@ -368,10 +386,3 @@ class Engines:
 def _cleanup_deadline(deadline: Deadline) -> Deadline:
     """How long engines may take to be told to drop a push or this sender, see `_ABORT_S`."""
     return Deadline(max(_LEAST_S, min(_ABORT_S, deadline.extended(_SETTLED_S).left())))
-
-
-def _reply_or_error(call: Callable[[EngineClient], _T], client: EngineClient) -> _T | WeightSyncError:
-    try:
-        return call(client)
-    except WeightSyncError as error:
-        return error

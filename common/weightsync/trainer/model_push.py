@@ -40,7 +40,7 @@ class Repeated(NamedTuple):
         """As `ModelPush.begin`."""
         return self.outgoing
 
-    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         """As `ModelPush.send`."""
         return outgoing.resend(progress)
 
@@ -123,7 +123,7 @@ class ModelPush:
         arenas.synchronize(plan.source.device)
         return outgoing.copy(plan.source.tensors(), plan.identity, plan.sources)
 
-    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
         if self._copied is not None:
             copied, sent = self._copied[1], outgoing.resend(progress)
@@ -136,7 +136,7 @@ class ModelPush:
         self._finish("sent")
         return sent
 
-    def _send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+    def _send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         plan = self.plan
         if plan.ranks is not None:
             return outgoing.send_filled(plan.ranks, plan.source, deadline, progress)

@@ -84,7 +84,7 @@ class Outgoing:
     def send(
         self,
         tensors: Iterable[torch.Tensor],
-        progress: Progress | None,
+        progress: Progress,
         identity: object | None = None,
         sources: Mapping[int, torch.dtype] = NO_CASTS,
     ) -> Sent:
@@ -101,8 +101,7 @@ class Outgoing:
         for bucket in packing.fill(tensors, self._acquire):
             self._announce(bucket.number, bucket.digests)
             self.announced.append(bucket.digests)
-            if progress is not None:
-                progress(bucket.nbytes)
+            progress(bucket.nbytes)
         sent = packing.sent._replace(verify_s=self._finish())
         packing.remember()
         return sent
@@ -119,7 +118,7 @@ class Outgoing:
         packing.remember()
         return packing.sent
 
-    def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress | None) -> Sent:
+    def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress) -> Sent:
         """As `send`, with the trainer's ranks filling an arena that holds all. Also raises what they raise."""
         return self._fill(ranks, source, deadline, self.plan.digest)._replace(verify_s=self._announce_all(progress))
 
@@ -137,7 +136,7 @@ class Outgoing:
             self.announced = self.demand.by_bucket(self.layout, size, found)
         return Sent(work.gather_s, work.digest_s, 0.0, work.not_finite)
 
-    def resend(self, progress: Progress | None) -> Sent:
+    def resend(self, progress: Progress) -> Sent:
         """Send what the arena holds, from an earlier push or from `copy`. Raises `TransferFailed` or `PushTimeout`."""
         start = time.perf_counter()
         new = self.demand.without(set[str]().union(*self.announced))
@@ -148,12 +147,11 @@ class Outgoing:
         hashed_s = time.perf_counter() - start
         return Sent(0.0, hashed_s, self._announce_all(progress))
 
-    def _announce_all(self, progress: Progress | None) -> float:
+    def _announce_all(self, progress: Progress) -> float:
         """Announce every bucket of an arena that holds them all; the seconds that `_finish` returns."""
         for number, digests in enumerate(self.announced):
             self._announce(number, digests)
-            if progress is not None:
-                progress(min((number + 1) * self.plan.bucket_bytes, self.layout.nbytes))
+            progress(min((number + 1) * self.plan.bucket_bytes, self.layout.nbytes))
         return self._finish()
 
     def _announce(self, number: int, digests: Digests) -> None:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
-from tqdm import tqdm
 
-from weightsync import observe
+from weightsync import errors, observe
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     EngineUnreachable,
@@ -89,7 +88,7 @@ class Payload(Protocol):
     def begin(self, transfer: Transfer) -> Outgoing:
         """Provide the arena, and return the push that goes through it."""
 
-    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress | None) -> Sent:
+    def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
 
 
@@ -114,6 +113,7 @@ class Change:
         self._pause: http.PauseMode = pause
         self._kind = type(self).__name__.lower()
         self.seconds: dict[str, float] = {}
+        self._phase = ""
 
     def _request(self, push: str, label: str) -> http.CommitRequest:
         return http.CommitRequest(
@@ -151,8 +151,9 @@ class Change:
             logger.info("%s %s: failed while %s: %r", self._kind, push, self._machine.state, error)
             commit_requested = self._machine.state == "committing"
             self._clean_up(push, error)
-            self._report(error, commit_requested)
-            raise
+            with errors.during(self._phase):
+                self._report(error, commit_requested)
+                raise
 
     def _clean_up(self, push: str, error: BaseException) -> None:
         transfer = self._transfer
@@ -197,9 +198,14 @@ class Change:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._enter(phase)
         with observe.span(f"weightsync.{phase}"):
             yield
         self.seconds[phase] = time.perf_counter() - start
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._engines.show(phase)
 
 
 class Push(Change):
@@ -213,11 +219,10 @@ class Push(Change):
         deadline: Deadline,
         pause: http.PauseMode,
         *,
-        progress: bool = False,
         expected: str | None = None,
     ):
         super().__init__(engines, transfer, machine, deadline, pause)
-        self._push_transfer, self._progress, self._expected = transfer, progress, expected
+        self._push_transfer, self._expected = transfer, expected
         #: Tensors that stay as the engines have them, and that could not be compared between engines.
         self.unverified: tuple[str, ...] = ()
 
@@ -230,6 +235,7 @@ class Push(Change):
         with self._failures_handled(payload.name):
             self._machine.move("push")
             with renewed(self._engines, payload.name, self._deadline):
+                self._enter("read")
                 outgoing = payload.begin(self._push_transfer)
                 settle(self._engines, self._deadline)
                 self._prepare(outgoing)
@@ -260,8 +266,8 @@ class Push(Change):
         self.seconds["record"] = max(engine.record_s for engine in engines.by_url.values())
 
     def _send(self, payload: Payload, outgoing: Outgoing) -> Sent:
-        with self._timed("transfer"), _progress_bar(payload.nbytes, self._progress) as progress:
-            return payload.send(outgoing, self._deadline, progress)
+        with self._timed("transfer"):
+            return payload.send(outgoing, self._deadline, self._engines.shown.sent)
 
     def _stream(self, payload: Payload, outgoing: Outgoing, label: str) -> tuple[Sent, Commits]:
         """Send the bytes while the engines are paused, so that no stage is needed."""
@@ -308,12 +314,3 @@ def _is_settled(error: BaseException) -> bool:
     if not isinstance(error, WeightSyncError) or isinstance(error, (PushTimeout, TransferFailed, EngineUnreachable)):
         return False
     return "unknown" not in (error.weights, *error.engines.values())
-
-
-@contextmanager
-def _progress_bar(nbytes: int, shown: bool) -> Iterator[Progress | None]:
-    if not shown:
-        yield None
-        return
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="push") as bar:
-        yield lambda sent: bar.update(sent - bar.n) and None

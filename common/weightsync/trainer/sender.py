@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, get_args
 
-from weightsync import observe
+from weightsync import errors, observe
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
@@ -172,7 +172,7 @@ class Sender:
         """
         reading = Reading() if reading is None else reading
         deadline = Deadline(self._options.timeout_s)
-        with self._turns.take(what, deadline):
+        with errors.during(what), self._turns.take(what, deadline):
             self._recover()
             if self._driver is not None:
                 self._driver.engines.check_caller()

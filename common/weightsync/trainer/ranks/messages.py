@@ -47,6 +47,7 @@ class RemoteError(Message, frozen=True):
     message: str
     weights: Weights
     engines: dict[str, Weights]
+    phase: str = ""
 
 
 class Greeting(Message, frozen=True):
@@ -247,7 +248,7 @@ class Messages:
 def remote_error_of(error: BaseException) -> RemoteError:
     """An error in the form in which it is sent to another rank."""
     if isinstance(error, WeightSyncError):
-        return RemoteError(type(error).__name__, str(error), error.weights, error.engines)
+        return RemoteError(type(error).__name__, error.message, error.weights, error.engines, error.phase)
     kind = SourceError if isinstance(error, Exception) else TransferFailed
     return RemoteError(kind.__name__, f"{type(error).__name__}: {error}", "unchanged", {})
 
@@ -255,4 +256,6 @@ def remote_error_of(error: BaseException) -> RemoteError:
 def as_exception(failure: RemoteError, prefix: str = "") -> WeightSyncError:
     """The error that another rank sent, as an exception to raise here."""
     kind = errors.named(failure.error)
-    return kind(f"{prefix}{failure.message}", weights=failure.weights, engines=failure.engines)
+    error = kind(f"{prefix}{failure.message}", weights=failure.weights, engines=failure.engines)
+    error.phase = failure.phase
+    return error
