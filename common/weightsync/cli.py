@@ -1,4 +1,7 @@
-"""``weightsync status URL ...``, ``doctor [URL ...]``, ``abort URL ...``, ``join TRAINER URL ...``, for operators."""
+"""``weightsync status URL ...``, ``doctor [URL ...]``, ``bench URL ...``, ``abort URL ...``, ``join TRAINER URL ...``
+
+For operators.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--address", default="", help="address of this host that engines dial, as in Sender")
     command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for each engine")
     command.add_argument("--json", action="store_true", help="print a line of JSON for this host and each engine")
+    summary = "measure pushes to engines, up to the commit, and say what limits them"
+    command = commands.add_parser("bench", help=summary, description=summary)
+    command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine, as the trainer reaches it")
+    command.add_argument("--commit", action="store_true", help="push the engines' own checkpoint, under their label")
+    command.add_argument("--transport", default="auto", metavar="NAME", help="as in Sender")
+    command.add_argument("--address", default="", help="address of this host that engines dial, as in Sender")
+    command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each push")
+    command.add_argument("--json", action="store_true", help="print a line of JSON")
     options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        return _doctor(options)
+    if options.command in _WHOLE:
+        return _WHOLE[options.command](options)
     if getattr(options, "watch", None) is None:
         return _once(options)
     try:
@@ -107,6 +118,30 @@ def _doctor(options: argparse.Namespace) -> int:
             text = f"{finding.level:<5} {place.url or 'this host'}: {finding.check}: {finding.text}{mend}"
             print(_printable(text), flush=True)
     return 1 if wrong else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from weightsync import bench  # loads torch
+
+    try:
+        report = bench.measure(
+            options.urls,
+            commit=options.commit,
+            transport=options.transport,
+            address=options.address,
+            timeout_s=options.timeout,
+        )
+    except WeightSyncError as error:
+        if options.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+        else:
+            print(_printable(str(error)), file=sys.stderr, flush=True)
+        return 1
+    if options.json:
+        print(json.dumps({**msgspec.to_builtins(report), "limit": report.limit}), flush=True)
+    else:
+        print("\n".join(map(_printable, report.lines())), flush=True)
+    return 0
 
 
 def _status(client: EngineClient, url: str, deadline: Deadline) -> Said:
@@ -165,4 +200,7 @@ def _printable(line: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in line)
 
 
+#: Commands about all URLs together.
+_WHOLE = {"bench": _bench, "doctor": _doctor}
+#: Commands about one URL after the other.
 _RUN = {"status": _status, "abort": _abort, "join": _join}

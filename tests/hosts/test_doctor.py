@@ -1,4 +1,4 @@
-"""`weightsync doctor` between hosts, and in containers."""
+"""`weightsync doctor` and `bench` between hosts, and in containers."""
 
 import json
 import subprocess
@@ -35,6 +35,17 @@ def test_healthy_engines_here_and_on_other_hosts_raise_no_alarm(network, near, f
         assert f"rank 0: the trainer is reached at tcp://{network.hosts['trainer'].address}:" in ways[0]
         assert ways[0].endswith(f"from eth0 ({network.hosts[name].address})")
         assert ways[1] == f"rank 0: this host reaches it at {network.hosts[name].address}"
+
+
+def test_bench_names_the_link_to_another_host_and_its_speed(network, far):
+    run = [sys.executable, "-c", RUN, "bench", "--json", far[0].url]
+    process = network.hosts["trainer"].popen(*run, stdout=subprocess.PIPE, text=True)
+    found = json.loads(process.communicate(timeout=120)[0])
+    assert process.returncode == 0, found
+    speed = found["link"]["bits_per_s"]
+    assert found["link"]["interface"] == f"eth0 ({network.hosts['trainer'].address})"
+    assert found["link_s"] == 8 * found["nbytes"] / speed
+    assert "nixl" in found["engines"][far[0].url]
 
 
 def test_a_firewall_that_passes_only_http_is_named(network, far):

@@ -8,7 +8,21 @@ import pytest
 import requests
 
 from tools import models, servers
+from weightsync import bench
 from weightsync.errors import ManifestMismatch, UnsupportedOption
+
+
+def test_bench_of_an_engine_that_nobody_has_pushed_to(engine):
+    before = engine.status()
+    found = bench.measure([engine.server.url], commit=False)
+    assert found.usual["transfer"] > 0
+    assert engine.status().committed == before.committed == ""
+    found = bench.measure([engine.server.url], commit=True)
+    assert found.usual["pause"] > 0
+    after = engine.status()
+    assert after.version == before.version
+    assert [rank.digest for rank in after.ranks] == [rank.digest for rank in before.ranks]
+    engine.assert_answers(engine.a)
 
 
 @pytest.mark.shows("push")

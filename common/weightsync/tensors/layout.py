@@ -53,6 +53,10 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 #: Names of the dtypes between which a sender casts.
 CASTABLE: Final = frozenset(("float64", "float32", "bfloat16", "float16"))
+#: Pairs of dtypes of which the second holds every value of the first, so that such a cast loses nothing.
+WIDER: Final = frozenset(
+    (narrow, wide) for wide in ("float64", "float32") for narrow in ("float32", "bfloat16", "float16") if narrow != wide
+)
 
 #: How many names an error lists before "and N more", and how many characters of each.
 _LISTED: Final = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from weightsync.sources.iterator import IteratorSource
 from weightsync.trainer import buckets, metrics
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.model_push import ModelPush, Repeated
+from weightsync.trainer.outgoing import Sent
 from weightsync.trainer.progress import Shown, shown
 from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
 from weightsync.trainer.push_plan import Options, Planner
@@ -106,6 +107,17 @@ class Driver:
             )
             raise
 
+    def rehearse(self, source: Source, deadline: Deadline) -> dict[str, float]:
+        """Push ``source`` up to the commit, which no engine makes; the seconds of each phase, as `push` counts them."""
+        start = time.perf_counter()
+        payload = self._planned(source, Asked(None, None, ()), deadline, Reading())
+        if payload.plan.request.stream:
+            raise UnsupportedOption(f"without a commit nothing is sent: {payload.plan.choice.reason}")
+        push = self._new_push(self._open_transfer(source), deadline)
+        with self._shown("rehearsal", payload.nbytes):
+            sent = push.rehearse(payload)
+        return _seconds(push.seconds, sent, start)
+
     def _planned(self, source: Source, asked: Asked, deadline: Deadline, reading: Reading) -> ModelPush:
         transfer = self._open_transfer(source)
         planner, patterns = self._planner, asked.allow_missing
@@ -128,13 +140,11 @@ class Driver:
             error.settle(dict.fromkeys(commits, "unknown"))
             raise
         self.served = label
-        seconds = {**push.seconds, "gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
-        seconds["total"] = time.perf_counter() - start
         choice = plan.choice
         return PushResult(
             label,
             plan.layout.payload_bytes,
-            seconds,
+            _seconds(push.seconds, sent, start),
             self._results(commits),
             plan.request.verify,
             choice.staging,
@@ -267,3 +277,9 @@ class Driver:
     def _next_version(self) -> str:
         versions = [engine.version for engine in self.engines.by_url.values()]
         return str(max((int(v) for v in versions if v.isdecimal()), default=0) + 1)
+
+
+def _seconds(phases: Mapping[str, float], sent: Sent, start: float) -> dict[str, float]:
+    """See `PushResult.seconds`, of a push that began at ``start``."""
+    parts = {"gather": sent.gather_s, "digest": sent.digest_s, "verify": sent.verify_s}
+    return {**phases, **parts, "total": time.perf_counter() - start}

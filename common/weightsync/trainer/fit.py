@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatchcase
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -15,14 +15,7 @@ from msgspec import structs
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
-from weightsync.tensors.layout import CASTABLE, DTYPES, listed
-
-#: dtypes that hold every value of another one.
-_WIDER: Final = {
-    "bfloat16": ("float32", "float64"),
-    "float16": ("float32", "float64"),
-    "float32": ("float64",),
-}
+from weightsync.tensors.layout import CASTABLE, DTYPES, WIDER, listed
 
 
 class Fit(NamedTuple):
@@ -121,6 +114,6 @@ def _wanted(spec: TensorSpec, listed_as: Mapping[str, str], served: Mapping[str,
     if not CASTABLE.issuperset((spec.dtype, checkpoint)):
         return spec.dtype
     parameter = served.get(spec.name, checkpoint)
-    if spec.dtype == checkpoint and parameter in _WIDER.get(checkpoint, ()):
+    if spec.dtype == checkpoint and (checkpoint, parameter) in WIDER:
         return checkpoint
     return parameter

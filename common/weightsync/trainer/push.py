@@ -233,18 +233,12 @@ class Push(Change):
         """
         self._begin(payload.name, label, payload.nbytes)
         with self._failures_handled(payload.name):
-            self._machine.move("push")
             with renewed(self._engines, payload.name, self._deadline):
-                self._enter("read")
-                outgoing = payload.begin(self._push_transfer)
-                settle(self._engines, self._deadline)
-                self._prepare(outgoing)
+                outgoing = self._accepted(payload)
                 if outgoing.plan.stream:
                     sent, commits = self._stream(payload, outgoing, label)
                 else:
-                    self._machine.move("accepted")
-                    logger.debug("push %s: every engine has accepted it", payload.name)
-                    sent = self._send(payload, outgoing)
+                    sent = self._sent(payload, outgoing)
                     self._machine.move("staged")
                     logger.debug("push %s: every rank has received it", payload.name)
             if not outgoing.plan.stream:
@@ -252,6 +246,27 @@ class Push(Change):
         self._committed(payload.name, label)
         self._push_transfer.served(outgoing)
         return sent, commits
+
+    def rehearse(self, payload: Payload) -> Sent:
+        """Prepare and send ``payload``, which no engine is asked to commit: all drop it. Raises `WeightSyncError`."""
+        self._begin(payload.name, "", payload.nbytes)
+        with self._failures_handled(payload.name), renewed(self._engines, payload.name, self._deadline):
+            sent = self._sent(payload, self._accepted(payload))
+        self._clean_up(payload.name, WeightSyncError("the push was a rehearsal"))
+        return sent
+
+    def _accepted(self, payload: Payload) -> Outgoing:
+        self._machine.move("push")
+        self._enter("read")
+        outgoing = payload.begin(self._push_transfer)
+        settle(self._engines, self._deadline)
+        self._prepare(outgoing)
+        return outgoing
+
+    def _sent(self, payload: Payload, outgoing: Outgoing) -> Sent:
+        self._machine.move("accepted")
+        logger.debug("push %s: every engine has accepted it", payload.name)
+        return self._send(payload, outgoing)
 
     def _prepare(self, outgoing: Outgoing) -> None:
         engines, deadline = self._engines, self._deadline

@@ -31,7 +31,10 @@ from weightsync.trainer.transfer import Transfer
 
 
 class Options(NamedTuple):
-    """The arguments of a `sender.Sender`, which hold for every push; ``keep`` is its ``keep_previous``."""
+    """The arguments of a `sender.Sender`, which hold for every push; ``keep`` is its ``keep_previous``.
+
+    The names by which engines know the pushes begin with ``prefix``.
+    """
 
     timeout_s: float
     transport: str
@@ -42,6 +45,7 @@ class Options(NamedTuple):
     bucket_bytes: int | None
     progress: bool
     address: str
+    prefix: str = ""
 
 
 class PushPlan(NamedTuple):
@@ -202,7 +206,7 @@ class Planner:
         devices = [source.device, transfer.device, *(torch.device(rank.device) for rank in self._engines.ranks)]
         options = self._options
         return http.UpdateRequest(
-            push=secrets.token_hex(8),
+            push=options.prefix + secrets.token_hex(8),
             address="",
             secret="",
             bucket_bytes=choice.bucket_bytes,

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import torch
 from msgspec import structs
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks
@@ -141,7 +142,7 @@ class Complete:
                 f"the push does not fit the engine's model: without {listed(left_out)} nothing is loaded into "
                 f"{listed(lost)}; send them too"
             )
-        return Stays({name: _digest(whole, name) for name in kept}, stay)
+        return Stays(_digests(whole, kept), stay)
 
     def _check_dtypes(self, expected: Expected, plan: LoadPlan | None, manifest: Sequence[TensorSpec]) -> None:
         listed_as = {spec.name: spec for spec in expected.specs}
@@ -184,12 +185,14 @@ def _block(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _digest(whole: Recording, name: str) -> str:
-    """A digest of what the model holds of a tensor; empty if the loader does more than to copy it."""
-    if _copied_to(whole).get(name, {""}) & {""}:
-        return ""
-    held = [(f"{copy.offset_bytes} {copy.strides}", copy.target) for copy in whole.copies if copy.name == name]
-    return digest_of(held)
+def _digests(whole: Recording, kept: Collection[str]) -> dict[str, str]:
+    """Digests of what the model holds of tensors; empty where the loader does more than to copy one."""
+    targets = _copied_to(whole)
+    held: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in kept}
+    for copy in whole.copies:
+        if copy.name in held:
+            held[copy.name].append((f"{copy.offset_bytes} {copy.strides}", copy.target))
+    return {name: "" if "" in targets.get(name, {""}) else digest_of(parts) for name, parts in held.items()}
 
 
 def _copied_to(recording: Recording) -> dict[str, set[str]]:

@@ -10,6 +10,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from weightsync.tensors.layout import WIDER, dtype_name
+
 aten: Final = torch.ops.aten
 
 #: Operations that copy values to other memory and change nothing else.
@@ -22,12 +24,6 @@ RESHAPES: Final[dict[Any, Any]] = {
 }
 #: Views by place in memory, not by index: of a copy they cannot be applied to the original.
 _BY_PLACE: Final = (aten.as_strided.default, aten._reshape_alias.default)
-#: Lossless casts.
-_WIDER: Final = {
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
 
 
 class Unrecordable(Exception):
@@ -132,7 +128,7 @@ def one_cast(dtypes: Sequence[torch.dtype]) -> bool:
     """Whether casting through all ``dtypes`` in order equals one cast from the first to the last."""
     first = dtypes[0]
     for dtype, following in itertools.pairwise(dtypes[1:]):
-        if dtype not in (first, following, *_WIDER.get(first, ())):
+        if dtype not in (first, following) and (dtype_name(first), dtype_name(dtype)) not in WIDER:
             return False
     return True
 
