@@ -2,15 +2,19 @@
 
 import secrets
 import signal
+import subprocess
 import threading
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
+from tests import forked
 from tools import models
+from weightsync import testing
 
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
@@ -22,6 +26,15 @@ def own_key():
     """Give the tests' engines and senders their own key, so that the user's key file is not touched."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(32))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_engines(own_key):
+    """Have reference engines start in a fraction of a second, see `forked`."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = SimpleNamespace(Popen=forked.start, TimeoutExpired=subprocess.TimeoutExpired)
+        patch.setattr(testing, "subprocess", found)
         yield
 
 

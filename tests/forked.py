@@ -1,0 +1,80 @@
+"""Python programs that start in a fraction of a second: they are forked from a process that has loaded their packages.
+
+Loading torch and transformers takes five seconds on two cores, and the tests start a hundred reference engines.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+LOADED = ("weightsync.testing", "transformers.models.llama.modeling_llama", "uvicorn")
+
+
+def start(command, env=None):
+    """As `subprocess.Popen`, for a command that needs nothing but this interpreter and what it has loaded."""
+    environment = dict(os.environ if env is None else env)
+    python, *rest = map(str, command)
+    if python != sys.executable or rest[0] not in ("-c", "-m") or changes_imports(environment):
+        return subprocess.Popen(command, env=env)
+    return Forked(rest, environment)
+
+
+def changes_imports(environment):
+    """Whether modules have to be loaded anew in this environment."""
+    ours = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_"))}
+    return ours != {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_"))}
+
+
+class Forked:
+    """A process with the part of the interface of `subprocess.Popen` that `ReferenceEngine` and its tests use."""
+
+    def __init__(self, arguments, environment):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(LOADED))
+        self._process = context.Process(target=run, args=(arguments, environment))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self._process.terminate()
+
+    def kill(self):
+        self._process.kill()
+
+
+def run(arguments, environment):
+    """Run ``-m MODULE ARGUMENT ...`` or ``-c CODE ARGUMENT ...``, as the interpreter would."""
+    os.environ.clear()
+    os.environ.update(environment)
+    how, what, *rest = arguments
+    try:
+        if how == "-m":
+            sys.argv = [what, *rest]
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = ["-c", *rest]
+            sys.path.insert(0, str(Path.cwd()))
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()  # a forked process ends without
