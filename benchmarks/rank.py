@@ -144,6 +144,10 @@ class Rank:
             self._process.stdout.close()
 
 
+def _unseen(nbytes: int) -> None:
+    """The progress that nobody watches."""
+
+
 class Pushed(NamedTuple):
     """Seconds of a push: ``total`` includes connecting, ``send`` is `Outgoing.send`, ``gather`` is packing within that.
 
@@ -215,7 +219,7 @@ class Channel:
                 rank.tell("push", self._name, http.to_json(outgoing.request(rank.url, self._transport)))
             outgoing.await_ranks({self._transport: {Peer(rank.url, 0) for rank in self._ranks}}, deadline)
             met = time.perf_counter()
-            sent = outgoing.resend(None) if again else outgoing.send(self._stream(), None)
+            sent = outgoing.resend(_unseen) if again else outgoing.send(self._stream(), _unseen)
             end = time.perf_counter()
         except BaseException as error:
             transfer.cancel(error)

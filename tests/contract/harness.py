@@ -120,7 +120,7 @@ class Harness:
 def send(outgoing, sources, tensors, deadline):
     """Send from rank 0 alone or, with ``sources``, from an arena that is filled before the first bucket is sent."""
     if sources is None:
-        outgoing.send(tensors, None)
+        outgoing.send(tensors, lambda sent: None)
     else:
         outgoing.send_filled(sources, tensors, deadline, None)
 

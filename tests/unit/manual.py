@@ -77,7 +77,7 @@ class Trainer(Transfer):
 
     def send(self, tensors):
         """Send the tensors; returns once every rank has them."""
-        self.outgoing.send(tensors, None)
+        self.outgoing.send(tensors, lambda sent: None)
 
     def settle(self):
         """Note that the push is served."""

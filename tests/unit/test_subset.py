@@ -256,7 +256,7 @@ class Pair:
         """Push, without a commit, until both ranks hold what they need."""
         self.pushes += 1
         self.meet(plan_of(f"p{self.pushes}", self.layout, 16 << 10, SOON_S, slots=64, parts=True, **options))
-        self.outgoing.send(iter(weights.values()), None)
+        self.outgoing.send(iter(weights.values()), lambda sent: None)
         self.transfer.served(self.outgoing)
 
     def push(self, weights, **options):
@@ -354,7 +354,7 @@ def test_the_subset_of_a_late_rank_is_hashed_when_it_joins(pair):
     pair.receivers = [Receiver(adapter) for adapter in pair.adapters]
     pair.transfer.disconnect(URL, pair.transport)
     pair.come(outgoing, "again")
-    outgoing.resend(None)
+    outgoing.resend(lambda sent: None)
     request = http.CommitRequest(outgoing.plan.push, "again", "retract", SOON_S)
     pair.all("weightsync_commit", request)
     assert [adapter.digest() for adapter in pair.adapters] == [adapter.wanted(weights) for adapter in pair.adapters]
