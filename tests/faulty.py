@@ -55,7 +55,7 @@ class Faulty:
         return not self.orders.exists()
 
     def thaw(self):
-        os.kill(self.engine.process.pid, signal.SIGCONT)
+        self.engine.process.send_signal(signal.SIGCONT)
 
     def settled(self):
         """Wait until the engine no longer loads; returns its status with digests."""

@@ -4,6 +4,7 @@ Loading torch and transformers takes five seconds on two cores, and the tests st
 """
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -18,15 +19,15 @@ def start(command, env=None):
     """As `subprocess.Popen`, for a command that needs nothing but this interpreter and what it has loaded."""
     environment = dict(os.environ if env is None else env)
     python, *rest = map(str, command)
-    if python != sys.executable or rest[0] not in ("-c", "-m") or changes_imports(environment):
+    if python != sys.executable or rest[0] not in ("-c", "-m") or decisive(environment) != decisive(os.environ):
         return subprocess.Popen(command, env=env)
     return Forked(rest, environment)
 
 
-def changes_imports(environment):
-    """Whether modules have to be loaded anew in this environment."""
-    ours = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_"))}
-    return ours != {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_"))}
+def decisive(environment):
+    """What decides, before a program begins, how modules are loaded."""
+    names = ("PYTHON", "LD_", "PROMETHEUS")
+    return {name: value for name, value in environment.items() if name.startswith(names) and name != "PYTHONPATH"}
 
 
 class Forked:
@@ -67,10 +68,16 @@ def run(arguments, environment):
     """Run ``-m MODULE ARGUMENT ...`` or ``-c CODE ARGUMENT ...``, as the interpreter would."""
     os.environ.clear()
     os.environ.update(environment)
+    places = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[:0] = [place for place in places if place not in sys.path]
+    if any(Path(place, "sitecustomize.py").exists() for place in places):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
     how, what, *rest = arguments
     try:
         if how == "-m":
             sys.argv = [what, *rest]
+            sys.modules.pop(what, None)
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             sys.argv = ["-c", *rest]

@@ -297,4 +297,6 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if FILE:
+    for loaded in PATCHES.keys() & sys.modules.keys():  # where this process was forked, see `tests.forked`
+        PATCHES[loaded](sys.modules[loaded])
     sys.meta_path.insert(0, Finder())
