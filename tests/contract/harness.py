@@ -11,6 +11,7 @@ from tests.helpers import plan_of
 from weightsync.deadline import Deadline
 from weightsync.engine.stage import Stages
 from weightsync.protocol import http
+from weightsync.tensors.any_order import Order
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Subset
 from weightsync.trainer.transfer import Transfer
@@ -56,18 +57,30 @@ class Harness:
         }
 
     def push(
-        self, tensors, bucket_bytes, *, timeout_s=20.0, absent=(), manifest=None, slots=2, stream=False, needs=None
+        self,
+        tensors,
+        bucket_bytes,
+        *,
+        timeout_s=20.0,
+        absent=(),
+        manifest=None,
+        slots=2,
+        stream=False,
+        needs=None,
+        order=None,
     ):
         """Push ``tensors``; returns what each rank received, as tensors, by peer.
 
         ``needs`` maps a peer to the boxes that it needs, by tensor number; other peers need everything. Several
-        sources share an arena that holds the whole stream, whatever ``slots`` says.
+        sources share an arena that holds the whole stream, whatever ``slots`` says. ``order`` has the numbers of the
+        tensors in the order in which they are sent.
         """
         self.pushes += 1
         layout = Layout([spec_of(f"t{n}", tensor) for n, tensor in enumerate(manifest or tensors)])
         if self.sources is not None:
             slots = max(slots, layout.buckets(bucket_bytes))
-        plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, slots=slots, stream=stream)
+        more = {"slots": slots, "stream": stream, "any_order": order is not None}
+        plan = plan_of(f"push-{self.pushes}", layout, bucket_bytes, timeout_s, **more)
         deadline, jobs = Deadline(timeout_s), {}
         outgoing = self.transfer.begin(plan, layout)
         try:
@@ -81,7 +94,12 @@ class Harness:
                 if peer not in absent
             }
             outgoing.await_ranks({self.transport: set(self.peers)}, deadline)
-            send(outgoing, self.sources, iter(tensors), deadline)
+            if order is None:
+                send(outgoing, self.sources, iter(tensors), deadline)
+            else:
+                place = Order()
+                pairs = ((place.placed(layout.entries[number]), tensors[number]) for number in order)
+                outgoing.send_pairs(pairs, {}, lambda sent: None)
         except BaseException as error:
             self.transfer.cancel(error)
             self.transfer.close()  # as a sender does

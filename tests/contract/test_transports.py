@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -29,6 +30,29 @@ from weightsync.transports.base import Peer
 def test_every_rank_gets_every_bit(harness, bucket_bytes):
     tensors = random_tensors()
     assert_equal(harness.push(tensors, bucket_bytes), tensors)
+
+
+@pytest.mark.parametrize("bucket_bytes", [512, 4096, 1 << 20])
+def test_tensors_may_come_in_any_order(harness, bucket_bytes):
+    if harness.sources is not None:
+        pytest.skip("several sources fill an arena that holds everything: tensors in any order come from one")
+    tensors = random_tensors()
+    for seed in range(3):
+        order = list(range(len(tensors)))
+        random.Random(seed).shuffle(order)
+        assert_equal(harness.push(tensors, bucket_bytes, order=order), tensors)
+    assert_equal(harness.push(tensors, bucket_bytes), tensors)
+
+
+def test_a_stream_in_any_order_that_ends_early_is_noticed_by_every_rank(harness):
+    if harness.sources is not None:
+        pytest.skip("several sources fill an arena that holds everything: tensors in any order come from one")
+    tensors = [torch.full((512,), number, dtype=torch.int8) for number in range(4)]
+    with pytest.raises(TransferFailed, match="the stream ended without t2"):
+        harness.push(tensors, 4096, order=[3, 0, 1])
+    with pytest.raises(TransferFailed, match="tensor 1 was announced, and has come already"):
+        harness.push(tensors, 4096, order=[1, 1, 3, 0])
+    assert_equal(harness.push(tensors, 4096, order=[3, 2, 1, 0]), tensors)
 
 
 def test_ten_pushes_deliver_new_values_and_open_no_new_descriptors(harness):

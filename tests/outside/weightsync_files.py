@@ -118,7 +118,7 @@ class Sending:
             self._gone += 1
             path_of(self._folder, self._plan.push, self._gone).unlink()
 
-    def announce(self, bucket, digests):
+    def announce(self, bucket, digests, begins=()):
         size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
         others, path = self._others, path_of(self._folder, self._plan.push, bucket)
         if not bucket and others is not None and others.filled:
@@ -134,7 +134,7 @@ class Sending:
         else:
             slot = bucket % self._plan.slots * size
             write(self._stream, slot, slot + min(size, nbytes - bucket * size), path)
-        self._session.announce(bucket, digests, source)
+        self._session.announce(bucket, digests, source, begins)
 
     def finish(self):
         self._taken(self._layout.buckets(self._plan.bucket_bytes) - 1)
@@ -216,7 +216,7 @@ class Incoming:
             if stage is not None:
                 place = stage[number * size : number * size + data.numel()]
                 data = place.copy_(data)
-            yield Bucket(number, data.to(self._device), announced.digests)
+            yield Bucket(number, data.to(self._device), announced.digests, announced.begins)
 
     def _read(self, number):
         try:

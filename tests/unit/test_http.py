@@ -86,7 +86,8 @@ GOLDEN_JSON = [
         ),
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
-        b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false,"kept":[]}',
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false,"kept":[],'
+        b'"any_order":false}',
     ),
     (
         http.UpdateReply(version="7", instance="i", record_s=1.5, kept=({"w": "d"},)),
@@ -201,8 +202,8 @@ GOLDEN_MSGPACK = [
         "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
     ),
     (
-        control.BucketReady(push="p", index=2, digests=(1,), sender=3),
-        "85a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503",
+        control.BucketReady(push="p", index=2, digests=(1,), sender=3, begins=(4,)),
+        "86a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503a6626567696e739104",
     ),
     (control.Heartbeat(push="p"), "82a474797065a57374696c6ca470757368a170"),
     (control.BucketDone(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),

@@ -168,7 +168,7 @@ class Receiver:
         self._machine.check("prepare")
         layout = self._loading.accept(request.manifest, request.known, request.push, request.kept)
         # A kept version has to be complete: it may be loaded again without a load plan.
-        some = request.parts and not request.keep
+        some = request.parts and not request.keep and not request.any_order
         job = _Job(request, end, self._loading.subset(layout) if some else Subset(layout, {}))
         self._drop_kept(layout if request.keep else None)
         self._before = ("", None, None)

@@ -13,6 +13,7 @@ from weightsync.errors import DigestMismatch, TransferFailed
 from weightsync.memory import arenas
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors import digest, native_copy
+from weightsync.tensors.any_order import Arrival
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Hashes
 from weightsync.tensors.scattered import Scattered, Stream, key
@@ -99,12 +100,15 @@ class Stages:
 
         ``kept`` is a stage that must not be overwritten. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
         """
-        layout = subset.layout
-        own = self._provide(layout.nbytes, kept) if incoming.whole is None else None
+        layout, mixed = subset.layout, request.any_order
+        own = self._provide(layout.nbytes, kept) if incoming.whole is None or mixed else None
         stage = incoming.whole if own is None else own
         assert stage is not None, "own memory or the sender's"
         check = _Check(self.rank, request, subset)
         try:
+            if mixed and own is not None:
+                self._fill_in_any_order(incoming, layout, own, check)
+                return Staged(request.push, subset, own, owner=request.owner), check.seconds
             prepared = self._prepare(stage, subset, request) if check.algorithm else None
             for bucket in incoming.buckets(own):
                 if prepared is not None and not check.is_same(bucket, prepared.buckets[bucket.number]):
@@ -117,6 +121,19 @@ class Stages:
             raise
         arena = incoming.arena if own is None else ""
         return Staged(request.push, subset, stage, arena, owner=request.owner), check.seconds
+
+    def _fill_in_any_order(self, incoming: Incoming, layout: Layout, stage: torch.Tensor, check: _Check) -> None:
+        arrival = Arrival(layout)
+        for bucket in incoming.buckets(None):
+            ended = []
+            for piece in arrival.pieces(bucket.begins, bucket.data.numel()):
+                target = piece.entry.raw(stage)[piece.start : piece.start + piece.nbytes]
+                arenas.copy(target, bucket.data[piece.at : piece.at + piece.nbytes])
+                if piece.last:
+                    ended.append(piece.entry)
+            arenas.synchronize(self.device)
+            check.compare(bucket, ((entry, entry.raw(stage)) for entry in ended))
+        arrival.end()
 
     def _prepare(self, stage: Stream, subset: Subset, request: UpdateRequest) -> _Prepared:
         """The hashes of this stage, kept from an earlier push if they fit."""

@@ -71,13 +71,15 @@ class BucketReady(Message, frozen=True, tag="filled"):
     """sender -> rank: bucket ``index`` can be read.
 
     ``digests`` are those of the tensors that end in this bucket, or of what the rank needs of them, in order.
-    ``sender`` is the trainer rank that sends the bucket, if the rank does not read it from the arena.
+    ``sender`` is the trainer rank that sends the bucket, if the rank does not read it from the arena. ``begins`` has
+    the numbers of the tensors that begin in it, in order, if they come in any order, see `http.UpdateRequest`.
     """
 
     push: str
     index: int
     digests: tuple[int, ...] = ()
     sender: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(name="lane", default=0)
+    begins: tuple[int, ...] = ()
 
 
 class Heartbeat(Message, frozen=True, tag="still"):

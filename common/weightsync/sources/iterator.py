@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,10 @@ from weightsync.memory import arenas
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import describe, text
 from weightsync.sources.dtensor import is_dtensor
+from weightsync.tensors.any_order import Order
 from weightsync.tensors.casting import cast
 from weightsync.tensors.held import HeldShards
-from weightsync.tensors.layout import CASTABLE, Entry, Layout
+from weightsync.tensors.layout import CASTABLE, Entry, Layout, listed
 
 
 class Placed(NamedTuple):
@@ -37,6 +38,8 @@ class IteratorSource:
 
     def __init__(self, pairs: Iterator[Any]):
         self._pairs = pairs
+        #: Whether anything was asked of it, so that it cannot be read from its start any more.
+        self.begun = False
 
     def identity(self) -> None:
         """See `Source.identity`."""
@@ -62,31 +65,57 @@ class IteratorSource:
         comes twice, and `ManifestMismatch` for a tensor that is not in the layout, or does not fit.
         """
         start, not_finite = time.perf_counter(), 0
-        entries = {entry.spec.name: entry for entry in layout.entries}
-        came: set[str] = set()
+        came: set[int] = set()
         sources: dict[str, torch.dtype] = {}
-        while (pair := next(self._pairs, None)) is not None:
-            found, tensor = _read(pair)
-            del pair
-            name = found.name
-            if name in came:
-                raise SourceError(f"the iterator yielded {name} twice; every tensor needs a unique name")
-            entry = _entry(found, entries)
+        for entry, tensor in self._come(layout):
             target = entry.view(arena)
             if tensor.dtype != entry.dtype:
-                sources[name] = tensor.dtype
-                not_finite += cast(name, target, tensor)
+                sources[entry.spec.name] = tensor.dtype
+                not_finite += cast(entry.spec.name, target, tensor)
             else:
                 arenas.copy(target, tensor)
-            came.add(name)
+            came.add(entry.number)
             del tensor  # before the next is made
         arenas.synchronize(arena.device)
-        there = [entry for entry in layout.entries if entry.spec.name in came]
+        there = [entry for entry in layout.entries if entry.number in came]
         specs = tuple(entry.spec for entry in there)
         if len(there) < len(layout.entries):
             for old, new in zip(there, Layout(specs).entries, strict=True):
                 new.raw(arena).copy_(old.raw(arena).clone())
         return Placed(specs, sources, not_finite, time.perf_counter() - start)
+
+    def in_turn(
+        self, layout: Layout, sources: dict[int, torch.dtype], dropped: Set[str]
+    ) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Every tensor as it comes, and its place in a stream of this order; none is held when the next is made.
+
+        The dtypes of those to be cast are added to ``sources``, by their number; those in ``dropped`` are passed over.
+        Raises as `place`, and `ManifestMismatch` if the iterator ends without a tensor of ``layout``.
+        """
+        order, missing = Order(), {entry.number for entry in layout.entries}
+        for entry, tensor in self._come(layout, dropped):
+            missing.remove(entry.number)
+            if tensor.dtype != entry.dtype:
+                sources[entry.number] = tensor.dtype
+            yield order.placed(entry), tensor
+            del tensor
+        if missing:
+            names = [layout.entries[number].spec.name for number in sorted(missing)]
+            raise ManifestMismatch(f"the iterator ended without {listed(names)}")
+
+    def _come(self, layout: Layout, dropped: Set[str] = frozenset()) -> Iterator[tuple[Entry, torch.Tensor]]:
+        entries = {entry.spec.name: entry for entry in layout.entries}
+        came: set[str] = set()
+        self.begun = True
+        while (pair := next(self._pairs, None)) is not None:
+            found, tensor = _read(pair)
+            del pair
+            if found.name in came:
+                raise SourceError(f"the iterator yielded {found.name} twice; every tensor needs a unique name")
+            came.add(found.name)
+            if found.name not in dropped:
+                yield _entry(found, entries), tensor
+            del tensor
 
 
 def _read(pair: Any) -> tuple[TensorSpec, torch.Tensor]:

@@ -95,7 +95,7 @@ class Driver:
                 raise
             self.engines.reopen(deadline)
             again = payload.again(self._open_transfer(source))
-            if again is None and (reading.over or isinstance(source, IteratorSource)):
+            if again is None and (reading.over or (isinstance(source, IteratorSource) and source.begun)):
                 raise
             payload = self._planned(source, asked, deadline, reading) if again is None else again
         try:

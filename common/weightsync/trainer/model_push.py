@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.reading import How, Reading
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
+
+_T = TypeVar("_T")
 
 
 class Repeated(NamedTuple):
@@ -83,7 +85,7 @@ class ModelPush:
         if self._copied is not None:
             return self._copied[0]
         plan = self.plan
-        if isinstance(plan.source, IteratorSource):
+        if isinstance(plan.source, IteratorSource) and not plan.request.any_order:
             return self._place(plan.source, transfer)
         outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
         if plan.shared is not None:
@@ -105,8 +107,11 @@ class ModelPush:
     def _read(self, source: IteratorSource, outgoing: Outgoing) -> Placed:
         arena = outgoing.arena.bytes
         assert isinstance(arena, torch.Tensor), "an iterator's tensors are not read in place"
-        place = functools.partial(source.place, outgoing.layout, arena)
-        return place() if self._ranks is None else self._ranks.together(place, self._deadline)
+        return self._together(functools.partial(source.place, outgoing.layout, arena))
+
+    def _together(self, read: Callable[[], _T]) -> _T:
+        """Read an iterator; every other rank of the trainer reads its own meanwhile."""
+        return read() if self._ranks is None else self._ranks.together(read, self._deadline)
 
     def again(self, transfer: Transfer) -> ModelPush | None:
         """The same push once more, from the arena, to engines that were restarted; None if it is not there."""
@@ -138,11 +143,20 @@ class ModelPush:
 
     def _send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         plan = self.plan
+        if isinstance(plan.source, IteratorSource):
+            return self._send_in_turn(plan.source, outgoing, progress)
         if plan.ranks is not None:
             return outgoing.send_filled(plan.ranks, plan.source, deadline, progress)
         arenas.synchronize(plan.source.device)
         tensors = plan.source.tensors() if plan.shared is None else plan.shared
         return outgoing.send(tensors, progress, plan.identity, plan.sources)
+
+    def _send_in_turn(self, source: IteratorSource, outgoing: Outgoing, progress: Progress) -> Sent:
+        sources: dict[int, torch.dtype] = {}
+        pairs = source.in_turn(outgoing.layout, sources, self.plan.dropped)
+        sent = self._together(lambda: outgoing.send_pairs(pairs, sources, progress))
+        self.plan = self.plan._replace(sources=sources)
+        return sent
 
     def check_unchanged(self, then: str) -> None:
         """Raise `SourceError`, with what has happened ``then``, if parameters that are read in place were written to.

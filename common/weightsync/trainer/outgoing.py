@@ -15,7 +15,7 @@ from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
 from weightsync.tensors.casting import NO_CASTS
-from weightsync.tensors.layout import Layout
+from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.scattered import key
 from weightsync.tensors.subset import Digests, Wanted
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
@@ -67,7 +67,8 @@ class Outgoing:
     @property
     def is_whole(self) -> bool:
         """Whether the arena holds the whole stream after the push."""
-        return not self.plan.stream and self.layout.nbytes <= self.plan.slots * self.plan.bucket_bytes
+        plan = self.plan
+        return not (plan.stream or plan.any_order) and self.layout.nbytes <= plan.slots * plan.bucket_bytes
 
     def request(self, engine: str, transport: str) -> UpdateRequest:
         """The request to the engine at the URL ``engine``."""
@@ -105,6 +106,17 @@ class Outgoing:
         sent = packing.sent._replace(verify_s=self._finish())
         packing.remember()
         return sent
+
+    def send_pairs(
+        self, pairs: Iterable[tuple[Entry, torch.Tensor]], sources: Mapping[int, torch.dtype], progress: Progress
+    ) -> Sent:
+        """As `send`, in the order of ``pairs``: tensors, and where each lies in the stream. ``sources`` may grow."""
+        plan = self.plan
+        packer = Packer(self.layout, self.arena.bytes, plan.bucket_bytes, plan.slots, plan.digest, self.demand, sources)
+        for bucket in packer.fill_pairs(pairs, self._acquire):
+            self._announce(bucket.number, bucket.digests, bucket.begins)
+            progress(bucket.nbytes)
+        return Sent(packer.gather_s, packer.digest_s, self._finish(), packer.not_finite)
 
     def copy(
         self,
@@ -154,9 +166,9 @@ class Outgoing:
             progress(min((number + 1) * self.plan.bucket_bytes, self.layout.nbytes))
         return self._finish()
 
-    def _announce(self, number: int, digests: Digests) -> None:
+    def _announce(self, number: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         for sending in self._sendings:
-            sending.announce(number, digests)
+            sending.announce(number, digests, begins)
 
     def _finish(self) -> float:
         return max(sending.finish() for sending in self._sendings)

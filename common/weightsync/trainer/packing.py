@@ -20,11 +20,13 @@ from weightsync.tensors.subset import Digests, Found, Wanted
 
 
 class Packed(NamedTuple):
-    """A full bucket: its number, the digests of the tensors that end in it, and the bytes packed so far."""
+    """A full bucket: its number, the digests of the tensors that end in it, the bytes packed so far, and the numbers of
+    the tensors that begin in it."""
 
     number: int
     digests: Digests
     nbytes: int
+    begins: tuple[int, ...] = ()
 
 
 _Hashing = dict[tuple[int, Box | None], Hasher]
@@ -57,15 +59,21 @@ class Packer:
         self.gather_s = self.digest_s = 0.0
         self.not_finite = 0
 
-    @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[Packed]:
         """Yield every bucket once it is full; ``acquire(number)`` waits until the slot of a bucket may be written.
 
         Raises `SourceError` that names a tensor whose shape or dtype is not what was planned, or of which a finite
         element would become infinite.
         """
-        bucket, size, finished = -1, self._bucket_bytes, _Hashing()
-        for entry, tensor in zip(self._layout.entries, tensors, strict=True):
+        return self.fill_pairs(zip(self._layout.entries, tensors, strict=True), acquire)
+
+    @torch.no_grad()
+    def fill_pairs(
+        self, pairs: Iterable[tuple[Entry, torch.Tensor]], acquire: Callable[[int], None]
+    ) -> Iterator[Packed]:
+        """As `fill`, with the place of each tensor in the stream. No tensor is held when the next is asked for."""
+        bucket, size, finished, begins = -1, self._bucket_bytes, _Hashing(), list[int]()
+        for entry, tensor in pairs:
             planned = self._sources.get(entry.number, entry.dtype)
             if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != planned:
                 raise SourceError(
@@ -81,9 +89,11 @@ class Packer:
                 wanted = (entry.offset + done) // size
                 if wanted != bucket:
                     if bucket >= 0:
-                        yield self._full(bucket, finished)
+                        yield self._full(bucket, finished, begins)
                     bucket = wanted
                     acquire(bucket)
+                if not done:
+                    begins.append(entry.number)
                 if flat is None:
                     done += self._copy(entry, tensor, raw, done, hasher)
                 else:
@@ -92,9 +102,10 @@ class Packer:
                 finished[entry.number, None] = hasher
             if boxes - {None}:
                 finished |= self._boxes(entry, tensor, boxes)
+            del tensor, flat, raw
         if bucket < 0:
             acquire(0)
-        yield self._full(max(bucket, 0), finished)
+        yield self._full(max(bucket, 0), finished, begins)
 
     def _raw(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor's bytes, contiguous; None for a strided tensor that is copied whole into one bucket."""
@@ -165,7 +176,7 @@ class Packer:
         self.digest_s += time.perf_counter() - hash_start
         return found
 
-    def _full(self, bucket: int, finished: _Hashing) -> Packed:
+    def _full(self, bucket: int, finished: _Hashing, begins: list[int]) -> Packed:
         digests: Digests = {}
         if finished:
             hash_start = time.perf_counter()
@@ -174,7 +185,9 @@ class Packer:
             finished.clear()
             self.digest_s += time.perf_counter() - hash_start
         arenas.synchronize(self._arena.device)
-        return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes))
+        begun = tuple(begins)
+        begins.clear()
+        return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes), begun)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ class PushPlan(NamedTuple):
 
     ``shared`` are its tensors if engines read them in place, else None. ``identity`` is that of `Source.identity`.
     ``sources`` has the trainer's dtype of each tensor that is cast, by its number. ``ranks`` coordinates the trainer's
-    ranks if they fill one arena together, else it is None.
+    ranks if they fill one arena together, else it is None. ``dropped`` are names that an iterator may yield, and that
+    are not sent.
     """
 
     source: Source
@@ -64,6 +65,7 @@ class PushPlan(NamedTuple):
     identity: object | None
     sources: Mapping[int, torch.dtype]
     ranks: Coordinator | None
+    dropped: Set[str] = frozenset()
 
 
 class Planner:
@@ -111,9 +113,10 @@ class Planner:
     def of_iterator(
         self, source: IteratorSource, transfer: Transfer, deadline: Deadline, allow_missing: Sequence[str] = ()
     ) -> PushPlan:
-        """Plan an arena for all that an iterator may yield; `placed` makes a push of it. ``allow_missing`` as in `of`.
+        """Plan a push of all that the engines expect. ``allow_missing`` as in `of`.
 
-        Raises `UnsupportedOption` if an engine has no list, or the arena would not hold everything.
+        The arena holds all of it, so that `placed` can make a push of what has come; or if it may not, the tensors are
+        sent as they come. Raises `UnsupportedOption` if an engine has no list, or cannot take them in any order.
         """
         options = self._options
         lists = self._engines.expected(deadline)
@@ -126,16 +129,36 @@ class Planner:
         first = next(iter(lists.values()))
         specs = tuple(structs.replace(s, dtype=first.served.get(s.name, s.dtype)) for s in first.tensors)
         layout = self._layout_of(self._fit(specs, allow_missing, deadline).manifest, False)
-        choice = self._choose(transfer, layout)
-        if options.keep or choice.staging == "none" or choice.slots * choice.bucket_bytes < layout.nbytes:
+        choice, dropped = self._choose(transfer, layout), frozenset[str]()
+        if choice.staging == "none":
             raise UnsupportedOption(
-                f"the tensors of an iterator are copied into an arena for all of them, {layout.nbytes} bytes, before "
-                "any engine is asked: that takes the memory, and excludes keep_previous, bucket_bytes and "
-                'staging="none"; or push a module or a mapping'
+                f"an iterator's tensors are loaded once all have come, and a stage is excluded: {choice.reason}; push "
+                "a module or a mapping"
             )
-        return PushPlan(
-            source, self._request(transfer, source, layout, choice, ()), layout, choice, None, None, {}, None
-        )
+        in_turn = options.keep or options.bucket_bytes is not None or choice.slots * choice.bucket_bytes < layout.nbytes
+        if in_turn:
+            self._check_in_turn(allow_missing)
+            dropped = frozenset.intersection(*(frozenset(reply.optional) for reply in lists.values()))
+            layout = self._layout_of(tuple(spec for spec in layout.specs if spec.name not in dropped), False)
+            choice = self._choose(transfer, layout)
+        request = self._request(transfer, source, layout, choice, ())
+        if in_turn:
+            request = structs.replace(request, any_order=True, parts=False)
+        return PushPlan(source, request, layout, choice, None, None, {}, None, dropped)
+
+    def _check_in_turn(self, allow_missing: Sequence[str]) -> None:
+        """Raise `UnsupportedOption` if tensors cannot be sent in the order in which they come."""
+        if allow_missing:
+            raise UnsupportedOption(
+                "which names an iterator lacks is known at its end: allow_missing takes memory for an arena that holds "
+                "everything, and excludes keep_previous and bucket_bytes; or push a module or a mapping"
+            )
+        for url, engine in self._engines.by_url.items():
+            if engine.hello.protocol < (http.PROTOCOL[0], http.ANY_ORDER_MINOR):
+                raise UnsupportedOption(
+                    f"{url} runs weightsync {engine.hello.package_version}, which takes an iterator's tensors only "
+                    "from an arena that holds all of them, without keep_previous and bucket_bytes; update it"
+                )
 
     def placed(self, plan: PushPlan, found: Placed, deadline: Deadline, allow_missing: Sequence[str]) -> PushPlan:
         """The push of what an iterator has yielded, in the arena of ``plan``. Raises as `of`."""

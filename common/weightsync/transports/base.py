@@ -44,11 +44,13 @@ class Bucket(NamedTuple):
 
     ``data`` (1-D uint8) is valid until the next bucket is requested, or longer if it lies in the rank's own stage.
     ``digests`` belong to the tensors that end in this bucket, each computed over the part that the rank needs.
+    ``begins`` as in `control.BucketReady`.
     """
 
     number: int
     data: torch.Tensor
     digests: tuple[int, ...]
+    begins: tuple[int, ...] = ()
 
 
 class Sending(Protocol):
@@ -63,8 +65,11 @@ class Sending(Protocol):
     def acquire(self, bucket: int) -> None:
         """Wait until the slot of this bucket may be written. Raises `TransferFailed` or `PushTimeout`."""
 
-    def announce(self, bucket: int, digests: Digests) -> None:
-        """Send the bucket, which now lies in its slot. Raises `TransferFailed` or `PushTimeout`."""
+    def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
+        """Send the bucket, which now lies in its slot; ``begins`` as in `control.BucketReady`.
+
+        Raises `TransferFailed` or `PushTimeout`.
+        """
 
     def finish(self) -> float:
         """Wait until every rank has received and verified the stream; returns the slowest verification, in seconds.

@@ -90,9 +90,9 @@ class MappedSending:
         """See `base.Sending`."""
         return self._session.needs.values()
 
-    def announce(self, bucket: int, digests: Digests) -> None:
+    def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
-        self._session.announce(bucket, digests)
+        self._session.announce(bucket, digests, begins=begins)
 
     def finish(self) -> float:
         """See `base.Sending`."""
@@ -186,7 +186,7 @@ class MappedIncoming:
                 self._session.taken(index)
                 yield Bucket(index, place, filled.digests)
             else:
-                yield Bucket(index, data, filled.digests)
+                yield Bucket(index, data, filled.digests, filled.begins)
                 self._session.taken(index)
 
 

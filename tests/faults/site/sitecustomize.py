@@ -213,12 +213,12 @@ def incoming(*names):
 
 def outgoing(module):
     @around(module.Outgoing, "_announce")
-    def announce(original, self, number, digests):
+    def announce(original, self, number, *more):
         plan = self.plan
         action = at("trainer packs", number=number)
         if action == "flip":
             self.arena.bytes[number % plan.slots * plan.bucket_bytes + 1000] ^= 1
-        original(self, number, digests)
+        original(self, number, *more)
 
 
 # --- in the trainer and in an engine's front end ----------------------------------------------------------------------

@@ -179,12 +179,15 @@ class PushSession:
         for peer in self._identity:
             self._send(peer, offer(self._mapped[peer]))
 
-    def announce(self, index: int, digests: Digests, sender: int = 0) -> None:
-        """Tell every rank that a bucket is ready; ``sender`` is the number of the trainer rank that sends it."""
+    def announce(self, index: int, digests: Digests, sender: int = 0, begins: tuple[int, ...] = ()) -> None:
+        """Tell every rank that a bucket is ready, in which the tensors ``begins`` begin, see `control.BucketReady`.
+
+        ``sender`` is the number of the trainer rank that sends it.
+        """
         self.deadline.check(f"bucket {index} to be packed")
         for peer in self.peers:
             needed = digests.get(self.needs[peer].name, ())
-            self._send(peer, BucketReady(push=self._push, index=index, digests=needed, sender=sender))
+            self._send(peer, BucketReady(self._push, index, needed, sender, begins))
 
     def taken(self, peer: Peer, index: int) -> None:
         """Record that a rank no longer needs a bucket, nor any before it."""

@@ -153,7 +153,7 @@ class BroadcastIncoming:
                 self._finish(number, work)
             self.pending.popleft()
             self._session.taken(number)
-            yield Bucket(number, place, ready.digests)
+            yield Bucket(number, place, ready.digests, ready.begins)
 
     def _finish(self, number: int, work: Any) -> None:
         try:

@@ -192,7 +192,7 @@ class BroadcastSending:
         with self._blaming():
             self._await_broadcasts(bucket - self._plan.slots)
 
-    def announce(self, bucket: int, digests: Digests) -> None:
+    def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
         size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
         with self._blaming():
@@ -201,7 +201,7 @@ class BroadcastSending:
                 helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
                 self._session.watch = lambda: helpers.check(deadline)
             sender = bucket % self._senders
-            self._session.announce(bucket, digests, sender)
+            self._session.announce(bucket, digests, sender, begins)
             slot = (bucket % self._plan.slots) * size
             data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
             own = not sender and data.numel()

@@ -65,7 +65,8 @@ class _Push:
         if number + 1 == self._layout.buckets(self._request.bucket_bytes):
             self._link.arrived()
         at, nbytes = number % slots * self._request.bucket_bytes, self._nbytes(number)
-        return Bucket(number, memory[at : at + nbytes], self._announced[number].digests)
+        announced = self._announced[number]
+        return Bucket(number, memory[at : at + nbytes], announced.digests, announced.begins)
 
     def _nbytes(self, number: int) -> int:
         size = self._request.bucket_bytes

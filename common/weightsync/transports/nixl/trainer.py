@@ -196,9 +196,9 @@ class NixlSending:
         """See `base.Sending`."""
         return self._session.needs.values()
 
-    def announce(self, bucket: int, digests: Digests) -> None:
+    def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
-        self._session.announce(bucket, digests)
+        self._session.announce(bucket, digests, begins=begins)
         self._writing.filled(bucket)
         self._poll()
 
