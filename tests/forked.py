@@ -36,7 +36,7 @@ class Forked:
     def __init__(self, arguments, environment):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(LOADED))
-        self._process = context.Process(target=run, args=(arguments, environment))
+        self._process = context.Process(target=run, args=(arguments, environment), daemon=True)
         self._process.start()
         self.pid = self._process.pid
 

@@ -128,9 +128,10 @@ def measure(
 ) -> Report:
     """Measure pushes to the engines at ``urls``; the other arguments are those of a `Sender`, see there.
 
-    Takes the leases of the engines. Raises `WeightSyncError`, and changes nothing, where an engine does not say what a
-    complete push is; with ``commit`` also where it serves what somebody pushed, or where its checkpoint is not on this
-    host.
+    Takes the leases of the engines. Raises `WeightSyncError`, and changes nothing, where an engine serves nothing,
+    keeps a version to go back to, or does not say what a complete push is; with ``commit`` also where it serves what
+    somebody pushed, or runs on another host. Raises it too, with ``weights="committed"``, if the checkpoint turns out
+    to be another than the engine served.
     """
     where = own_address(address) if address else ""
     options = Options(timeout_s, transport, "retract", "full", "digest", False, None, False, where, _PREFIX)
@@ -146,8 +147,10 @@ def measure(
 
 def _measured(driver: Driver, commit: bool, options: Options) -> Report:
     timeout_s = options.timeout_s
+    _check_idle(driver, Deadline(timeout_s))
     folder, label = _own_checkpoint(driver, Deadline(timeout_s)) if commit else (None, "")
     source = open_source(_made_up(driver, Deadline(timeout_s)) if folder is None else folder)
+    served = _digests(driver, Deadline(timeout_s)) if commit else {}
     pushes = []
     for _ in range(1 + _MORE):
         start, deadline = time.perf_counter(), Deadline(timeout_s)
@@ -157,6 +160,13 @@ def _measured(driver: Driver, commit: bool, options: Options) -> Report:
         result = driver.push(source, Asked(label, label, ()), deadline, start, Reading())
         pause_s = max(engine.pause_s for engine in result.engines.values())
         pushes.append({**result.seconds, "pause": pause_s})
+        for url, digests in _digests(driver, Deadline(timeout_s)).items() if len(pushes) == 1 else ():
+            if digests != served[url]:
+                raise WeightSyncError(
+                    f"{url} serves {folder} now, and served other weights before (dummy weights, another revision, or "
+                    "what one of its own routes has loaded), also as version {label!r}; start it again",
+                    engines=dict.fromkeys(served, "committed"),
+                )
     nbytes = Layout(source.specs).payload_bytes
     link = _link(driver, options.address)
     speed = link.bits_per_s if link is not None else None
@@ -177,15 +187,33 @@ def _share(seconds: float, usual: Mapping[str, float]) -> str:
     return f"{seconds / usual['transfer']:.0%} of transfer"
 
 
+def _check_idle(driver: Driver, deadline: Deadline) -> None:
+    for url, status in driver.status(deadline).items():
+        if driver.engines.by_url[url].hello.stopped:
+            raise WrongState(f"{url} serves nothing, and a push that it drops would not change that; push first")
+        if any(rank.previous for rank in status.ranks):
+            raise WrongState(f"{url} keeps a version to go back to (keep_previous), which it would drop")
+
+
+def _digests(driver: Driver, deadline: Deadline) -> dict[str, list[str]]:
+    """Digests of what every rank computes with, by the engine's URL."""
+    found = driver.status(deadline, digest=True).items()
+    return {url: [rank.digest for rank in status.ranks] for url, status in found}
+
+
 def _made_up(driver: Driver, deadline: Deadline) -> dict[str, torch.Tensor]:
     """Tensors of the names, shapes and dtypes that the engines expect."""
     for url, reply in driver.engines.expected(deadline).items():
         if not reply.tensors:
-            raise UnsupportedOption(f"{url} does not say what a complete push is: {reply.why}; measure your own pushes")
+            why = reply.why or "its weightsync is of an earlier release"
+            raise UnsupportedOption(f"{url} does not say what a complete push is: {why}; measure your own pushes")
     specs = next(iter(driver.engines.expected(deadline).values())).tensors
-    made = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in specs}
-    for tensor in made.values():
-        tensor.reshape(-1).view(torch.uint8).fill_(_FILL)  # memory that was never written to is copied too fast
+    try:
+        made = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in specs}
+        for tensor in made.values():
+            tensor.reshape(-1).view(torch.uint8).fill_(_FILL)  # memory that was never written to is copied too fast
+    except RuntimeError as error:
+        raise UnsupportedOption(f"there is no memory for tensors of the size of the model: {error}") from error
     return made
 
 
@@ -194,9 +222,13 @@ def _own_checkpoint(driver: Driver, deadline: Deadline) -> tuple[Path, str]:
     found = set()
     for url, status in driver.status(deadline).items():
         hello = driver.engines.by_url[url].hello
-        if hello.stopped or (status.committed and not status.committed.startswith(_PREFIX)):
-            serves = "nothing" if hello.stopped else f"version {status.version!r}, which was pushed"
-            raise WrongState(f"{url} serves {serves}: --commit would replace it by the engine's own checkpoint")
+        if status.committed and not status.committed.startswith(_PREFIX):
+            raise WrongState(
+                f"{url} serves version {status.version!r}, which was pushed: --commit would replace it by the engine's "
+                "own checkpoint"
+            )
+        if hello.host != arenas.host_id():
+            raise UnsupportedOption(f"{url} runs on another host: --commit needs the engine's own checkpoint, there")
         found.add((hello.model, status.version))
     if len(found) > 1:
         raise UnsupportedOption(
@@ -242,6 +274,8 @@ def _disk_s(folder: Path, nbytes: int) -> float:
     """Seconds of reading so many bytes of the checkpoint from its disk."""
     done, start = 0, time.perf_counter()
     for file in sorted(folder.glob("*.safetensors")):
+        if done >= _SAMPLE_BYTES:
+            break
         with file.open("rb", buffering=0) as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while done < _SAMPLE_BYTES and (block := opened.read(_BLOCK)):

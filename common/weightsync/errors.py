@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 Weights = Literal["unchanged", "committed", "dirty", "unknown"]
 
@@ -44,11 +44,12 @@ class WeightSyncError(Exception):
     - ``"dirty"``: the engine holds neither version, and does not generate until a full push commits.
     - ``"unknown"``: the engine could not be asked.
 
-    ``phase`` is what the sender was doing: ``"prepare"``, ``"transfer"`` or ``"commit"`` of a push, or else the call.
-    ``mend`` is what to try first, unless ``message`` always says that. The text of the error has all three.
+    ``phase`` is what the sender was doing: ``"read"`` (the trainer's tensors), ``"prepare"``, ``"transfer"`` or
+    ``"commit"`` of a push, or else the call. ``mend`` is what to try first, unless ``message`` says it. The text of the
+    error has all three.
     """
 
-    mend: ClassVar[str] = "weightsync doctor URL"
+    mend = "weightsync doctor URL"
     phase = ""
 
     def __init__(self, message: str, *, weights: Weights = "unchanged", engines: Mapping[str, Weights] | None = None):
@@ -64,12 +65,13 @@ class WeightSyncError(Exception):
     def __str__(self) -> str:
         if not self.phase:
             return self.message
-        if not self.mend:
-            return f"{self.message} [{self.phase}]"
-        urls = [url for url in self.engines if "://" in url]
-        named = [url for url in urls if url in self.message] or urls
-        mend = self.mend.replace("URL", named[0]) if named else self.mend
-        return f"{self.message} [{self.phase}; try: {mend}]"
+        urls = [url for url in self.engines if "://" in url]  # engines of this process have none
+        urls = [url for url in urls if url in self.message] or urls
+        mend = "; ".join(part.replace("URL", urls[0]) if urls else part for part in self._mends(bool(urls)))
+        return f"{self.message} [{self.phase}; try: {mend}]" if mend else f"{self.message} [{self.phase}]"
+
+    def _mends(self, urls: bool) -> list[str]:
+        return [part for part in self.mend.split("; ") if part and (urls or "URL" not in part)]
 
     def settle(self, engines: Mapping[str, Weights]) -> None:
         """Set ``engines`` to what each engine serves now, and ``weights`` to the worst of them."""
@@ -161,7 +163,7 @@ class DigestMismatch(TransferFailed):
 class ApplyFailed(WeightSyncError):
     """An engine could not load weights that had arrived in full."""
 
-    mend = "weightsync status URL; a full push repairs the engine"
+    mend = "weightsync status URL; push again"
 
 
 class PushTimeout(WeightSyncError, TimeoutError):

@@ -140,7 +140,7 @@ def send(outgoing, sources, tensors, deadline):
     if sources is None:
         outgoing.send(tensors, lambda sent: None)
     else:
-        outgoing.send_filled(sources, tensors, deadline, None)
+        outgoing.send_filled(sources, tensors, deadline, lambda sent: None)
 
 
 def hello(url, instance, ranks):

@@ -16,7 +16,12 @@ from weightsync.trainer.packing import Packer
 def streams(draw):
     """Tensors with few or many bytes, an order for them, and the size and the number of buckets."""
     sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=12))
-    return sizes, draw(st.permutations(range(len(sizes)))), draw(st.integers(1, 6)) * ALIGN_BYTES, draw(st.integers(2, 4))
+    return (
+        sizes,
+        draw(st.permutations(range(len(sizes)))),
+        draw(st.integers(1, 6)) * ALIGN_BYTES,
+        draw(st.integers(2, 4)),
+    )
 
 
 @given(streams())
@@ -38,7 +43,6 @@ def test_a_rank_gets_every_bit(made):
         for piece in arrival.pieces(bucket.begins, data.numel()):
             piece.entry.raw(stage)[piece.start : piece.start + piece.nbytes] = data[piece.at : piece.at + piece.nbytes]
             ended += [piece.entry.number] if piece.last else []
-        assert len(bucket.digests.get("", ())) == sum(piece in ended[-len(ended) :] for piece in ()) or True
     arrival.end()
     assert count == layout.buckets(bucket_bytes)
     assert ended == [number for number in order if sizes[number]]
@@ -52,18 +56,23 @@ LAYOUT = Layout([spec_of(f"t{number}", torch.zeros(700, dtype=torch.int8)) for n
 @pytest.mark.parametrize(
     ("announced", "said"),
     [
-        ([(7,)], "tensor 7 was announced, and has come already or is not part of the push"),
-        ([(-1,)], "tensor -1 was announced"),
-        ([(0,), (0,)], "tensor 0 was announced, and has come already"),
-        ([(0, 1)], "t1 was announced in a bucket that has no room for it"),
-        ([(0,), (1,)], "the stream ended without t2"),
-        ([(0,), (1,), (2,)], "the stream ended within t2"),
-        ([()], "the stream ended without t0, t1, t2"),
+        ([((7,), 512)], "tensor 7 was announced, and has come already or is not part of the push"),
+        ([((-1,), 512)], "tensor -1 was announced"),
+        ([((0,), 1024), ((0,), 1024)], "tensor 0 was announced, and has come already"),
+        ([((0, 1), 512)], "t1 was announced in a bucket that has no room for it"),
+        ([((0, 1), 1024)], "t1 was announced in a bucket that has no room for it"),
+        ([((0,), 1024), ((1,), 1024)], "the stream ended without t2"),
+        ([((0,), 1024), ((1,), 1024), ((2,), 512)], "the stream ended within t2"),
+        ([((), 512)], "the stream ended without t0, t1, t2"),
     ],
 )
 def test_announcements_that_cannot_be_are_refused(announced, said):
-    arrival = Arrival(LAYOUT)
     with pytest.raises(TransferFailed, match=said):
-        for begins in announced:
-            list(arrival.pieces(begins, 512 if len(announced) in (1, 3) else 1024))
-        arrival.end()
+        receive(announced)
+
+
+def receive(announced):
+    arrival = Arrival(LAYOUT)
+    for begins, nbytes in announced:
+        list(arrival.pieces(begins, nbytes))
+    arrival.end()

@@ -9,9 +9,17 @@ from tests.unit import two_ranks
 from tools import models, servers
 from weightsync import Sender, bench
 from weightsync.cli import main
-from weightsync.errors import EngineUnreachable, LeaseHeld, ManifestMismatch, UnsupportedOption, WrongState
+from weightsync.errors import (
+    EngineUnreachable,
+    LeaseHeld,
+    ManifestMismatch,
+    UnsupportedOption,
+    WeightSyncError,
+    WrongState,
+)
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
+from weightsync.trainer.engines import Engines
 
 
 @pytest.fixture
@@ -60,7 +68,9 @@ def test_a_commit_is_of_the_engines_own_checkpoint_under_its_label(started, mode
     assert push == ""
     for _ in range(2):
         assert main(["bench", "--commit", started.url]) == 0
-        assert served(started.url)[::2] == (version, digest)
+        now = served(started.url)
+        assert now[::2] == (version, digest)
+        assert now[1].startswith("bench-")
     assert digest == digest_of(models.load_reference(model_folder("llama", 0)).state_dict().items())
     said = capsys.readouterr().out
     for row in ("prepare", "  record", "transfer", "  gather", "  digest", "  verify", "commit", "  pause", "total"):
@@ -76,6 +86,36 @@ def test_engines_of_another_checkpoint_are_not_given_the_first_ones(started, mod
             bench.measure([started.url, other.url], commit=True)
         assert set(bench.measure([started.url, other.url], commit=False).engines) == {started.url, other.url}
         assert [served(engine.url) for engine in (started, other)] == before
+
+
+def test_weights_that_are_not_the_checkpoint_are_replaced_once_and_said(started, model_folder, monkeypatch):
+    monkeypatch.setattr(bench, "_folder", lambda model: model_folder("llama", 1))
+    with pytest.raises(WeightSyncError, match="served other weights before") as raised:
+        bench.measure([started.url], commit=True)
+    assert raised.value.engines == {started.url: "committed"}
+
+
+def test_engines_that_serve_nothing_or_keep_a_version_are_refused(started, model_folder, trained):
+    with ReferenceEngine(model_folder("llama", 0), args=["--wait-for-initial-weights"]) as waiting:
+        with pytest.raises(WrongState, match="serves nothing"):
+            bench.measure([waiting.url], commit=False)
+        assert Sender([waiting.url]).status()[waiting.url].state == "unsynced"
+    with Sender([started.url], keep_previous=True, transport="nixl") as sender:
+        for label in ("one", "two"):
+            sender.push(trained, version=label)
+        assert main(["abort", started.url]) == 0  # the lease ends, as after a long silence
+        with pytest.raises(WrongState, match="keeps a version to go back to"):
+            bench.measure([started.url], commit=False)
+        assert sender.status()[started.url].ranks[0].previous == "one"
+
+
+@pytest.mark.parametrize("transport", ["nixl", "nccl"])
+def test_every_rehearsal_uses_the_same_connections(started, monkeypatch, transport):
+    asked = []
+    join = Engines.join
+    monkeypatch.setattr(Engines, "join", lambda self, *more: asked.append(more) or join(self, *more))
+    assert len(bench.measure([started.url], commit=False, transport=transport).pushes) == 4
+    assert len(asked) == 1
 
 
 def test_a_checkpoint_that_is_not_on_this_host_is_named(started, monkeypatch, model_folder):

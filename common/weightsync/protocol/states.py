@@ -45,10 +45,11 @@ ENGINE: Final[Mapping[State, Mapping[str, State]]] = {
 }
 
 #: A sender. Events: ``push`` · ``rollback`` · ``accepted`` every engine accepted the manifest · ``refused`` an engine
-#: refused it or cannot be reached · ``staged`` every rank has all bytes, verified · ``lost`` the transfer failed ·
-#: ``stream`` every engine is asked to commit while the bytes travel · ``committed`` every engine has committed ·
-#: ``failed`` an engine has not · ``aborted`` the engines were told to drop the push · ``interrupted`` the sender's
-#: thread was interrupted (Ctrl-C) before it could tell them, so they drop it by their own deadlines · ``close``.
+#: refused it or cannot be reached · ``staged`` every rank has all bytes, verified · ``lost`` the transfer failed, or
+#: was a rehearsal · ``stream`` every engine is asked to commit while the bytes travel · ``committed`` every engine has
+#: committed · ``failed`` an engine has not · ``aborted`` the engines were told to drop the push · ``interrupted`` the
+#: sender's thread was interrupted (Ctrl-C) before it could tell them, so they drop it by their own deadlines ·
+#: ``close``.
 PUSH: Final[Table] = {
     "idle": {"push": "preparing", "rollback": "committing", "close": "closed"},
     "preparing": {"accepted": "transferring", "stream": "streaming", "refused": "aborting", "interrupted": "idle"},

@@ -111,8 +111,6 @@ class Driver:
         """Push ``source`` up to the commit, which no engine makes; the seconds of each phase, as `push` counts them."""
         start = time.perf_counter()
         payload = self._planned(source, Asked(None, None, ()), deadline, Reading())
-        if payload.plan.request.stream:
-            raise UnsupportedOption(f"without a commit nothing is sent: {payload.plan.choice.reason}")
         push = self._new_push(self._open_transfer(source), deadline)
         with self._shown("rehearsal", payload.nbytes):
             sent = push.rehearse(payload)
@@ -228,10 +226,12 @@ class Driver:
         settle(self.engines, deadline)
         kept = {rank.previous for status in self.status(deadline).values() for rank in status.ranks}
         if len(kept) != 1 or "" in kept:
-            raise TransferFailed(
+            error = TransferFailed(
                 "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
                 engines=self.engines.last_known(),
             )
+            error.mend = ""
+            raise error
         (label,) = kept
         rollback = Rollback(self.engines, self._transfer, self._machine, deadline, self._options.pause)
         with self._shown(f"rollback {label}", 0):

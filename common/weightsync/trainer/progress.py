@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from tqdm.auto import tqdm  # a widget in a notebook
 
@@ -12,8 +14,26 @@ from tqdm.auto import tqdm  # a widget in a notebook
 _NAMED = 2
 
 
+class _Unfailing:
+    """Standard error, without its errors: after one, of a pipe that nobody reads for example, tqdm keeps its lock."""
+
+    def __init__(self) -> None:
+        self._file = sys.stderr
+
+    def write(self, text: str) -> None:
+        with suppress(Exception):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with suppress(Exception):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class Shown:
-    """A bar; calls come from the threads of several engines."""
+    """A bar; calls come from the threads of several engines. Nothing that it cannot draw fails a push."""
 
     def __init__(self, bar: tqdm[None] | None = None):
         self._bar = bar
@@ -36,10 +56,13 @@ class Shown:
     def sent(self, nbytes: int) -> None:
         """So many bytes of the push were sent."""
         if self._bar is not None:
-            self._bar.update(nbytes - self._bar.n)
+            with self._lock, suppress(Exception):
+                self._bar.update(nbytes - self._bar.n)
 
     def _refresh(self) -> None:
-        if self._bar is not None:
+        if self._bar is None:
+            return
+        with suppress(Exception):
             named = list(self._waiting)[:_NAMED]
             more = f" and {len(self._waiting) - _NAMED} more" if len(self._waiting) > _NAMED else ""
             self._bar.set_postfix_str(f"{self._phase}, waits for {', '.join(named)}{more}" if named else self._phase)
@@ -51,5 +74,9 @@ def shown(what: str, nbytes: int, wanted: bool) -> Iterator[Shown]:
     if not wanted:
         yield Shown()
         return
-    with tqdm(total=nbytes, unit="B", unit_scale=True, unit_divisor=1000, desc=what) as bar:
+    bar = tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, file=_Unfailing())
+    try:
         yield Shown(bar)
+    finally:
+        with suppress(Exception):
+            bar.close()

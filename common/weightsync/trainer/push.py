@@ -252,13 +252,17 @@ class Push(Change):
         self._begin(payload.name, "", payload.nbytes)
         with self._failures_handled(payload.name), renewed(self._engines, payload.name, self._deadline):
             sent = self._sent(payload, self._accepted(payload))
-        self._clean_up(payload.name, WeightSyncError("the push was a rehearsal"))
+        self._machine.move("lost")
+        self._engines.abort(payload.name, self._deadline)
+        self._machine.move("aborted")
+        self._push_transfer.dropped()  # the ranks have received everything, and stay connected
         return sent
 
     def _accepted(self, payload: Payload) -> Outgoing:
         self._machine.move("push")
         self._enter("read")
         outgoing = payload.begin(self._push_transfer)
+        self._enter("prepare")
         settle(self._engines, self._deadline)
         self._prepare(outgoing)
         return outgoing
@@ -292,6 +296,7 @@ class Push(Change):
             try:
                 sent = self._send(payload, outgoing)
             except BaseException as error:
+                self._enter("commit")
                 self._push_transfer.cancel(error)
                 # The engines' own replies say what they serve; this raises for those that failed.
                 replies = self._engines.outcome(commits, label, self._deadline)
@@ -299,6 +304,7 @@ class Push(Change):
                     f"every engine has committed, but sending ended with an error: {error}",
                     engines=dict.fromkeys(replies, "committed"),
                 ) from error
+            self._enter("commit")
             return sent, self._engines.outcome(commits, label, self._deadline)
 
 

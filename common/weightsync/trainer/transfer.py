@@ -148,6 +148,10 @@ class Transfer:
         if not again:
             self._arenas.reverse()
 
+    def dropped(self) -> None:
+        """Note that every rank has received the current push, and that no engine will load it."""
+        self._current = None
+
     def rolled_back(self) -> None:
         """Note that the version before is served again."""
         self._served = None
