@@ -16,9 +16,9 @@ ever. Here nothing waits for another replica but steps:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,6 +44,10 @@ _AGAIN: Final = "_weightsync_goes_on_again"
 #: In the queue of a replica's calls: all want to go on.
 _ALL_WANT: Final = "weightsync: all replicas want to go on"
 _EVER: Final = timedelta(days=365)
+#: An attribute of the class of these replicas.
+_INSTALLED: Final = "_weightsync_installed"
+
+logger = logging.getLogger(__name__)
 
 
 def lacking() -> list[str]:
@@ -112,10 +116,15 @@ def _await_others(core: Any, turn: int) -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
     wanted, all_want = f"weightsync/{turn}/wanted", f"weightsync/{turn}/all"
-    with contextlib.suppress(RuntimeError):  # another replica has died, and vLLM ends the engine
+    try:
         if core.dp_store.add(wanted, 1) == core.dp_size:
             core.dp_store.set(all_want, "")
         core.dp_store.wait([all_want], _EVER)
+    except RuntimeError as error:
+        # Mostly another replica has died, and vLLM ends the engine. If not, no replica would ever go on.
+        logger.error("the store in which replicas agree to go on cannot be reached: %s", error)
+        core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+    else:
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, _ALL_WANT))
 
 
@@ -147,7 +156,7 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
     handle, has_work = DPEngineCoreProc._handle_client_request, DPEngineCoreProc.has_work
     notify, sync = DPEngineCoreProc._notify_idle_state_callbacks, DPEngineCoreProc._has_global_unfinished_reqs
     add = DPEngineCoreProc.add_request
-    if hasattr(handle, "__wrapped__"):
+    if getattr(DPEngineCoreProc, _INSTALLED, False):
         return
 
     @functools.wraps(handle)
@@ -206,3 +215,4 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
         _resume_scheduler,
     ):
         setattr(DPEngineCoreProc, method.__name__, method)
+    setattr(DPEngineCoreProc, _INSTALLED, True)

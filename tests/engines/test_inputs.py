@@ -47,6 +47,11 @@ def test_an_iterator_in_any_order_pushed_in_the_background(served):
         assert served.state().version == "background"
         with pytest.raises(ManifestMismatch):
             sender.push(pair for pair in shuffled[1:])
+    served.push(served.a)
+    with served.sender(bucket_bytes=8192) as sender:
+        with pytest.raises(ManifestMismatch, match="ended without"):
+            sender.push(pair for pair in shuffled[1:])
+        assert sender.push(iter(shuffled), version="in turn").read == "sent"
     assert served.digests() == want
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 

@@ -76,12 +76,15 @@ def test_every_rank_goes_on_when_the_tensors_of_all_are_copied(engines, pair, ex
     assert fine(pair.all("close"))
 
 
-def test_every_rank_takes_part_in_making_what_the_iterator_of_rank_0_yields(engines, pair, expected, changed):
+@pytest.mark.parametrize(("options", "read"), [({}, "copied"), ({"bucket_bytes": 8192, "transport": "nccl"}, "sent")])
+def test_every_rank_takes_part_in_making_what_the_iterator_of_rank_0_yields(
+    engines, pair, expected, changed, options, read
+):
     assert fine(pair.all("shard replicas"))
-    assert fine(pair.build(engines))
+    assert fine(pair.build(engines, **options))
     first, second = pair.all("iterate")
     assert first == second
-    assert first["read"] == "copied"
+    assert first["read"] == read
     assert served(engines) == [expected, expected]
     pair.all("change")
     assert {one["error"] for one in pair.all("iterate 3")} == {"ManifestMismatch"}

@@ -221,9 +221,9 @@ class Sender:
         values.
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, an object in the shape of
-        vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once and
-        before any engine is asked. ``version`` is a string of 1 to 1024 printable characters. On return every rank of
-        every engine serves exactly these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
+        vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once.
+        ``version`` is a string of 1 to 1024 printable characters. On return every rank of every engine serves exactly
+        these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
         serves.
         """
         return self._push("push", model, Asked.of(version, expected, allow_missing), Reading())
