@@ -13,6 +13,8 @@ from weightsync.protocol.http import Message
 
 _T = TypeVar("_T")
 _encode_msgpack = msgspec.msgpack.Encoder()
+#: The protocol's minor version from which ranks know `BucketReady.begins`.
+ANY_ORDER_MINOR: Final = 3
 #: In place of a handle: the other side has it already, or does not need one.
 NO_HANDLE: Final = msgspec.Raw(b"\xc0")
 

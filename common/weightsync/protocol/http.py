@@ -17,11 +17,8 @@ from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
 PROTOCOL: Final[tuple[int, int]] = (1, 3)
-#: The minor version from which engines take pushes with ``any_order``.
-ANY_ORDER_MINOR: Final = 3
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
-
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
 
 #: What happens to requests in flight when a version commits; see the README.
@@ -142,7 +139,7 @@ class UpdateRequest(Message, frozen=True):
     ranks keep the version before. ``stream``: they fetch the bytes in the commit, for lack of memory for a stage.
     ``known`` is `layout.Layout.name`; an empty ``manifest`` is the one of that name in the push before. ``parts``:
     ranks may fetch and verify only their subsets. ``kept`` names expected tensors that stay as the engine has them.
-    ``any_order``: the tensors come in any order, and each `control.BucketReady` names those that begin in its bucket.
+    ``any_order``: each `control.BucketReady` names the tensors that begin in its bucket.
     """
 
     push: Text

@@ -13,6 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
+from weightsync.protocol.control import ANY_ORDER_MINOR
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
@@ -154,7 +155,7 @@ class Planner:
                 "everything, and excludes keep_previous and bucket_bytes; or push a module or a mapping"
             )
         for url, engine in self._engines.by_url.items():
-            if engine.hello.protocol < (http.PROTOCOL[0], http.ANY_ORDER_MINOR):
+            if engine.hello.protocol < (http.PROTOCOL[0], ANY_ORDER_MINOR):
                 raise UnsupportedOption(
                     f"{url} runs weightsync {engine.hello.package_version}, which takes an iterator's tensors only "
                     "from an arena that holds all of them, without keep_previous and bucket_bytes; update it"
