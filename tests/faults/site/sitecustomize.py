@@ -171,11 +171,11 @@ def engine_control(module):
 
 def trainer_control(module):
     @around(module.PushSession, "announce")
-    def announce(original, self, index, *args):
+    def announce(original, self, index, *args, **more):
         if getattr(self, "cut_short", False):
             return
         action = at("trainer announces", number=index)
-        original(self, index, *args)
+        original(self, index, *args, **more)
         self.cut_short = action == "truncate"
 
     @around(module.PushSession, "_send")
