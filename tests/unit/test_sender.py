@@ -221,7 +221,8 @@ def test_a_commit_that_was_never_prepared_changes_nothing(engine):
 def test_a_protocol_mismatch_names_both_versions(model_folder):
     code = "from weightsync import testing; testing.http.PROTOCOL = (7, 1); testing.main()"
     newer = ReferenceEngine(model_folder("llama", 0), launcher=(sys.executable, "-c", code))
-    with newer, pytest.raises(ProtocolMismatch, match=r"sender speaks protocol 1\.2, this engine 7\.1"):
+    ours = r"\.".join(map(str, http.PROTOCOL))
+    with newer, pytest.raises(ProtocolMismatch, match=rf"sender speaks protocol {ours}, this engine 7\.1"):
         Sender([newer.url])
 
 
