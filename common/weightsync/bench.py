@@ -39,8 +39,6 @@ _FILL: Final = 0x3C
 _BLOCK: Final = 1 << 22
 #: What its pushes are called: an engine that serves one of them serves its own checkpoint.
 _PREFIX: Final = "bench-"
-
-
 #: Phases in the order of a push, and how they are shown; parts of a phase are indented.
 _ROWS: Final = {
     "prepare": "prepare",
@@ -160,13 +158,8 @@ def _measured(driver: Driver, commit: bool, options: Options) -> Report:
         result = driver.push(source, Asked(label, label, ()), deadline, start, Reading())
         pause_s = max(engine.pause_s for engine in result.engines.values())
         pushes.append({**result.seconds, "pause": pause_s})
-        for url, digests in _digests(driver, Deadline(timeout_s)).items() if len(pushes) == 1 else ():
-            if digests != served[url]:
-                raise WeightSyncError(
-                    f"{url} serves {folder} now, and served other weights before (dummy weights, another revision, or "
-                    "what one of its own routes has loaded), also as version {label!r}; start it again",
-                    engines=dict.fromkeys(served, "committed"),
-                )
+        if len(pushes) == 1:
+            _check_same(served, _digests(driver, Deadline(timeout_s)), folder, label)
     nbytes = Layout(source.specs).payload_bytes
     link = _link(driver, options.address)
     speed = link.bits_per_s if link is not None else None
@@ -199,6 +192,17 @@ def _digests(driver: Driver, deadline: Deadline) -> dict[str, list[str]]:
     """Digests of what every rank computes with, by the engine's URL."""
     found = driver.status(deadline, digest=True).items()
     return {url: [rank.digest for rank in status.ranks] for url, status in found}
+
+
+def _check_same(before: Mapping[str, list[str]], now: Mapping[str, list[str]], folder: Path, label: str) -> None:
+    """Raise `WeightSyncError` if the commit of ``folder`` has changed what an engine serves as version ``label``."""
+    for url, digests in now.items():
+        if digests != before[url]:
+            raise WeightSyncError(
+                f"{url} serves {folder} now, and served other weights before (dummy weights, another revision, or what "
+                f"one of its own routes has loaded), also as version {label!r}; start it again",
+                engines=dict.fromkeys(before, "committed"),
+            )
 
 
 def _made_up(driver: Driver, deadline: Deadline) -> dict[str, torch.Tensor]:

@@ -100,13 +100,13 @@ class Stages:
 
         ``kept`` is a stage that must not be overwritten. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
         """
-        layout, mixed = subset.layout, request.any_order
-        own = self._provide(layout.nbytes, kept) if incoming.whole is None or mixed else None
+        layout = subset.layout
+        own = self._provide(layout.nbytes, kept) if incoming.whole is None or request.any_order else None
         stage = incoming.whole if own is None else own
         assert stage is not None, "own memory or the sender's"
         check = _Check(self.rank, request, subset)
         try:
-            if mixed and own is not None:
+            if request.any_order and own is not None:
                 self._fill_in_any_order(incoming, layout, own, check)
                 return Staged(request.push, subset, own, owner=request.owner), check.seconds
             prepared = self._prepare(stage, subset, request) if check.algorithm else None

@@ -223,8 +223,7 @@ class Sender:
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, an object in the shape of
         vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once.
         ``version`` is a string of 1 to 1024 printable characters. On return every rank of every engine serves exactly
-        these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine
-        serves.
+        these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine serves.
         """
         return self._push("push", model, Asked.of(version, expected, allow_missing), Reading())
 
