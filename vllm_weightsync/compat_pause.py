@@ -15,7 +15,6 @@ from vllm_weightsync import compat_waves
 HOLD: Final = "weightsync_hold"
 LET_GO: Final = "weightsync_let_go"
 ASLEEP: Final = "weightsync_asleep"
-_ATTRIBUTE: Final = "_weightsync_held"
 
 
 class HeldScheduler:
@@ -44,7 +43,7 @@ class HeldScheduler:
     def pause(self, core: Any, mode: str) -> Future[Any] | None:
         """Pause as vLLM does; the future is done when every request that was to finish first has finished."""
         frozen = self._scheduler.pause_state == type(self._requested).PAUSED_ALL
-        if mode == "wait" and (frozen or compat_waves.wants_to_go_on(core)):
+        if mode == "wait" and frozen:
             mode = "keep"  # a user has frozen the requests: they finish only after that user resumes
         self.ours = True
         try:
@@ -65,33 +64,26 @@ class HeldScheduler:
 
 def _hold(self: Any, mode: str, refused: str) -> Future[Any] | None:
     """Stop for a push with vLLM's pause ``mode``; if that is empty, stay stopped for the reason ``refused``."""
-    held: HeldScheduler | None = self.__dict__.get(_ATTRIBUTE)
+    held: HeldScheduler | None = self.__dict__.get(compat_waves.HELD)
     if held is None:
-        held = self.__dict__[_ATTRIBUTE] = HeldScheduler(self.scheduler)
+        held = self.__dict__[compat_waves.HELD] = HeldScheduler(self.scheduler)
     held.refused = refused
     if mode:
         return held.pause(self, mode)
     held.freeze()
     if compat_waves.steps_together(self):
-        compat_waves.stop(self)
+        compat_waves.review(self)
     return None
 
 
 def _let_go(self: Any) -> None:
     """End the hold."""
-    held = self.__dict__.pop(_ATTRIBUTE, None)
-    if held is not None:
-        held.end()
+    held = self.__dict__.pop(compat_waves.HELD, None)
+    if held is None:
+        return
+    held.end()
     if compat_waves.steps_together(self):
-        compat_waves.let_go(self)
-
-
-def _is_held(core: Any) -> bool:
-    return _ATTRIBUTE in core.__dict__
-
-
-def _is_ours(core: Any) -> bool:
-    return _is_held(core) and bool(core.__dict__[_ATTRIBUTE].ours)
+        compat_waves.review(self)
 
 
 def _asleep(self: Any) -> list[str]:
@@ -105,4 +97,4 @@ def install() -> None:
 
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):
         setattr(EngineCore, name, method)
-    compat_waves.install(_is_held, _is_ours)
+    compat_waves.install()

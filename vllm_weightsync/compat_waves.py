@@ -9,8 +9,10 @@ The calls of several servers may reach one replica in another order than the oth
 to hold, another first to hold. With vLLM's own resume, which waits for the others in an all-reduce, both would wait for
 ever. Here nothing waits for another replica but steps:
 
-- Replicas that have stopped go on when each of them wanted to, once. They count that in a store, and until then a
-  replica that wants to go on answers calls, and is as good as stopped.
+- Replicas that have stopped go on when all of them may and one has a reason to. Each registers in a store when it may
+  (neither a push holds it nor users have frozen it), and when it has a reason (users have not paused it, or requests
+  are to finish before their pause is complete). They decide in turns: the last that registers decides that all go, a
+  replica that may no longer decides that all stay. Until then each answers calls.
 - A replica that begins a wave in order to stop has the others woken: after a hold that came too late they may be idle.
 """
 
@@ -20,7 +22,6 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -36,13 +37,12 @@ _USED: Final = (
     "dp_size",
     "dp_store",
 )
-#: How often the replicas have stopped and gone on, and whether this one wants to go on again.
-_GONE_ON: Final = "_weightsync_gone_on"
-_WANTS: Final = "_weightsync_wants_to_go_on"
-#: This replica was let go before the replicas agreed to stop, so it wants to go on when they do.
-_AGAIN: Final = "_weightsync_goes_on_again"
-#: In the queue of a replica's calls: all want to go on.
-_ALL_WANT: Final = "weightsync: all replicas want to go on"
+#: An attribute of an engine core that a push holds; see `compat_pause`.
+HELD: Final = "_weightsync_held"
+#: A replica's `_Turn`, while it has stopped and may go on, and the number of its next one.
+_TURN: Final = "_weightsync_turn"
+_NEXT: Final = "_weightsync_next_turn"
+_GO, _STAY = b"go", b"stay"
 _EVER: Final = timedelta(days=365)
 #: An attribute of the class of these replicas.
 _INSTALLED: Final = "_weightsync_installed"
@@ -71,69 +71,133 @@ def steps_together(core: Any) -> bool:
     return isinstance(core, DPEngineCoreProc)
 
 
-def stop(core: Any) -> None:
-    """Stop stepping as soon as all replicas were asked to."""
-    if not core.ignore_start_dp_wave:  # which says whether they have agreed
-        core.pending_pause = True
-        _step(core)
+def review(core: Any) -> None:
+    """Stop or go on, after anything that this depends on has changed."""
+    if not core.ignore_start_dp_wave:  # which says whether the replicas have agreed to stop
+        core.pending_pause = _must_stop(core)
+        if core.pending_pause:
+            _step(core)
+    elif not core.engines_running:
+        _take_turns(core)
 
 
-def let_go(core: Any) -> None:
-    """Go on after a hold. Each replica wants to once, also one that is let go before the others are held."""
-    if not core.ignore_start_dp_wave:
-        core.__dict__[_AGAIN] = True
-    go_on(core)
+def _must_stop(core: Any) -> bool:
+    return _is_held(core) or core.is_scheduler_paused()
 
 
-def go_on(core: Any) -> None:
-    """Step, unless users have frozen the scheduler, as soon as all replicas want to.
+def _is_held(core: Any) -> bool:
+    return HELD in core.__dict__
 
-    If users have paused it otherwise, the replicas stop again when requests in flight have finished.
+
+def _is_complete(core: Any) -> bool:
+    """Whether the pause of a replica without work is complete: nothing is left that has to finish first."""
+    return _is_held(core) or not core.scheduler.has_unfinished_requests()
+
+
+def _take_turns(core: Any) -> None:
+    """Register a replica that has stopped, or give up its turn."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    turn: _Turn | None = core.__dict__.get(_TURN)
+    state = core.scheduler.pause_state
+    if _is_held(core) or state == PauseState.PAUSED_ALL:
+        if turn is not None:
+            turn.give_up()
+        return
+    reason = state == PauseState.UNPAUSED or core.scheduler.has_unfinished_requests()
+    if turn is None:
+        _Turn(core, reason)
+    elif reason:
+        turn.give_reason()
+
+
+class _Turn:
+    """A replica's turns to go on, from when it may until it goes or may no longer.
+
+    In the queue of its calls it says that all go.
     """
-    from vllm.v1.core.sched.interface import PauseState
 
-    if not core.ignore_start_dp_wave:
-        core.pending_pause = core.is_scheduler_paused()
-    elif core.scheduler.pause_state != PauseState.PAUSED_ALL and not wants_to_go_on(core):
-        core.__dict__[_WANTS] = True
-        turn = core.__dict__.setdefault(_GONE_ON, 0)
-        threading.Thread(target=_await_others, args=(core, turn), name="weightsync-go-on", daemon=True).start()
+    def __init__(self, core: Any, reason: bool):
+        self._core, self._reason = core, reason
+        self._number: int = core.__dict__.get(_NEXT, 0)
+        #: Held to change what both the replica and the thread that waits for the others use.
+        self._lock = threading.Lock()
+        core.__dict__[_TURN] = self
+        threading.Thread(target=self._await_others, name="weightsync-go-on", daemon=True).start()
+
+    def give_reason(self) -> None:
+        with self._lock:
+            given, self._reason = self._reason, True
+            number = self._number
+        if not given:
+            _register(self._core, self._core.dp_store, number, may=0, reason=1)
+
+    def give_up(self) -> None:
+        """Have all stay; if they go by now, go."""
+        self._end()
+        if _decide(self._core.dp_store, self._number, _STAY) == _GO:
+            self._go()
+
+    def all_go(self) -> None:
+        """Go, unless this replica has noticed before that all do."""
+        if self._is_open():
+            self._end()
+            self._go()
+
+    def _is_open(self) -> bool:
+        return self._core.__dict__.get(_TURN) is self
+
+    def _end(self) -> None:
+        with self._lock:
+            del self._core.__dict__[_TURN]
+        self._core.__dict__[_NEXT] = self._number + 1
+
+    def _go(self) -> None:
+        self._core.ignore_start_dp_wave = False
+        _step(self._core)
+        review(self._core)
+
+    def _await_others(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        try:
+            store = self._core.dp_store.clone()  # whoever waits for a store blocks its other users in this process
+            while not self._is_decided_to_go(store):
+                with self._lock:
+                    if not self._is_open():
+                        return
+                    self._number += 1
+        except RuntimeError as error:
+            # Mostly another replica has died, and vLLM ends the engine. If not, no replica would ever go on.
+            logger.error("the store in which replicas agree to go on cannot be reached: %s", error)
+            self._core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+        else:
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, self))
+
+    def _is_decided_to_go(self, store: Any) -> bool:
+        """Register for a turn, and wait until it is decided."""
+        with self._lock:
+            number, reason = self._number, self._reason
+        _register(self._core, store, number, may=1, reason=int(reason))
+        store.wait([_key(number, "decided")], _EVER)
+        return bool(store.get(_key(number, "decided")) == _GO)
 
 
-def wants_to_go_on(core: Any) -> bool:
-    """Whether a replica that has stopped would step if the others wanted to."""
-    return bool(core.__dict__.get(_WANTS))
+def _key(turn: int, what: str) -> str:
+    return f"weightsync/{turn}/{what}"
 
 
-def _has_to_finish(core: Any) -> bool:
-    """Whether the replica goes on so that requests finish, here or in another one."""
-    from vllm.v1.core.sched.interface import PauseState
-
-    return wants_to_go_on(core) and core.scheduler.pause_state != PauseState.PAUSED_ALL
-
-
-def _await_others(core: Any, turn: int) -> None:
-    from vllm.v1.engine import EngineCoreRequestType
-
-    wanted, all_want = f"weightsync/{turn}/wanted", f"weightsync/{turn}/all"
-    try:
-        if core.dp_store.add(wanted, 1) == core.dp_size:
-            core.dp_store.set(all_want, "")
-        core.dp_store.wait([all_want], _EVER)
-    except RuntimeError as error:
-        # Mostly another replica has died, and vLLM ends the engine. If not, no replica would ever go on.
-        logger.error("the store in which replicas agree to go on cannot be reached: %s", error)
-        core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
-    else:
-        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, _ALL_WANT))
+def _register(core: Any, store: Any, turn: int, *, may: int, reason: int) -> None:
+    """Count a replica for a turn; if all may go on and one has a reason, decide that all go."""
+    store.add(_key(turn, "reasons"), reason)
+    if store.add(_key(turn, "may"), may) == core.dp_size and store.add(_key(turn, "reasons"), 0):
+        _decide(store, turn, _GO)
 
 
-def _all_want(core: Any) -> None:
-    core.__dict__[_WANTS] = False
-    core.__dict__[_GONE_ON] += 1
-    core.ignore_start_dp_wave = False
-    core.pending_pause = core.is_scheduler_paused()  # since this replica wanted to go on
-    _step(core)
+def _decide(store: Any, turn: int, decision: bytes) -> bytes:
+    """Decide a turn, unless it is decided; return what was decided first."""
+    first: bytes = store.compare_set(_key(turn, "decided"), "", decision.decode())
+    return first
 
 
 def _step(core: Any) -> None:
@@ -145,11 +209,8 @@ def _step(core: Any) -> None:
     core.engines_running = True
 
 
-def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> None:
-    """Replace pause and resume of these replicas.
-
-    ``is_held`` says whether a replica is held, ``is_ours`` whether the hold itself asks for the pause.
-    """
+def install() -> None:
+    """Replace pause and resume of these replicas."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine.core import DPEngineCoreProc
 
@@ -161,8 +222,8 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
 
     @functools.wraps(handle)
     def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if request is _ALL_WANT:
-            _all_want(self)
+        if isinstance(request, _Turn):
+            request.all_go()
         else:
             handle(self, request_type, request)
 
@@ -181,29 +242,25 @@ def install(is_held: Callable[[Any], bool], is_ours: Callable[[Any], bool]) -> N
 
     @functools.wraps(notify)
     def _notify_idle_state_callbacks(self: Any) -> None:
-        if not _has_to_finish(self):
+        if _is_complete(self):
             notify(self)
 
     @functools.wraps(sync)
     def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> bool:
-        unfinished = bool(sync(self, local_unfinished))
-        if self.ignore_start_dp_wave and self.__dict__.pop(_AGAIN, False) and not is_held(self):
-            go_on(self)
-        return unfinished
+        self.engines_running = bool(sync(self, local_unfinished))
+        if self.ignore_start_dp_wave:
+            review(self)
+        return bool(self.engines_running)
 
     @functools.wraps(DPEngineCoreProc._pause_complete)
     def _pause_complete(self: Any) -> bool:
-        if is_ours(self) or not is_held(self):
-            stop(self)
-        if not is_held(self):
-            go_on(self)  # requests that were frozen may finish in the new pause
-        return not self.has_work() and (is_held(self) or not _has_to_finish(self))
+        review(self)
+        return not self.has_work() and _is_complete(self)
 
     @functools.wraps(DPEngineCoreProc.resume_scheduler)
     def _resume_scheduler(self: Any) -> None:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
-        if not is_held(self):
-            go_on(self)
+        review(self)
 
     for method in (
         _add_request,

@@ -122,6 +122,7 @@ class Replica(DPEngineCoreProc):
         self._idle_state_callbacks = []
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=lambda name: None)
         self.replies = defaultdict(threading.Event)
+        self.must_stand = False
 
     def step_fn(self):
         executed = self.scheduler.make_tokens()
@@ -130,7 +131,13 @@ class Replica(DPEngineCoreProc):
         return {}, executed
 
     def execute_dummy_batch(self):
+        if self.must_stand:
+            fail(f"replica {self.engine_index} is held and steps")
         self.meet(self.engine_index, "step")
+
+    def load(self):
+        """What both replicas do during a hold, each waiting for the other."""
+        self.meet(self.engine_index, "load")
 
     def _reset_caches(self):
         pass
@@ -198,17 +205,24 @@ class Server:
         return request.finished
 
 
+def stand(still):
+    for replica in REPLICAS:
+        replica.must_stand = still
+
+
 def push(server):
     """Hold and let go; sometimes too soon, as after a timeout, sometimes dirty in between."""
     hold = server.call(compat_pause.HOLD, server.chance.choice(MODES), "")
     if server.chance.random() < 0.7:
         server.wait(hold)
+        stand(True)
         before = [replica.scheduler.made for replica in REPLICAS]
         if server.chance.random() < 0.5:
             server.wait(server.call(compat_pause.HOLD, "", "dirty"))
-        server.wait(server.call(compat_pause.ASLEEP))
+        server.wait(server.call("load"))
         if before != [replica.scheduler.made for replica in REPLICAS]:
             fail("a held replica made tokens")
+        stand(False)
     elif server.chance.random() < 0.5:
         server.call(compat_pause.HOLD, "", "dirty")
     server.call(compat_pause.LET_GO)
