@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,28 @@ from tests import forked
 from tools import models
 from weightsync import testing
 
+#: Folders whose tests share engines, trainers or networks, and files that take long: those run in one process, and these
+#: begin first, so that two processes end at nearly the same time.
+TOGETHER = ("engines", "in_process", "hosts", "sharded")
+LONG = ("engines", "in_process", "hosts", "many", "test_transports.py", "sharded", "test_replicas.py", "test_fuzz.py")
+
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Say what several processes must not divide, and what begins first."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item.path)))
+    items.sort(key=lambda item: next((n for n, name in enumerate(LONG) if name in item.path.parts), len(LONG)))
+
+
+def group(path):
+    """The tests that run in one process with those of a file."""
+    place = path.relative_to(Path(__file__).parent)
+    return place.parts[0] if place.parts[0] in TOGETHER else str(place)
 
 
 @pytest.fixture(scope="session", autouse=True)
