@@ -17,9 +17,9 @@ from tests import forked
 from tools import models
 from weightsync import testing
 
-#: Folders whose tests share engines, trainers or networks, and files that take long: those run in one process, and these
-#: begin first, so that two processes end at nearly the same time.
+#: Folders whose tests share engines, trainers or networks, so that one process runs them all.
 TOGETHER = ("engines", "in_process", "hosts", "sharded")
+#: What takes long begins first, so that two processes end at nearly the same time.
 LONG = ("engines", "in_process", "hosts", "many", "test_transports.py", "sharded", "test_replicas.py", "test_fuzz.py")
 
 # Nothing is timed in tests.
