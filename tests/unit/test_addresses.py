@@ -37,7 +37,17 @@ def test_a_numeric_address_with_a_key_is_accepted(address):
     assert addresses.check_tcp_address(address, KEY) == address
 
 
-@pytest.mark.parametrize("key", ["", "k" * 39, "k" * 41, "\u00e9" * 40, "\n" * 40, f"{KEY[:-1]}\0"])
+WRONG = {
+    "empty": "",
+    "short": "k" * 39,
+    "long": "k" * 41,
+    "not ASCII": "\u00e9" * 40,
+    "not printable": "\n" * 40,
+    "ends with NUL": f"{KEY[:-1]}\0",
+}
+
+
+@pytest.mark.parametrize("key", WRONG.values(), ids=WRONG)
 def test_an_address_without_a_valid_key_is_refused(key):
     with pytest.raises(TransferFailed, match="not a numeric TCP address of a sender, with its key"):
         addresses.check_tcp_address("tcp://127.0.0.1:5000", key)
