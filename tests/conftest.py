@@ -17,28 +17,33 @@ from tests import forked
 from tools import models
 from weightsync import testing
 
-#: Folders whose tests share engines, trainers or networks, so that one process runs them all.
-TOGETHER = ("engines", "in_process", "hosts", "sharded")
-#: What takes long begins first, so that two processes end at nearly the same time.
-LONG = ("engines", "in_process", "hosts", "many", "test_transports.py", "sharded", "test_replicas.py", "test_fuzz.py")
+#: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
+#: that each engine is started once, and not several at a time.
+DIVIDED = ("unit", "contract", "packaging")
+#: Of those files, what takes long begins first, so that both processes end at nearly the same time.
+LONG = ["test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py"]
 
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+def pytest_itemcollected(item):
+    """Say what runs in one process."""
+    place = item.path.relative_to(Path(__file__).parent)
+    item.add_marker(pytest.mark.xdist_group(place.name if place.parts[0] in DIVIDED else "engines"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Say what several processes must not divide, and what begins first."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item.path)))
-    items.sort(key=lambda item: next((n for n, name in enumerate(LONG) if name in item.path.parts), len(LONG)))
+    """Say what begins first: what one process runs alone, then what takes long."""
 
+    def turn(item):
+        if item.path.parent.name not in DIVIDED:
+            return -len(LONG) - 1
+        return -LONG.index(item.path.name) - 1 if item.path.name in LONG else 0
 
-def group(path):
-    """The tests that run in one process with those of a file."""
-    place = path.relative_to(Path(__file__).parent)
-    return place.parts[0] if place.parts[0] in TOGETHER else str(place)
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 from tools import models, servers
 from weightsync.errors import ManifestMismatch, TransferFailed, UnsupportedOption
 from weightsync.protocol.auth import engine_token
-from weightsync.protocol.names import START_LINES
 
 from .conftest import (
     ALL,
@@ -101,24 +100,6 @@ def test_pause_keep_needs_an_engine_without_a_prefix_cache(served):
         assert [len(tokens) >= 55 for tokens in streams.read(more=50)] == [True] * STREAMS
     assert_agrees(served.server, trained, under_load)  # a batch of nine rounds differently from a batch of one
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
-
-
-def test_a_server_without_the_plugin_is_reported_with_a_start_line(served):
-    if served.server.engine == "sglang":
-        line = "SGLANG_PLUGINS=weightsync python -m sglang.launch_server --model-path"
-    else:
-        line = "VLLM_PLUGINS=weightsync vllm serve"
-    assert f"Start it as: {START_LINES[served.server.engine].partition('{')[0]}" in str(served.refusal)
-    assert line in str(served.refusal)
-
-
-def test_the_doctor_says_why_the_plugin_is_not_loaded(served):
-    (found,) = served.unplugged
-    assert found.check == "plugin"
-    why = {"vllm": "VLLM_PLUGINS of process", "sglang": "a sglang server answers without weightsync"}
-    assert why[served.server.engine] in found.text
-    assert f"{served.server.engine.upper()}_PLUGINS=" in found.mend
-    assert "weightsync" in found.mend
 
 
 def ask_workers(served, method, *args):
