@@ -7,7 +7,6 @@ import threading
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,33 +16,9 @@ from tests import forked
 from tools import models
 from weightsync import testing
 
-#: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
-#: that each engine is started once, and not several at a time.
-DIVIDED = ("unit", "contract", "packaging")
-#: Of those files, what takes long begins first, so that both processes end at nearly the same time.
-LONG = ["test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py"]
-
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-
-
-def pytest_itemcollected(item):
-    """Say what runs in one process."""
-    place = item.path.relative_to(Path(__file__).parent)
-    item.add_marker(pytest.mark.xdist_group(place.name if place.parts[0] in DIVIDED else "engines"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Say what begins first: what one process runs alone, then what takes long."""
-
-    def turn(item):
-        if item.path.parent.name not in DIVIDED:
-            return -len(LONG) - 1
-        return -LONG.index(item.path.name) - 1 if item.path.name in LONG else 0
-
-    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session", autouse=True)
