@@ -8,14 +8,14 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions check-all lint demo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
 
 test: env  ## the tests, with both engines running
 	@$(PYTHON) tools/versions.py oldest
-	.venv/bin/python -m pytest -m "not slow and not versions" $(ARGS)
+	.venv/bin/python -m pytest -m "not slow and not versions and not frameworks" $(ARGS)
 
 test-slow: env  ## the tests that take long or much memory
 	.venv/bin/python -m pytest -m slow $(ARGS)
@@ -25,11 +25,16 @@ test-versions: env  ## every supported version of both engines, and the table of
 	.venv/bin/python -m pytest tests/versions --shown benchmarks/results/versions.json $(ARGS)
 	@$(PYTHON) tools/versions.py table
 
+test-frameworks: env  ## trainers of TRL and Hugging Face, with a real vLLM
+	@$(PYTHON) tools/frameworks.py
+	.venv/bin/python -m pytest -m frameworks $(ARGS)
+
 check-all:  ## all there is to check, which takes hours
 	$(MAKE) lint
 	$(MAKE) test
 	$(MAKE) test-slow
 	$(MAKE) test-versions
+	$(MAKE) test-frameworks
 	$(MAKE) scenarios
 	$(MAKE) scenarios STEPS=500 ENGINE=vllm
 	$(MAKE) scenarios STEPS=500 ENGINE=sglang

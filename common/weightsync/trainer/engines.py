@@ -152,6 +152,14 @@ class Engines:
         self.expected(deadline)
         return client.url
 
+    def check_has(self, url: str, deadline: Deadline) -> None:
+        """Raise `UnsupportedOption` unless one of the engines answers at ``url``, and `WeightSyncError`."""
+        instance = EngineClient(url, self._token).open(deadline).instance
+        if all(engine.hello.instance != instance for engine in self.by_url.values()):
+            raise UnsupportedOption(
+                f"the trainer generates at {url}, but its Sender pushes to {', '.join(self.by_url)}: give both the same"
+            )
+
     def removable(self, target: Target) -> str:
         """Return its URL, or name. Raises `UnsupportedOption` if it is not among the engines, or is the only one."""
         known = name_of(target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from msgspec import structs
@@ -22,13 +22,14 @@ from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
-from weightsync.tensors.layout import Layout, listed
+from weightsync.tensors.layout import ALIGN_BYTES, Layout, listed
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import Fit, fit
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports import registry
 
 
 class Options(NamedTuple):
@@ -47,6 +48,23 @@ class Options(NamedTuple):
     progress: bool
     address: str
     prefix: str = ""
+
+    def check(self) -> None:
+        """Raise `UnsupportedOption` for values that no engine could make good."""
+        for name, value, known in (
+            ("transport", self.transport, ("auto", *registry.names())),
+            ("pause", self.pause, get_args(http.PauseMode)),
+            ("staging", self.staging, get_args(Staging)),
+            ("verify", self.verify, get_args(http.Verify)),
+        ):
+            if value not in known:
+                raise UnsupportedOption(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+        if self.bucket_bytes is not None and self.bucket_bytes < ALIGN_BYTES:
+            raise UnsupportedOption(f"bucket_bytes must be at least {ALIGN_BYTES}")
+        if self.staging == "none" and (self.keep or self.verify == "deep"):
+            raise UnsupportedOption('staging "none" holds no version, which keep_previous and verify "deep" need')
+        if not 0 < self.timeout_s <= http.MAX_TIMEOUT_S:
+            raise UnsupportedOption(f"timeout_s must be above 0 and at most {http.MAX_TIMEOUT_S:g}")
 
 
 class PushPlan(NamedTuple):

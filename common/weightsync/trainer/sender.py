@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
 from weightsync import errors, observe
 from weightsync.daemon_thread import DaemonThread
@@ -19,7 +19,6 @@ from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
-from weightsync.tensors.layout import ALIGN_BYTES
 from weightsync.trainer import metrics
 from weightsync.trainer.buckets import Staging
 from weightsync.trainer.driver import Asked, Driver
@@ -30,7 +29,6 @@ from weightsync.trainer.ranks.conversation import Act
 from weightsync.trainer.reading import HandedReading, Reading
 from weightsync.trainer.results import EngineResult, PushFuture, PushResult
 from weightsync.trainer.turns import Turns
-from weightsync.transports import registry
 from weightsync.transports.control.sockets import own_address
 
 logger = logging.getLogger(__name__)
@@ -101,20 +99,6 @@ class Sender:
         urls = [name_of(engine) for engine in targets]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise UnsupportedOption(f"engines: give different ones; {', '.join(twice)} is there more than once")
-        for name, value, known in (
-            ("transport", transport, ("auto", *registry.names())),
-            ("pause", pause, get_args(http.PauseMode)),
-            ("staging", staging, get_args(Staging)),
-            ("verify", verify, get_args(http.Verify)),
-        ):
-            if value not in known:
-                raise UnsupportedOption(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
-        if bucket_bytes is not None and bucket_bytes < ALIGN_BYTES:
-            raise UnsupportedOption(f"bucket_bytes must be at least {ALIGN_BYTES}")
-        if staging == "none" and (keep_previous or verify == "deep"):
-            raise UnsupportedOption('staging "none" holds no version, which keep_previous and verify "deep" need')
-        if not 0 < timeout_s <= http.MAX_TIMEOUT_S:
-            raise UnsupportedOption(f"timeout_s must be above 0 and at most {http.MAX_TIMEOUT_S:g}")
         self._options = Options(
             timeout_s,
             transport,
@@ -126,6 +110,7 @@ class Sender:
             progress,
             "" if address is None else own_address(address),
         )
+        self._options.check()
         self._targets, self._urls = targets, urls
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender", metrics.moved)
         metrics.moved("", "idle")
@@ -188,6 +173,18 @@ class Sender:
         """The driver, which rank 0 has once the sender is built."""
         assert self._driver is not None, "only rank 0 of a sender that is built drives the engines"
         return self._driver
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether every rank of a trainer of several processes makes this sender's calls."""
+        return self._ranks is not None
+
+    def check_serves(self, url: str) -> None:
+        """Raise `UnsupportedOption` unless an engine of this sender answers at ``url``, maybe its second URL.
+
+        In a trainer of several processes only rank 0 calls it.
+        """
+        self._rank_0_driver.engines.check_has(url, Deadline(self._options.timeout_s))
 
     @contextmanager
     def _engines_reported(self, deadline: Deadline) -> Iterator[None]:
