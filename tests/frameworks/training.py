@@ -85,12 +85,14 @@ def peft(folder, url, output, engines):
 def online_dpo(folder, url, output, engines):
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-    torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # of which TRL does not think
+    found = torch.accelerator.current_accelerator
+    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # of which TRL does not think
     trl.patch(Sender(engines))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     args = OnlineDPOConfig(**common(url, output, max_new_tokens=16, learning_rate=3e-3))
     trainer = OnlineDPOTrainer(load(folder), None, digits, args, train_dataset=PROMPTS, processing_class=tokenizer)
+    torch.accelerator.current_accelerator = found
     trainer.train()
     trainer._move_model_to_vllm()
     trainer.save_model(output)
