@@ -11,7 +11,7 @@ ever. Here nothing waits for another replica but steps:
 
 - Replicas that have stopped go on when all of them may and one has a reason to. Each registers in a store when it may
   (neither a push holds it nor users have frozen it), and when it has a reason (users have not paused it, or requests
-  are to finish before their pause is complete). They decide in turns: the last that registers decides that all go, a
+  are to finish before their pause is complete). They decide in rounds: the last that registers decides that all go, a
   replica that may no longer decides that all stay. Until then each answers calls.
 - A replica that begins a wave in order to stop has the others woken: after a hold that came too late they may be idle.
 """
@@ -39,9 +39,9 @@ _USED: Final = (
 )
 #: An attribute of an engine core that a push holds; see `compat_pause`.
 HELD: Final = "_weightsync_held"
-#: A replica's `_Turn`, while it has stopped and may go on, and the number of its next one.
-_TURN: Final = "_weightsync_turn"
-_NEXT: Final = "_weightsync_next_turn"
+#: A replica's `_Registration`, while it has stopped and may go on, and the number of its next round.
+_REGISTRATION: Final = "_weightsync_registration"
+_NEXT_ROUND: Final = "_weightsync_next_round"
 _GO, _STAY = b"go", b"stay"
 _EVER: Final = timedelta(days=365)
 #: An attribute of the class of these replicas.
@@ -74,15 +74,11 @@ def steps_together(core: Any) -> bool:
 def review(core: Any) -> None:
     """Stop or go on, after anything that this depends on has changed."""
     if not core.ignore_start_dp_wave:  # which says whether the replicas have agreed to stop
-        core.pending_pause = _must_stop(core)
+        core.pending_pause = core.is_scheduler_paused()  # also while a push holds it
         if core.pending_pause:
             _step(core)
     elif not core.engines_running:
-        _take_turns(core)
-
-
-def _must_stop(core: Any) -> bool:
-    return _is_held(core) or core.is_scheduler_paused()
+        _register(core)
 
 
 def _is_held(core: Any) -> bool:
@@ -94,48 +90,48 @@ def _is_complete(core: Any) -> bool:
     return _is_held(core) or not core.scheduler.has_unfinished_requests()
 
 
-def _take_turns(core: Any) -> None:
-    """Register a replica that has stopped, or give up its turn."""
+def _register(core: Any) -> None:
+    """Register a replica that has stopped, or withdraw it."""
     from vllm.v1.core.sched.interface import PauseState
 
-    turn: _Turn | None = core.__dict__.get(_TURN)
+    registration: _Registration | None = core.__dict__.get(_REGISTRATION)
     state = core.scheduler.pause_state
     if _is_held(core) or state == PauseState.PAUSED_ALL:
-        if turn is not None:
-            turn.give_up()
+        if registration is not None:
+            registration.withdraw()
         return
     reason = state == PauseState.UNPAUSED or core.scheduler.has_unfinished_requests()
-    if turn is None:
-        _Turn(core, reason)
+    if registration is None:
+        _Registration(core, reason)
     elif reason:
-        turn.give_reason()
+        registration.give_reason()
 
 
-class _Turn:
-    """A replica's turns to go on, from when it may until it goes or may no longer.
+class _Registration:
+    """A replica's part in the rounds, from when it may go on until it goes or may no longer.
 
     In the queue of its calls it says that all go.
     """
 
     def __init__(self, core: Any, reason: bool):
         self._core, self._reason = core, reason
-        self._number: int = core.__dict__.get(_NEXT, 0)
+        self._round: int = core.__dict__.get(_NEXT_ROUND, 0)
         #: Held to change what both the replica and the thread that waits for the others use.
         self._lock = threading.Lock()
-        core.__dict__[_TURN] = self
+        core.__dict__[_REGISTRATION] = self
         threading.Thread(target=self._await_others, name="weightsync-go-on", daemon=True).start()
 
     def give_reason(self) -> None:
         with self._lock:
             given, self._reason = self._reason, True
-            number = self._number
+            round_ = self._round
         if not given:
-            _register(self._core, self._core.dp_store, number, may=0, reason=1)
+            _count(self._core, self._core.dp_store, round_, may=0, reasons=1)
 
-    def give_up(self) -> None:
+    def withdraw(self) -> None:
         """Have all stay; if they go by now, go."""
         self._end()
-        if _decide(self._core.dp_store, self._number, _STAY) == _GO:
+        if _decide(self._core.dp_store, self._round, _STAY) == _GO:
             self._go()
 
     def all_go(self) -> None:
@@ -145,12 +141,12 @@ class _Turn:
             self._go()
 
     def _is_open(self) -> bool:
-        return self._core.__dict__.get(_TURN) is self
+        return self._core.__dict__.get(_REGISTRATION) is self
 
     def _end(self) -> None:
         with self._lock:
-            del self._core.__dict__[_TURN]
-        self._core.__dict__[_NEXT] = self._number + 1
+            del self._core.__dict__[_REGISTRATION]
+        self._core.__dict__[_NEXT_ROUND] = self._round + 1
 
     def _go(self) -> None:
         self._core.ignore_start_dp_wave = False
@@ -162,11 +158,11 @@ class _Turn:
 
         try:
             store = self._core.dp_store.clone()  # whoever waits for a store blocks its other users in this process
-            while not self._is_decided_to_go(store):
+            while not self._all_go_in_this_round(store):
                 with self._lock:
                     if not self._is_open():
                         return
-                    self._number += 1
+                    self._round += 1
         except RuntimeError as error:
             # Mostly another replica has died, and vLLM ends the engine. If not, no replica would ever go on.
             logger.error("the store in which replicas agree to go on cannot be reached: %s", error)
@@ -174,29 +170,30 @@ class _Turn:
         else:
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, self))
 
-    def _is_decided_to_go(self, store: Any) -> bool:
-        """Register for a turn, and wait until it is decided."""
+    def _all_go_in_this_round(self, store: Any) -> bool:
+        """Count this replica in its round, and wait until that is decided."""
         with self._lock:
-            number, reason = self._number, self._reason
-        _register(self._core, store, number, may=1, reason=int(reason))
-        store.wait([_key(number, "decided")], _EVER)
-        return bool(store.get(_key(number, "decided")) == _GO)
+            round_, reason = self._round, self._reason
+        _count(self._core, store, round_, may=1, reasons=int(reason))
+        store.wait([_key(round_, "decided")], _EVER)
+        return bool(store.get(_key(round_, "decided")) == _GO)
 
 
-def _key(turn: int, what: str) -> str:
-    return f"weightsync/{turn}/{what}"
+def _key(round_: int, what: str) -> str:
+    return f"weightsync/{round_}/{what}"
 
 
-def _register(core: Any, store: Any, turn: int, *, may: int, reason: int) -> None:
-    """Count a replica for a turn; if all may go on and one has a reason, decide that all go."""
-    store.add(_key(turn, "reasons"), reason)
-    if store.add(_key(turn, "may"), may) == core.dp_size and store.add(_key(turn, "reasons"), 0):
-        _decide(store, turn, _GO)
+def _count(core: Any, store: Any, round_: int, *, may: int, reasons: int) -> None:
+    """Count what a replica says in a round; if all may go on and one has a reason, decide that all go."""
+    # Reasons first: whoever then sees that all may go on sees the reasons of all.
+    store.add(_key(round_, "reasons"), reasons)
+    if store.add(_key(round_, "may"), may) == core.dp_size and store.add(_key(round_, "reasons"), 0):
+        _decide(store, round_, _GO)
 
 
-def _decide(store: Any, turn: int, decision: bytes) -> bytes:
-    """Decide a turn, unless it is decided; return what was decided first."""
-    first: bytes = store.compare_set(_key(turn, "decided"), "", decision.decode())
+def _decide(store: Any, round_: int, decision: bytes) -> bytes:
+    """Decide a round, unless it is decided; return what was decided first."""
+    first: bytes = store.compare_set(_key(round_, "decided"), "", decision.decode())
     return first
 
 
@@ -222,7 +219,7 @@ def install() -> None:
 
     @functools.wraps(handle)
     def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if isinstance(request, _Turn):
+        if isinstance(request, _Registration):
             request.all_go()
         else:
             handle(self, request_type, request)

@@ -14,7 +14,6 @@ import random
 import sys
 import tempfile
 import threading
-from collections import defaultdict
 from types import SimpleNamespace
 
 import msgspec
@@ -121,7 +120,7 @@ class Replica(DPEngineCoreProc):
         self.input_queue, self.output_queue, self.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
         self._idle_state_callbacks = []
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=lambda name: None)
-        self.replies = defaultdict(threading.Event)
+        self.replies = {}
         self.must_stand = False
 
     def step_fn(self):
@@ -185,6 +184,7 @@ class Server:
     def call(self, method, *args):
         call = next(self.calls)
         for replica in self.chance.sample(REPLICAS, 2):
+            replica.replies[call] = threading.Event()
             replica.input_queue.put((EngineCoreRequestType.UTILITY, (self.number, call, method, args)))
         return call
 
