@@ -1,7 +1,9 @@
 """Fine-tuning with Hugging Face's Trainer, which pushes its model into a running engine every two steps: one line.
 
-python examples/hf_trainer.py MODEL http://127.0.0.1:8000 OUTPUT
-accelerate launch --cpu --num_processes 2 examples/hf_trainer.py MODEL http://127.0.0.1:8000 OUTPUT
+    python examples/hf_trainer.py MODEL http://127.0.0.1:8000 OUTPUT
+    torchrun --nproc-per-node 2 examples/hf_trainer.py MODEL http://127.0.0.1:8000 OUTPUT
+
+The trained model is saved in the folder OUTPUT.
 """
 
 import sys

@@ -1,7 +1,9 @@
 """GRPO with TRL, whose vLLM server gets new weights by weightsync: two lines, and no development mode.
 
-VLLM_PLUGINS=weightsync vllm serve MODEL --logprobs-mode processed_logprobs
-python examples/trl_grpo.py MODEL http://127.0.0.1:8000 OUTPUT
+    VLLM_PLUGINS=weightsync vllm serve MODEL --logprobs-mode processed_logprobs
+    python examples/trl_grpo.py MODEL http://127.0.0.1:8000 OUTPUT
+
+The trained model is saved in the folder OUTPUT.
 """
 
 import sys

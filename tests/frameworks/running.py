@@ -1,23 +1,40 @@
-"""Programs of other frameworks, run beside vLLM's packages."""
+"""Programs of other frameworks, run beside vLLM's packages, and what a server serves after them."""
 
 import os
 import subprocess
 
-from tools import frameworks, servers, versions
+from tools import models, servers, versions
+from weightsync import Sender
 
 PYTHON = servers.ROOT / ".venv-vllm" / "bin" / "python"
 PATIENCE_S = 300
+NEWEST = list(versions.TRL)[-1]
+PROMPT = list(b"count 7: ")
+#: Mean difference of logprobs; engine and trainer round bfloat16 in different orders.
+ROUNDING = 0.1
+
+
+def label(url):
+    with Sender([url]) as sender:
+        return sender.status()[url].version
+
+
+def apart(server, model):
+    """How far the server's logprobs are from the model's."""
+    tokens, logprobs = servers.greedy(server, PROMPT, 16)
+    own = models.reference_logprobs(model, PROMPT + tokens, len(PROMPT))
+    return sum(abs(x - y) for x, y in zip(logprobs, own, strict=True)) / len(own)
 
 
 def run(version, *command, processes=1, check=True):
     """Run ``python COMMAND`` with a version of TRL, or as many processes by torchrun; return what ended."""
-    vllm = versions.environment("vllm", frameworks.TRL[version]).get("PYTHONPATH", "")
+    vllm = versions.environment("vllm", versions.TRL[version]).get("PYTHONPATH", "")
     launcher = [PYTHON]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(frameworks.place(version)), vllm, str(servers.ROOT)))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(versions.trl_packages(version)), vllm, str(servers.ROOT)))),
         "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "1",
     }

@@ -2,18 +2,11 @@
 
 import pytest
 
-from tests.frameworks.running import run
-from tests.frameworks.test_trl import NEWEST, ROUNDING, apart, version
+from tests.frameworks.running import NEWEST, ROUNDING, apart, label, run
 from tools import models, servers
 
 pytestmark = pytest.mark.frameworks
 EXAMPLE = servers.ROOT / "examples" / "hf_trainer.py"
-
-
-@pytest.fixture(scope="module")
-def server(model_folder):
-    with servers.start("vllm", model_folder("qwen3", 0)) as started:
-        yield started
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -21,4 +14,4 @@ def test_the_server_generates_with_what_was_trained(server, model_folder, tmp_pa
     run(NEWEST, EXAMPLE, model_folder("qwen3", 0), server.url, tmp_path, processes=processes)
     assert apart(server, models.load_reference(tmp_path)) <= ROUNDING
     assert apart(server, models.load_reference(model_folder("qwen3", 0))) > ROUNDING
-    assert version(server.url) == "step 5"
+    assert label(server.url) == "step 5"

@@ -3,86 +3,49 @@
 import pytest
 import requests
 
-from tests.frameworks.running import run
-from tools import frameworks, models, servers
-from weightsync import Sender
+from tests.frameworks.running import NEWEST, ROUNDING, apart, label, run
+from tools import models, servers, versions
 from weightsync.testing import ReferenceEngine
 
 pytestmark = pytest.mark.frameworks
-NEWEST = list(frameworks.TRL)[-1]
 EXAMPLE = servers.ROOT / "examples" / "trl_grpo.py"
-PROMPT = list(b"count 7: ")
-#: Mean difference of logprobs; engine and trainer round bfloat16 in different orders.
-ROUNDING = 0.1
 
 
-@pytest.fixture(scope="module")
-def server(model_folder):
-    with servers.start("vllm", model_folder("qwen3", 0), args=["--logprobs-mode", "processed_logprobs"]) as started:
-        yield started
+def train(program, *arguments, **options):
+    return run(NEWEST, "-m", "tests.frameworks.training", program, *arguments, **options)
 
 
-def version(url):
-    with Sender([url]) as sender:
-        return sender.status()[url].version
-
-
-def apart(server, model):
-    """How far the server's logprobs are from the model's."""
-    tokens, logprobs = servers.greedy(server, PROMPT, 16)
-    own = models.reference_logprobs(model, PROMPT + tokens, len(PROMPT))
-    return sum(abs(x - y) for x, y in zip(logprobs, own, strict=True)) / len(own)
-
-
-@pytest.mark.parametrize("trl", frameworks.TRL)
+@pytest.mark.parametrize("trl", versions.TRL)
 def test_the_server_generates_with_what_grpo_has_trained(server, model_folder, tmp_path, trl):
     start = model_folder("qwen3", 0)
-    before = version(server.url)
+    before = label(server.url)
     assert requests.get(f"{server.url}/server_info", timeout=30).status_code == 404
     run(trl, EXAMPLE, start, server.url, tmp_path)
     assert apart(server, models.load_reference(tmp_path)) <= ROUNDING
     assert apart(server, models.load_reference(start)) > ROUNDING
     # Pushed when the trainer was built, before each of three steps, and at the end.
-    assert int(version(server.url)) - (int(before) if before.isdigit() else 0) == 5
+    assert int(label(server.url)) - (int(before) if before.isdigit() else 0) == 5
 
 
 @pytest.mark.parametrize("program", ["fsdp2", "ddp", "rloo", "peft", "online_dpo", "async_grpo"])
 def test_other_trainers_and_models(server, model_folder, tmp_path, program):
     processes = 2 if program in ("fsdp2", "ddp") else 1
-    run(
-        NEWEST,
-        "-m",
-        "tests.frameworks.training",
-        program,
-        model_folder("qwen3", 0),
-        server.url,
-        tmp_path,
-        processes=processes,
-    )
+    train(program, model_folder("qwen3", 0), server.url, tmp_path, processes=processes)
     assert apart(server, models.load_reference(tmp_path)) <= ROUNDING
 
 
 def test_a_server_that_is_not_the_senders_is_refused_before_training(server, model_folder, tmp_path):
-    before = version(server.url)
-    with ReferenceEngine(model_folder("qwen3", 0)) as other:
-        done = run(
-            NEWEST,
-            "-m",
-            "tests.frameworks.training",
-            "other",
-            model_folder("qwen3", 0),
-            server.url,
-            tmp_path,
-            other.url,
-            check=False,
-        )
+    before = label(server.url)
+    start = model_folder("qwen3", 0)
+    with ReferenceEngine(start) as other:
+        done = train("one process", start, server.url, tmp_path, other.url, check=False)
     assert f"the trainer generates at {server.url}, but its Sender pushes to {other.url}" in done.stderr
-    assert version(server.url) == before
+    assert label(server.url) == before
 
 
 def test_a_model_that_is_not_the_servers_is_refused_before_training(server, model_folder, tmp_path):
-    before = version(server.url)
+    before = label(server.url)
     done = run(NEWEST, EXAMPLE, model_folder("llama", 0), server.url, tmp_path, check=False)
     assert "ManifestMismatch" in done.stderr
     assert "in _init_vllm" in done.stderr  # while the trainer was built
-    assert version(server.url) == before
+    assert label(server.url) == before

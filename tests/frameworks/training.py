@@ -43,7 +43,8 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def train(kind, config, folder, url, output, model=None, **more):
+def train(folder, url, output, engines, kind, config, model=None, **more):
+    trl.patch(Sender(engines))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     args = config(**common(url, output, num_generations=4, max_completion_length=16, **more))
     trainer = kind(model or load(folder), digits, args, PROMPTS, processing_class=tokenizer)
@@ -52,33 +53,23 @@ def train(kind, config, folder, url, output, model=None, **more):
     return trainer
 
 
-def plain(folder, url, output, engines, **more):
-    trl.patch(Sender(engines))
-    train(GRPOTrainer, GRPOConfig, folder, url, output, **more).save_model(output)
+def grpo(folder, url, output, engines, **more):
+    train(folder, url, output, engines, GRPOTrainer, GRPOConfig, **more).save_model(output)
 
 
 def rloo(folder, url, output, engines):
-    trl.patch(Sender(engines))
-    train(RLOOTrainer, RLOOConfig, folder, url, output).save_model(output)
+    train(folder, url, output, engines, RLOOTrainer, RLOOConfig).save_model(output)
 
 
-def fsdp2(folder, url, output, engines):
-    plain(
-        folder,
-        url,
-        output,
-        engines,
-        fsdp="full_shard",
-        fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"},
-    )
+def fsdp2(*where):
+    grpo(*where, fsdp="full_shard", fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"})
 
 
 def peft(folder, url, output, engines):
     from peft import LoraConfig, get_peft_model
 
-    trl.patch(Sender(engines))
     model = get_peft_model(load(folder), LoraConfig(target_modules="all-linear", lora_alpha=64))
-    trained = train(GRPOTrainer, GRPOConfig, folder, url, output, model)
+    trained = train(folder, url, output, engines, GRPOTrainer, GRPOConfig, model)
     trained.accelerator.unwrap_model(trained.model).merge_and_unload().save_pretrained(output)
 
 
@@ -118,8 +109,8 @@ def async_grpo(folder, url, output, engines):
 
 
 PROGRAMS = {
-    "other": plain,
-    "ddp": plain,
+    "one process": grpo,
+    "ddp": grpo,
     "fsdp2": fsdp2,
     "rloo": rloo,
     "peft": peft,

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers import served_digest
-from tools import models
+from tools import versions
 from weightsync import Sender
 from weightsync.errors import ManifestMismatch
 from weightsync.integrations import trl
@@ -11,14 +11,8 @@ from weightsync.testing import ReferenceEngine
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def tensors(model_folder):
-    return dict(models.load_reference(model_folder("llama", 1)).named_parameters())
+def tensors(trained):
+    return dict(trained.named_parameters())
 
 
 def test_tensors_are_handed_over_one_at_a_time(engine, tensors):
@@ -72,3 +66,12 @@ def test_the_sender_must_push_to_the_server_that_generates(engine, model_folder)
 def test_one_line_says_that_trl_is_missing():
     with pytest.raises(ImportError, match=r"needs TRL 1\.11\.0 to 1\.16\.0: pip install 'trl==1\.16\.0'"):
         trl.patch(None)
+
+
+def test_the_tested_versions_are_said_alike():
+    oldest, newest = versions.TRL
+    assert (oldest, newest) == trl.TESTED
+    assert f"trl=={newest}" in versions.TRL_REQUIREMENTS.read_text().splitlines()
+    tested = (versions.ROOT / "docs" / "frameworks.md").read_text()
+    for version, vllm in versions.TRL.items():
+        assert f"TRL {version} with vLLM {vllm}" in tested

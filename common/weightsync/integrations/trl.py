@@ -147,21 +147,19 @@ def _key(version: str) -> tuple[int, ...]:
 
 def _push(sender: Sender, generation: Any, options: dict[str, Any]) -> None:
     """Push the model of a ``VLLMGeneration``; every process of the trainer calls this."""
-    if sender.is_distributed:
-        sender.push(generation._iter_named_params() if _is_gathered(generation.model) else generation.model, **options)
-    elif not generation.accelerator.is_main_process:
+    alone = not sender.is_distributed
+    if alone and not generation.accelerator.is_main_process:
         for _ in generation._iter_named_params():  # what the main process gathers needs all others
             pass
-    elif _is_gathered(generation.model) or generation.accelerator.num_processes > 1:
-        sender.push(generation._iter_named_params(), **options)
-    else:
-        sender.push(generation.model, **options)
+        return
+    gathers = _must_gather(generation.model) or (alone and generation.accelerator.num_processes > 1)
+    sender.push(generation._iter_named_params() if gathers else generation.model, **options)
 
 
-def _is_gathered(model: nn.Module) -> bool:
+def _must_gather(model: nn.Module) -> bool:
     """Whether TRL has to merge adapters (PEFT) or gather parameters (DeepSpeed ZeRO-3, FSDP1) before they are read."""
-    merged = hasattr(model, "merge_adapter")
-    return merged or any(hasattr(p, "ds_id") or "FlatParameter" in type(p).__name__ for p in model.parameters())
+    merges = hasattr(model, "merge_adapter")
+    return merges or any(hasattr(p, "ds_id") or "FlatParameter" in type(p).__name__ for p in model.parameters())
 
 
 class _Handover:

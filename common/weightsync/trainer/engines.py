@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Final, TypeVar
 
 import msgspec
@@ -154,7 +154,8 @@ class Engines:
 
     def check_has(self, url: str, deadline: Deadline) -> None:
         """Raise `UnsupportedOption` unless one of the engines answers at ``url``, and `WeightSyncError`."""
-        instance = EngineClient(url, self._token).open(deadline).instance
+        with closing(EngineClient(url, self._token)) as client:
+            instance = client.open(deadline).instance
         if all(engine.hello.instance != instance for engine in self.by_url.values()):
             raise UnsupportedOption(
                 f"the trainer generates at {url}, but its Sender pushes to {', '.join(self.by_url)}: give both the same"
