@@ -26,7 +26,7 @@ test-versions: env  ## every supported version of both engines, and the table of
 	@$(PYTHON) tools/versions.py table
 
 test-frameworks: env  ## trainers of TRL and Hugging Face, with a real vLLM
-	@$(PYTHON) tools/frameworks.py
+	@$(PYTHON) tools/versions.py frameworks
 	.venv/bin/python -m pytest -m frameworks $(ARGS)
 
 check-all:  ## all there is to check, which takes hours
