@@ -13,9 +13,9 @@ ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
 
-test: env  ## the tests, with both engines running
+test: env  ## the tests, with both engines running, in two processes
 	@$(PYTHON) tools/versions.py oldest
-	.venv/bin/python -m pytest -m "not slow and not versions and not frameworks" $(ARGS)
+	.venv/bin/python -m pytest -m "not slow and not versions and not frameworks" -n 2 --no-loadscope-reorder $(ARGS)
 
 test-slow: env  ## the tests that take long or much memory
 	.venv/bin/python -m pytest -m slow $(ARGS)

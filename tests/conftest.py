@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,40 @@ from tests import forked
 from tools import models
 from weightsync import testing
 
+#: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
+#: that each engine is started once, and not several at a time.
+DIVIDED = ("unit", "contract", "packaging")
+#: Of those files, what takes long begins first, so that both processes end at nearly the same time.
+LONG = ("test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py")
+
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Say what runs in one process: a file, or all that starts engines."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = Path(nodeid.partition("::")[0])
+            return path.name if path.parent.name in DIVIDED else "engines"
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Say what begins first: what one process runs alone, then what takes long."""
+
+    def turn(item):
+        if item.path.parent.name not in DIVIDED:
+            return -len(LONG) - 1
+        return -LONG.index(item.path.name) - 1 if item.path.name in LONG else 0
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session", autouse=True)
