@@ -25,9 +25,10 @@ test-versions: env  ## every supported version of both engines, and the table of
 	.venv/bin/python -m pytest tests/versions --shown benchmarks/results/versions.json $(ARGS)
 	@$(PYTHON) tools/versions.py table
 
-test-frameworks: env  ## trainers of TRL and Hugging Face, with a real vLLM
+test-frameworks: env  ## trainers of TRL, Hugging Face and vLLM's own protocol, and the table of docs/versions.md
 	@$(PYTHON) tools/versions.py frameworks
-	.venv/bin/python -m pytest -m frameworks $(ARGS)
+	.venv/bin/python -m pytest tests/frameworks --shown benchmarks/results/frameworks.json $(ARGS)
+	@$(PYTHON) tools/versions.py table
 
 check-all:  ## all there is to check, which takes hours
 	$(MAKE) lint

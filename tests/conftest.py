@@ -1,11 +1,13 @@
 """Fixtures for every test."""
 
+import json
 import secrets
 import signal
 import subprocess
 import threading
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import forked
-from tools import models
+from tools import models, versions
 from weightsync import testing
 
 #: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
@@ -22,6 +24,9 @@ from weightsync import testing
 DIVIDED = ("unit", "contract", "packaging")
 #: Of those files, what takes long begins first, so that both processes end at nearly the same time.
 LONG = ("test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py")
+
+#: What each test that `shows` something has found, by the name of a package and its version, for a table.
+SHOWN = defaultdict(lambda: defaultdict(dict))
 
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
@@ -51,6 +56,27 @@ def pytest_collection_modifyitems(items):
         return -LONG.index(item.path.name) - 1 if item.path.name in LONG else 0
 
     items.sort(key=turn)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shown", type=Path, help="a JSON file for what each version has shown")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    shows = item.get_closest_marker("shows")
+    if shows is not None and not report.skipped and (report.when == "call" or report.failed):
+        name, version = next(value for value in item.callspec.params.values() if value[0] in versions.NAMES)
+        SHOWN[name][version][shows.args[0].format(**item.callspec.params)] = report.outcome
+    return report
+
+
+def pytest_sessionfinish(session):
+    file = session.config.getoption("--shown")
+    if file is not None and SHOWN:  # not if the tests were only collected
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+        file.write_text(json.dumps({"commit": commit.stdout.strip(), "results": SHOWN}, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

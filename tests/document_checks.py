@@ -174,8 +174,18 @@ def run(block, world):
             run_command(command, world, block)
     elif block.kind == "toml":
         register(block)
+    elif block.kind == "diff":
+        apply(block)
     else:
         check((block.document, block.kind) in DRAWN, block, "nobody knows how to check such a block")
+
+
+def apply(block):
+    """Apply a change of vLLM to its installed files, of which nothing is written."""
+    site = next((servers.ROOT / ".venv-vllm" / "lib").glob("python3*/site-packages"))
+    command = ["patch", "--dry-run", "--force", "--strip", "1"]
+    done = subprocess.run(command, cwd=site, input=block.text, capture_output=True, text=True, check=False)
+    check(done.returncode == 0, block, done.stdout)
 
 
 def register(block):

@@ -2,7 +2,7 @@
 
 Usage: python3 tools/versions.py [oldest|all]       install them (default: all; `make env` comes first)
        python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment
-       python3 tools/versions.py table              write the table of docs/versions.md from the last results
+       python3 tools/versions.py table              write the tables of docs/versions.md from the last results
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".work" / "versions"
-RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "versions.md"
-BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
+#: The tables of the page, each from the file of this name among the results, between two comments.
+TABLES = ("versions", "frameworks")
 
 #: Oldest first; the last of each is what the environment has.
 VERSIONS = {
@@ -35,7 +36,7 @@ WITH_TRANSFORMERS_4 = (f"transformers=={TRANSFORMERS_4}", "huggingface-hub==0.36
 TRL = {"1.11.0": VERSIONS["vllm"][0], "1.16.0": VERSIONS["vllm"][-1]}
 #: Pins the newest, and what TRL needs beside.
 TRL_REQUIREMENTS = ROOT / "requirements" / "trl.txt"
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
 
 def pinned(engine: str, version: str) -> bool:
@@ -103,18 +104,31 @@ def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table() -> None:
-    """Put the table of the last results into the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + table(json.loads(RESULTS.read_text())["results"]) + "\n" + END + after)
+def marks(name: str) -> tuple[str, str]:
+    """The comments before and after a table."""
+    return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+
+
+def results(name: str) -> dict[str, dict[str, dict[str, str]]]:
+    """The last results for a table."""
+    found: dict[str, dict[str, dict[str, str]]] = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return found
+
+
+def write_tables() -> None:
+    """Put the tables of the last results into the page."""
+    for name in TABLES:
+        begin, end = marks(name)
+        before, _, rest = PAGE.read_text().partition(begin)
+        _, _, after = rest.partition(end)
+        PAGE.write_text(before + begin + "\n" + table(results(name)) + "\n" + end + after)
 
 
 def main() -> None:
     """Do what the command line asks."""
     (asked,) = sys.argv[1:] or ["all"]
     if asked == "table":
-        return write_table()
+        return write_tables()
     if asked == "frameworks":
         for version in TRL:
             install_trl(version)

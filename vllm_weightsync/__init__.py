@@ -23,16 +23,18 @@ def endpoint_plugin() -> object:
 
 
 def general_plugin() -> None:
-    """``vllm.general_plugins`` entry point, run in every process: adds methods to the engine core and to workers.
+    """``vllm.general_plugins`` entry point, run in every process: adds methods to the engine core and to workers,
+    and a back end to vLLM's weight transfer.
 
     An exception would end the process, so a failure is logged; the routes then refuse every push.
     """
     _show_logs()
     try:
-        from vllm_weightsync import compat_pause, compat_workers
+        from vllm_weightsync import compat_pause, compat_transfer, compat_workers, in_process
 
         compat_workers.install()
         compat_pause.install()
+        compat_transfer.install(in_process.relay)
     except Exception:
         logging.getLogger(__name__).exception("weightsync could not add its methods to vLLM's engine core and workers")
 

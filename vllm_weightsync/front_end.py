@@ -14,8 +14,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import State
 
-from vllm_weightsync import compat, compat_config, compat_workers
-from weightsync.engine import metrics, refusals, servers
+from vllm_weightsync import compat, compat_config, compat_transfer, compat_workers
+from weightsync.engine import metrics, refusals, relayed, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
@@ -58,6 +58,7 @@ class EndpointPlugin:
             return
         several = (getattr(args, "api_server_count", 1) or 1) > 1
         lacking = compat.lacks_server_index(engine_client) if several else ""
+        compat_transfer.give(engine_client, lambda: relayed.relay(self._found, several))
         if several and not lacking and compat.server_index(engine_client) > 0:
             self._found = servers.Elsewhere(servers.meeting_point(os.getppid()))
             return
@@ -91,6 +92,8 @@ class VllmFrontEnd:
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
         if reason := compat.VLLM.check(compat.DEEP):
             self.off['verify="deep"'] = reason
+        if reason := compat.VLLM.check(compat_transfer.NAMES):
+            self.off["--weight-transfer-config"] = reason
         if not self._unsupported and not compat.can_ask_core():
             self._unsupported = (
                 "weightsync's general plugin is not loaded: VLLM_PLUGINS must name weightsync, and `pip install` must "

@@ -8,6 +8,7 @@ from weightsync import Sender
 
 PYTHON = servers.ROOT / ".venv-vllm" / "bin" / "python"
 PATIENCE_S = 300
+#: The newest TRL; what it needs, Hugging Face's Trainer needs too.
 NEWEST = list(versions.TRL)[-1]
 PROMPT = list(b"count 7: ")
 #: Mean difference of logprobs; engine and trainer round bfloat16 in different orders.
@@ -26,16 +27,17 @@ def apart(server, model):
     return sum(abs(x - y) for x, y in zip(logprobs, own, strict=True)) / len(own)
 
 
-def run(version, *command, processes=1, check=True):
-    """Run ``python COMMAND`` with a version of TRL, or as many processes by torchrun; return what ended."""
-    vllm = versions.environment("vllm", versions.TRL[version]).get("PYTHONPATH", "")
+def run(*command, trl="", vllm=versions.VERSIONS["vllm"][-1], processes=1, check=True):
+    """Run ``python COMMAND``, or as many processes by torchrun, with a version of TRL or of vLLM; return what ended."""
+    paths = [versions.trl_packages(trl)] if trl else []
+    beside = versions.environment("vllm", versions.TRL[trl] if trl else vllm).get("PYTHONPATH")
     launcher = [PYTHON]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(versions.trl_packages(version)), vllm, str(servers.ROOT)))),
-        "HF_HUB_OFFLINE": "1",
+        **servers.environment_of("vllm", 1),
+        "PYTHONPATH": os.pathsep.join(map(str, (*paths, *([beside] if beside else []), servers.ROOT))),
         "ACCELERATE_USE_CPU": "1",
     }
     done = subprocess.run(

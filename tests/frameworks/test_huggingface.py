@@ -11,7 +11,7 @@ EXAMPLE = servers.ROOT / "examples" / "hf_trainer.py"
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_server_generates_with_what_was_trained(server, model_folder, tmp_path, processes):
-    run(NEWEST, EXAMPLE, model_folder("qwen3", 0), server.url, tmp_path, processes=processes)
+    run(EXAMPLE, model_folder("qwen3", 0), server.url, tmp_path, trl=NEWEST, processes=processes)
     assert apart(server, models.load_reference(tmp_path)) <= ROUNDING
     assert apart(server, models.load_reference(model_folder("qwen3", 0))) > ROUNDING
     assert label(server.url) == "step 5"

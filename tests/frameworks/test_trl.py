@@ -11,26 +11,33 @@ pytestmark = pytest.mark.frameworks
 EXAMPLE = servers.ROOT / "examples" / "trl_grpo.py"
 
 
-def train(program, *arguments, **options):
-    return run(NEWEST, "-m", "tests.frameworks.training", program, *arguments, **options)
+#: As a parameter it says whose version it is, for the table of versions.
+TRL = [("trl", version) for version in versions.TRL]
 
 
-@pytest.mark.parametrize("trl", versions.TRL)
+def train(program, *arguments, trl=NEWEST, **options):
+    return run("-m", "tests.frameworks.training", program, *arguments, trl=trl, **options)
+
+
+@pytest.mark.shows("GRPO")
+@pytest.mark.parametrize("trl", TRL, ids="-".join)
 def test_the_server_generates_with_what_grpo_has_trained(server, model_folder, tmp_path, trl):
     start = model_folder("qwen3", 0)
     before = label(server.url)
     assert requests.get(f"{server.url}/server_info", timeout=30).status_code == 404
-    run(trl, EXAMPLE, start, server.url, tmp_path)
+    run(EXAMPLE, start, server.url, tmp_path, trl=trl[1])
     assert apart(server, models.load_reference(tmp_path)) <= ROUNDING
     assert apart(server, models.load_reference(start)) > ROUNDING
     # Pushed when the trainer was built, before each of three steps, and at the end.
     assert int(label(server.url)) - (int(before) if before.isdigit() else 0) == 5
 
 
-@pytest.mark.parametrize("program", ["fsdp2", "ddp", "rloo", "peft", "online_dpo", "async_grpo"])
-def test_other_trainers_and_models(server, model_folder, tmp_path, program):
-    processes = 2 if program in ("fsdp2", "ddp") else 1
-    train(program, model_folder("qwen3", 0), server.url, tmp_path, processes=processes)
+@pytest.mark.shows("{program}")
+@pytest.mark.parametrize("program", ["FSDP2", "DDP", "RLOO", "PEFT", "online DPO", "AsyncGRPO"])
+@pytest.mark.parametrize("trl", TRL, ids="-".join)
+def test_other_trainers_and_models(server, model_folder, tmp_path, trl, program):
+    processes = 2 if program in ("FSDP2", "DDP") else 1
+    train(program, model_folder("qwen3", 0), server.url, tmp_path, trl=trl[1], processes=processes)
     assert apart(server, models.load_reference(tmp_path)) <= ROUNDING
 
 
@@ -45,7 +52,7 @@ def test_a_server_that_is_not_the_senders_is_refused_before_training(server, mod
 
 def test_a_model_that_is_not_the_servers_is_refused_before_training(server, model_folder, tmp_path):
     before = label(server.url)
-    done = run(NEWEST, EXAMPLE, model_folder("llama", 0), server.url, tmp_path, check=False)
+    done = run(EXAMPLE, model_folder("llama", 0), server.url, tmp_path, trl=NEWEST, check=False)
     assert "ManifestMismatch" in done.stderr
     assert "in _init_vllm" in done.stderr  # while the trainer was built
     assert label(server.url) == before

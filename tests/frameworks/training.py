@@ -110,12 +110,12 @@ def async_grpo(folder, url, output, engines):
 
 PROGRAMS = {
     "one process": grpo,
-    "ddp": grpo,
-    "fsdp2": fsdp2,
-    "rloo": rloo,
-    "peft": peft,
-    "online_dpo": online_dpo,
-    "async_grpo": async_grpo,
+    "DDP": grpo,
+    "FSDP2": fsdp2,
+    "RLOO": rloo,
+    "PEFT": peft,
+    "online DPO": online_dpo,
+    "AsyncGRPO": async_grpo,
 }
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def test_every_engine_option_in_the_documents_exists(parsers, engine, column):
         ("", "weightsync status http://127.0.0.1:8000"),
         ("yaml", "a: 1"),
         ("mermaid", "graph TD"),
+        ("diff", "--- a/vllm/version.py\n+++ b/vllm/version.py\n@@ -1 +1 @@\n-not there\n+new\n"),
         ("toml", '[project.entry-points."weightsync.transport"]\nfiles = "a:SPEC"'),
         ("bash", "rm -rf /nowhere"),
         ("bash", "weightsync state http://127.0.0.1:8000"),

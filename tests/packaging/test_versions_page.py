@@ -1,11 +1,14 @@
-"""The table of versions in docs/versions.md is what `make test-versions` found."""
+"""The tables in docs/versions.md are what `make test-versions` and `make test-frameworks` found."""
 
-import json
+import pytest
 
 from tools import versions
 
+TESTED = {"versions": versions.VERSIONS, "frameworks": {"trl": tuple(versions.TRL)}}
 
-def test_the_table_is_that_of_the_results():
-    results = json.loads(versions.RESULTS.read_text())["results"]
-    assert {engine: tuple(found) for engine, found in results.items()} == versions.VERSIONS
+
+@pytest.mark.parametrize("name", versions.TABLES)
+def test_the_table_is_that_of_the_results(name):
+    results = versions.results(name)
+    assert {package: tuple(found) for package, found in results.items()} == TESTED[name]
     assert versions.table(results) in versions.PAGE.read_text()

@@ -1,8 +1,5 @@
 """Real engines of every supported version, each started once for one rank and once for two."""
 
-import json
-import subprocess
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +19,6 @@ EVERY = [
     for engine, found in versions.VERSIONS.items()
     for version in found
 ]
-#: What each test shows, for the table.
-SHOWN = defaultdict(lambda: defaultdict(dict))
 
 
 @dataclass
@@ -66,9 +61,10 @@ def start(engine, version, kind, tp, model_folder):
     if not versions.there(engine, version):
         pytest.skip(f"{engine} {version} is not installed: make test-versions")
     a, b = model_folder(kind, 0), model_folder(kind, 1)
-    # vLLM's routes that sleep and wake up; SGLang has its own always.
+    # vLLM's routes that sleep and wake up, and those of its own weight transfer; SGLang has its own always.
     env = {**versions.environment(engine, version), "VLLM_SERVER_DEV_MODE": "1"}
-    server = servers.start(engine, a, tp=tp, env=env)
+    args = ["--weight-transfer-config", '{"backend": "weightsync"}'] if engine == "vllm" else []
+    server = servers.start(engine, a, tp=tp, args=args, env=env)
     return Engine(engine, version, server, a, b)
 
 
@@ -86,24 +82,3 @@ def experts(request, model_folder):
     found = start(*request.param, "qwen3_moe", 2, model_folder)
     with found.server:
         yield found
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    shows = item.get_closest_marker("shows")
-    if shows is not None and (report.when == "call" or not report.passed):
-        engine, version = item.callspec.params.get("engine") or item.callspec.params["experts"]
-        SHOWN[engine][version][shows.args[0]] = report.outcome
-    return report
-
-
-def pytest_addoption(parser):
-    parser.addoption("--shown", type=Path, help="a JSON file for what each version has shown")
-
-
-def pytest_sessionfinish(session):
-    file = session.config.getoption("--shown", default=None)
-    if file is not None and SHOWN:  # not if the tests were only collected
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-        file.write_text(json.dumps({"commit": commit.stdout.strip(), "results": SHOWN}, indent=1) + "\n")

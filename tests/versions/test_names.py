@@ -8,9 +8,10 @@ from tools import versions
 
 NAMES = """
 import importlib, sys
-from vllm_weightsync import compat
+from vllm_weightsync import compat, compat_transfer
 from weightsync.engine.private_names import missing
-print(compat.VLLM.version(), missing({**compat.SERVER, **compat.WORKER, **compat.DEEP}), compat.VLLM.untested())
+tables = (compat.SERVER, compat.WORKER, compat.DEEP, compat_transfer.NAMES)
+print(compat.VLLM.version(), [gone for names in tables for gone in missing(names)], compat.VLLM.untested())
 """
 
 #: Two trainer ranks open vLLM's own source of a module, sharded and not, and compare what they hold with the whole.

@@ -7,6 +7,7 @@ import sys
 import pytest
 import requests
 
+from tests.frameworks.running import run
 from tools import models, servers
 from weightsync import bench
 from weightsync.errors import ManifestMismatch, UnsupportedOption
@@ -49,6 +50,16 @@ def test_refusals(engine):
         engine.push(engine.b, "kept", pause="keep")
     assert engine.digests() == before
     engine.assert_serves(engine.a, "before")
+
+
+@pytest.mark.shows("vLLM's own transfer")
+def test_vllms_own_weight_transfer(engine):
+    if engine.name != "vllm":
+        pytest.skip("SGLang has no registry of weight transfers")
+    engine.push(engine.a, "before")
+    program = ("-m", "tests.frameworks.weight_transfer", "over_http")
+    run(*program, engine.a, engine.b, engine.server.url, vllm=engine.version)
+    engine.assert_answers(engine.b)
 
 
 FAILING = """

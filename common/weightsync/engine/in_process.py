@@ -90,6 +90,8 @@ class EngineInProcess:
     it does not.
     """
 
+    of_this_process = True
+
     def __init__(self, name: str, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, gone: Callable[[], str]):
         self.name = name
         self.front_end = front_end

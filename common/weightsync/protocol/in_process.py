@@ -1,4 +1,4 @@
-"""Engines in the trainer's own process: how a sender finds their clients.
+"""Engines that are asked by calls instead of by URL, mostly in the trainer's own process: how a sender finds them.
 
 An engine package registers a function in the entry-point group `GROUP`, under the name of the top-level package that
 the engine's class comes from. It takes the engine and returns an `EngineInProcess`, always the same for one engine.
@@ -7,7 +7,7 @@ the engine's class comes from. It takes the engine and returns an `EngineInProce
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.errors import PluginNotLoaded, UnsupportedOption
 from weightsync.protocol.names import plain_url
@@ -19,11 +19,14 @@ class NotRunning(Exception):
     """The engine will not answer; the text says why."""
 
 
+@runtime_checkable
 class EngineInProcess(Protocol):
-    """An engine of this process, as a sender uses it."""
+    """An engine that is asked by calls, as a sender uses it."""
 
     name: str
     """Stands for its URL, in results and errors."""
+    of_this_process: bool
+    """Whether other processes of the trainer cannot name it."""
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """The HTTP status and the body that the admin route would answer.
@@ -41,7 +44,9 @@ Target: TypeAlias = "str | EngineInProcess"
 
 def target(engine: object) -> Target:
     """What a user gave as an engine, ready for use. Raises `UnsupportedOption`, `PluginNotLoaded`."""
-    return plain_url(engine) if isinstance(engine, str) else _find(engine)
+    if isinstance(engine, str):
+        return plain_url(engine)
+    return engine if isinstance(engine, EngineInProcess) else _find(engine)
 
 
 def name_of(where: Target) -> str:

@@ -131,7 +131,7 @@ class Sender:
             raise
 
     def _check_target(self, engine: Target) -> None:
-        if self._ranks is not None and not isinstance(engine, str):
+        if self._ranks is not None and not isinstance(engine, str) and engine.of_this_process:
             raise UnsupportedOption(
                 "an engine of this process belongs to one process, and this trainer has several: serve it by HTTP, and "
                 "give every rank its URL"
