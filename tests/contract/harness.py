@@ -61,7 +61,7 @@ class Harness:
         tensors,
         bucket_bytes,
         *,
-        timeout_s=20.0,
+        timeout_s=60.0,
         absent=(),
         manifest=None,
         slots=2,
@@ -105,7 +105,7 @@ class Harness:
             self.transfer.close()  # as a sender does
             raise
         finally:
-            self.outcomes = {peer: job.exception(timeout=20) for peer, job in jobs.items()}
+            self.outcomes = {peer: job.exception(timeout=60) for peer, job in jobs.items()}
         received = {peer: job.result() for peer, job in jobs.items()}
         if stream:
             return received

@@ -62,9 +62,11 @@ def test_a_slow_commit_on_another_host_is_not_a_failure(looked, monkeypatch, els
 def test_a_dead_rank_on_this_host_is_noticed(looked):
     with closing(TwoHosts()) as engine, Sender([engine.url]) as sender:
         gate = engine.gates["weightsync_commit"] = threading.Event()
+        thread = threading.Thread(target=lambda: (until(lambda: looked, "nobody looks"), gate.set()))
+        thread.start()
         with pytest.raises(errors.WeightSyncError, match=rf"rank 1 \(process {NOBODY}\) has ended"):
             sender.push(WEIGHTS[1])
-        gate.set()
+        thread.join()
 
 
 def test_a_reused_process_id_is_not_taken_for_the_rank():

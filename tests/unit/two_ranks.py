@@ -19,6 +19,8 @@ from weightsync.protocol import auth, http
 from weightsync.tensors import layout
 from weightsync.transports.base import Peer
 
+#: Seconds: longer than anything takes on a busy machine.
+PATIENCE_S = 60
 SERVING = {x: [("serving", x)] * 2 for x in range(4)}
 WEIGHTS = {x: {name: torch.full_like(t, x) for name, t in DictAdapter().weights.items()} for x in range(4)}
 
@@ -32,7 +34,7 @@ class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gate
 
     async def call(self, method, payload):
         if gate := self.gates.get(method):
-            await asyncio.to_thread(gate.wait, 5)
+            await asyncio.to_thread(gate.wait, PATIENCE_S)
         run = functools.partial(asyncio.get_running_loop().run_in_executor, self._loop, rank_methods.handle)
         return [await run(lambda r=rank: r, method, payload) for rank in self.ranks]
 
@@ -61,7 +63,7 @@ class Trainer(manual.Trainer):  # by hand: it calls the methods of a replica
 
     async def transfer(self, value):
         peers = {Peer("http://a", 0), Peer("http://a", 1)}
-        await asyncio.to_thread(self.await_all, peers, 5)
+        await asyncio.to_thread(self.await_all, peers, PATIENCE_S)
         await asyncio.to_thread(self.send, WEIGHTS[value].values())
 
     async def commit(self, push, **more):

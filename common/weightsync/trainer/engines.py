@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, contextmanager
 from typing import Final, TypeVar
@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from weightsync import observe
+from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ManifestUnknown,
@@ -64,7 +65,7 @@ class Engines:
         self._pause, self._transport = pause, transport
         self._clients = [EngineClient(target, token) for target in targets]
         self._token = token
-        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="weightsync-engine")
+        self._threads = DaemonThread("weightsync-engine", _MAX_THREADS)
         self.by_url: dict[str, Engine] = {}
         #: What each engine's ranks hold of the tensors that the last push left as they are, see `http.Accepted`.
         self.kept: dict[str, tuple[dict[str, str], ...]] = {}
@@ -359,7 +360,7 @@ class Engines:
 
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
         """Call every engine in parallel; each result is a reply or an error."""
-        return list(self._threads.map(lambda asking: asking(), self._each(call)))
+        return [asked.result() for asked in [self._threads.submit(asking) for asking in self._each(call)]]
 
     def _each(self, call: Callable[[EngineClient], _T]) -> list[Callable[[], _T | WeightSyncError]]:
         """For each engine, a function for a thread; it returns a reply or an error."""
@@ -389,7 +390,7 @@ class Engines:
         for client in self._clients:
             client.close()
         # Requests that are still pending have lost their connections and end by themselves.
-        self._threads.shutdown(wait=False)
+        self._threads.close()
 
 
 def _cleanup_deadline(deadline: Deadline) -> Deadline:
