@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -53,6 +53,10 @@ lint:
 demo:  ## push new weights into a running engine: make demo ENGINE=vllm|sglang
 	@$(PYTHON) tools/env.py trainer $(ENGINE)
 	.venv/bin/python examples/demo.py --engine $(ENGINE) $(ARGS)
+
+grpo: env  ## a tiny model learns by GRPO on this CPU: make grpo ENGINE=vllm|sglang, ARGS=compare with stale and reloaded weights beside it
+	@$(PYTHON) tools/versions.py frameworks
+	.venv/bin/python -m benchmarks.grpo --engine $(ENGINE) $(ARGS)
 
 bench: env  ## pushes into the engines beside their own ways to load
 	.venv/bin/python benchmarks/bench.py $(ARGS)
