@@ -37,5 +37,10 @@ class WorkerHalf(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no typ
         """See `parse_init_info`."""
         self.parse_init_info({})
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Raise `UnsupportedOption`: the trainer's half sends. vLLM 0.27 wants this method, no later version does."""
+        raise UnsupportedOption("a worker sends nothing: use TrainerInitInfo of weightsync.integrations.vllm")
+
     def shutdown(self) -> None:
         """Do nothing: there is nothing to release."""
