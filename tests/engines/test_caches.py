@@ -83,7 +83,7 @@ def test_pause_wait_that_times_out_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests, trained = served.digests(), models.load_reference(served.b)
     # Many times what a tiny push takes beside eight streams, and a fraction of what the streams take.
-    with served.sender(pause="wait", timeout_s=8.0) as sender, Streams(served.server) as streams:
+    with served.sender(pause="wait", timeout_s=12.0) as sender, Streams(served.server) as streams:
         with pytest.raises(PushTimeout, match=r"did not finish within|did not end in time") as raised:
             sender.push(trained, version="never")
         assert raised.value.engines == {served.server.url: "unchanged"}
