@@ -26,13 +26,14 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import report
+from benchmarks.grpo_task import LENGTH, LETTERS, prompt_of
 from tools import models, servers, versions
 from tools.progress import alive
 
 ROOT = servers.ROOT
 TRAINER = Path(__file__).with_name("grpo_trainer.py")
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-LETTERS, LENGTH, WARM_UP = "abcdefgh", 8, 200
+WARM_UP = 200
 #: Each way to get the weights into the engine, and what is said of it.
 WAYS = {"weightsync": "pushed every step", "stale": "weights of the start", "reload": "saved and reloaded"}
 #: For vLLM: what samples by token, with its versions; the mode that TRL wants; the route that reloads.
@@ -48,7 +49,7 @@ def make_writer(folder: Path, seed: int) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(path)
     optimizer, chance = torch.optim.AdamW(model.parameters(), lr=1e-3), random.Random(seed)
     for _ in range(WARM_UP):
-        rows = [f"repeat {chance.choice(LETTERS)}:" + "".join(chance.choices(LETTERS, k=LENGTH)) for _ in range(32)]
+        rows = [prompt_of(chance.choice(LETTERS)) + "".join(chance.choices(LETTERS, k=LENGTH)) for _ in range(32)]
         tokens = torch.tensor(tokenizer(rows)["input_ids"])
         model(tokens, labels=tokens).loss.backward()
         optimizer.step()

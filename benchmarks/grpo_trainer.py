@@ -20,11 +20,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.grpo_task import LENGTH, LETTERS, prompt_of, share
 from weightsync import PushResult, Sender
 from weightsync.integrations.trl import patch
 
-LETTERS = "abcdefgh"
-GENERATIONS, PROMPTS, LENGTH = 8, 8, 8
+GENERATIONS, PROMPTS = 8, 8
 TIMEOUT_S = 120.0
 
 folder, url, engine, how, steps, seed, output = sys.argv[1:]
@@ -32,7 +32,7 @@ folder, url, engine, how, steps, seed, output = sys.argv[1:]
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """The share of letters that are the prompt's."""
-    found = [text.count(prompt[-2]) / LENGTH for prompt, text in zip(prompts, completions, strict=True)]
+    found = [share(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
     run.rewards.append(sum(found) / len(found))
     return found
 
@@ -58,7 +58,7 @@ class Run:
         self.sender = Noting([url])
         self.rewards: list[float] = []
         self.versions: set[str] = set()
-        self.synchronised, self.seconds, self.step = -1, 0.0, 0
+        self.synchronised, self.seconds = -1, 0.0
         self.threads = ThreadPoolExecutor(PROMPTS)
 
     def synchronise(self, model: PreTrainedModel) -> None:
@@ -97,13 +97,11 @@ class Tell(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print what the step sampled."""
-        if how == "weightsync":
-            run.seconds = run.sender.seconds
         told = {
             "step": state.global_step,
             "reward": run.rewards[-1],
             "seconds": time.perf_counter() - self.start,
-            "synchronise": run.seconds,
+            "synchronise": run.sender.seconds if how == "weightsync" else run.seconds,
             "pushed": run.sender.pushed.version if run.sender.pushed else "",
             "sampled": sorted(run.versions),
         }
@@ -188,7 +186,7 @@ trainer = GRPOTrainer(
         logging_strategy="no",
         disable_tqdm=True,
     ),
-    Dataset.from_dict({"prompt": [f"repeat {letter}:" for letter in LETTERS * 64]}),
+    Dataset.from_dict({"prompt": [prompt_of(letter) for letter in LETTERS * 64]}),
     processing_class=AutoTokenizer.from_pretrained(folder),
     rollout_func=run.roll_out,
     callbacks=[Tell()],

@@ -66,7 +66,7 @@ def pytest_addoption(parser):
 def pytest_runtest_makereport(item, call):
     report = yield
     shows = item.get_closest_marker("shows")
-    if shows is not None and not report.skipped and (report.when == "call" or report.failed):
+    if shows is not None and (report.when == "call" or not report.passed):
         name, version = next(value for value in item.callspec.params.values() if value[0] in versions.NAMES)
         SHOWN[name][version][shows.args[0].format(**item.callspec.params)] = report.outcome
     return report

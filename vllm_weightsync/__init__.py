@@ -30,13 +30,18 @@ def general_plugin() -> None:
     """
     _show_logs()
     try:
-        from vllm_weightsync import compat_pause, compat_transfer, compat_workers, in_process
+        from vllm_weightsync import compat_pause, compat_workers
 
         compat_workers.install()
         compat_pause.install()
-        compat_transfer.install(in_process.relay)
     except Exception:
         logging.getLogger(__name__).exception("weightsync could not add its methods to vLLM's engine core and workers")
+    try:
+        from vllm_weightsync import compat_transfer
+
+        compat_transfer.install()
+    except Exception:
+        logging.getLogger(__name__).exception("weightsync could not join vLLM's weight transfers; its routes work")
 
 
 def _show_logs() -> None:

@@ -7,12 +7,14 @@ So a push has the same guarantees as by the admin routes. The trainer's half is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from weightsync.engine.relayed import Relay
+from weightsync.protocol import auth
 
 BACKEND: Final = "weightsync"
 #: Names of vLLM that are used here, by module.
@@ -33,8 +35,6 @@ _EMPTY: Final = ("start_weight_update", "shutdown_weight_transfer_engine")
 #: An attribute of an engine's client, see `give`.
 _RELAY: Final = "_weightsync_relay"
 
-MakeRelay = Callable[[Any], Awaitable[Relay]]
-
 
 def is_chosen(client: Any) -> bool:
     """Whether the engine of this client was started with this back end."""
@@ -47,8 +47,8 @@ def give(client: Any, relay: Callable[[], Relay]) -> None:
     setattr(client, _RELAY, functools.cache(relay))
 
 
-def install(attached: MakeRelay) -> None:
-    """Register the back end, and answer the calls of `AsyncLLM`; ``attached`` makes the relay if no server gave one."""
+def install() -> None:
+    """Register the back end, and answer the calls of `AsyncLLM`."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -57,10 +57,18 @@ def install(attached: MakeRelay) -> None:
     for call in (*_CARRYING, *_EMPTY, _FINISH):
         method = getattr(AsyncLLM, call, None)
         if method is not None and not hasattr(method, "__wrapped__"):
-            setattr(AsyncLLM, call, _answered(call, method, attached))
+            setattr(AsyncLLM, call, _answered(call, method))
 
 
-def _answered(call: str, method: Callable[..., Awaitable[None]], attached: MakeRelay) -> Callable[..., Awaitable[None]]:
+async def _attached(client: Any) -> Relay:
+    """The relay of an `AsyncLLM` that no API server serves."""
+    from vllm_weightsync import in_process  # loads the front end, which no worker needs
+
+    found = await asyncio.to_thread(in_process.attach, client)
+    return Relay(found.front_end, auth.engine_token())
+
+
+def _answered(call: str, method: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(method)
     async def answered(self: Any, *args: Any, **kwargs: Any) -> None:
         if not is_chosen(self):
@@ -68,7 +76,7 @@ def _answered(call: str, method: Callable[..., Awaitable[None]], attached: MakeR
         if call in _EMPTY:
             return None
         if not hasattr(self, _RELAY):
-            found = await attached(self)
+            found = await _attached(self)
             give(self, lambda: found)
         relay: Relay = getattr(self, _RELAY)()
         asked = next(iter((*args, *kwargs.values())), None)

@@ -14,33 +14,15 @@ class WorkerHalf(WeightTransferEngine):  # type: ignore[misc]  # vLLM has no typ
 
     supports_draft_weight_update = False
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> NoReturn:
-        """Raise `UnsupportedOption`, as all that follows."""
+    def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedOption(
             "this call of a weight transfer did not come from an AsyncLLM with weightsync's plugin: have VLLM_PLUGINS "
             "name weightsync in the process of the engine's client, and give an LLM itself to a Sender: Sender([llm])"
         )
 
-    def init_transfer_engine(self, init_info: Any) -> None:
-        """See `parse_init_info`."""
-        self.parse_init_info({})
-
-    def start_weight_update(self) -> None:
-        """See `parse_init_info`."""
-        self.parse_init_info({})
-
-    def finish_weight_update(self) -> None:
-        """See `parse_init_info`."""
-        self.parse_init_info({})
-
-    def receive_weights(self, update_info: Any) -> None:
-        """See `parse_init_info`."""
-        self.parse_init_info({})
-
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise `UnsupportedOption`: the trainer's half sends. vLLM 0.27 wants this method, no later version does."""
-        raise UnsupportedOption("a worker sends nothing: use TrainerInitInfo of weightsync.integrations.vllm")
+    parse_init_info = init_transfer_engine = start_weight_update = finish_weight_update = receive_weights = _refuse
+    #: vLLM 0.27 wants it, no later version does.
+    trainer_send_weights = _refuse
 
     def shutdown(self) -> None:
         """Do nothing: there is nothing to release."""

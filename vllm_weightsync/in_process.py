@@ -12,9 +12,8 @@ from weightsync.engine import refusals
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.in_process import EngineInProcess, attached, check_thread, run_in_thread, stop
 from weightsync.engine.rank_calls import Calls
-from weightsync.engine.relayed import Relay
 from weightsync.errors import UnsupportedOption, changed_nothing
-from weightsync.protocol import auth, http
+from weightsync.protocol import http
 
 _ONE_PROCESS = "the engine core of this LLM runs in the trainer's process (VLLM_ENABLE_V1_MULTIPROCESSING=0), where {}"
 
@@ -27,12 +26,6 @@ def attach(engine: Any) -> EngineInProcess:
         check_thread("this AsyncLLM", compat_llm.loop_of(engine))
         return attached(engine, lambda name: _async_llm(name, engine))
     raise UnsupportedOption(f"{type(engine).__name__} is not an engine of vLLM: give an LLM or an AsyncLLM")
-
-
-async def relay(async_llm: Any) -> Relay:
-    """What answers vLLM's calls of a weight transfer with an `AsyncLLM` that no API server serves."""
-    found = await asyncio.to_thread(attach, async_llm)
-    return Relay(found.front_end, auth.engine_token())
 
 
 def _llm(name: str, llm: Any) -> EngineInProcess:

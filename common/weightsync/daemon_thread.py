@@ -35,8 +35,8 @@ class DaemonThread:
         self._calls.put((answer, call))
         with self._lock:
             if self._started < self._most and not self._idle.acquire(blocking=False):
-                self._started += 1
                 threading.Thread(target=_serve, args=(self._calls, self._idle), name=self._name, daemon=True).start()
+                self._started += 1
         return answer
 
 

@@ -19,6 +19,8 @@ EVERY = [
     for engine, found in versions.VERSIONS.items()
     for version in found
 ]
+#: SGLang has no registry of weight transfers.
+VLLM = [param for param in EVERY if param.values[0][0] == "vllm"]
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 import requests
 
 from tests.frameworks.running import run
+from tests.versions.conftest import VLLM
 from tools import models, servers
 from weightsync import bench
 from weightsync.errors import ManifestMismatch, UnsupportedOption
@@ -53,9 +54,8 @@ def test_refusals(engine):
 
 
 @pytest.mark.shows("vLLM's own transfer")
+@pytest.mark.parametrize("engine", VLLM, indirect=True)
 def test_vllms_own_weight_transfer(engine):
-    if engine.name != "vllm":
-        pytest.skip("SGLang has no registry of weight transfers")
     engine.push(engine.a, "before")
     program = ("-m", "tests.frameworks.weight_transfer", "over_http")
     run(*program, engine.a, engine.b, engine.server.url, vllm=engine.version)

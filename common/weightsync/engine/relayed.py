@@ -85,10 +85,7 @@ def _deliver(asked: Relayed, status: int, body: bytes) -> None:
     socket: sockets.Socket = context.socket(zmq.REQ)
     try:
         sockets.set_limits(socket)
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = asked.server_key.encode()
-        socket.setsockopt(zmq.IPV6, int("[" in asked.reply_to))
-        socket.connect(asked.reply_to)
+        sockets.dial(socket, asked.reply_to, asked.server_key)
         socket.send_multipart([str(status).encode(), body])
         if not socket.poll(int(1000 * _DELIVER_S)):
             raise TransferFailed(

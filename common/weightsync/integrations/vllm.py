@@ -51,9 +51,9 @@ _numbers = itertools.count(1)
 
 @dataclass
 class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]  # vLLM has no types where this is checked
-    """Chooses this back end in vLLM's factory. ``options`` are those of `Sender`.
+    """Chooses this back end in vLLM's factory. ``options`` are those of `Sender`, but for ``token`` and ``address``.
 
-    ``address`` is an address of this host that the engine reaches; by default the one on the route to the client's
+    ``address`` is an IP address of this host that the engine reaches; by default the one on the route to the client's
     ``base_url``, or the loopback address if it has none.
     """
 
@@ -65,8 +65,9 @@ class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]  # vLLM has n
 class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
     """The trainer's half of a weight transfer; ``pushed`` is the result of the last push.
 
-    If the client calls several engines at once, all of them commit or none does. In a trainer of several processes
-    `torch.distributed` must be initialised, and rank 0 there be the one that vLLM calls 0.
+    A client may call several engines at once: none is asked to commit before all have everything. It is called from
+    several threads, also between *start* and *finish*. In a trainer of several processes `torch.distributed` must be
+    initialised, and rank 0 there be the one that vLLM calls 0.
     """
 
     init_info_cls = TrainerInitInfo
@@ -154,13 +155,12 @@ class _Calls:
 
     def ask(self, route: str, body: bytes, deadline: Deadline, engine: str) -> list[tuple[int, bytes]]:
         """What an engine answers, or all if ``engine`` is empty. Raises `NotRunning` and `TimeoutError`."""
-        public, private = zmq.curve_keypair()
         context: zmq.Context[sockets.Socket] = zmq.Context()
         socket: sockets.Socket = context.socket(zmq.REP)
         try:
             sockets.set_limits(socket)
             socket.setsockopt(zmq.MAXMSGSIZE, http.MAX_BODY_BYTES)
-            socket.curve_server, socket.curve_secretkey = True, private
+            server_key = sockets.encrypt(socket)
             socket.setsockopt(zmq.IPV6, int(":" in self._here))
             place = f"tcp://{sockets.bracketed(self._here)}"
             place = f"{place}:{socket.bind_to_random_port(place)}"
@@ -171,7 +171,7 @@ class _Calls:
                     token=self._token,
                     engine=engine,
                     reply_to=place,
-                    server_key=public.decode(),
+                    server_key=server_key,
                 )
             )
             return self._replies(socket, route, message, deadline, bool(engine))

@@ -34,6 +34,7 @@ from weightsync.transports.control.sockets import (
     SILENCE_S,
     Socket,
     close,
+    dial,
     enable_heartbeats,
     set_limits,
     to_error,
@@ -112,11 +113,10 @@ class EngineControl:
             socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
             try:
                 if self._remote:
-                    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-                    socket.curve_serverkey = request.server_key.encode()
-                    socket.setsockopt(zmq.IPV6, int("[" in address))
                     enable_heartbeats(socket)
-                socket.connect(address)
+                    dial(socket, address, request.server_key)
+                else:
+                    socket.connect(address)
             except zmq.ZMQError:
                 socket.close(linger=0)
                 raise

@@ -61,6 +61,21 @@ def enable_heartbeats(socket: Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
+def encrypt(socket: Socket) -> str:
+    """Encrypt what a socket that listens on TCP exchanges; returns the public key that whoever dials it needs."""
+    public, private = zmq.curve_keypair()
+    socket.curve_server, socket.curve_secretkey = True, private
+    return public.decode()
+
+
+def dial(socket: Socket, address: str, server_key: str) -> None:
+    """Connect to a TCP address of a socket that `encrypt` has given this key."""
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = server_key.encode()
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.connect(address)
+
+
 def close(context: zmq.Context[Socket], open_sockets: list[Socket], final_message_s: float = 0.0) -> None:
     """Close sockets, then their context; queued messages have ``final_message_s`` to be sent."""
     # One by one: called by the garbage collector, the context no longer knows its sockets, and would wait for them

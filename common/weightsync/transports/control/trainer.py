@@ -43,6 +43,7 @@ from weightsync.transports.control.sockets import (
     bracketed,
     close,
     enable_heartbeats,
+    encrypt,
     host_of,
     local_address,
     set_limits,
@@ -72,10 +73,8 @@ class TrainerControl:
         self._listening: list[int] = []
         self._server_key = ""
         if remote:
-            public, private = zmq.curve_keypair()
-            self.socket.curve_server, self.socket.curve_secretkey = True, private
+            self._server_key = encrypt(self.socket)
             enable_heartbeats(self.socket)
-            self._server_key = public.decode()
         self._push = ""
         self._secrets: dict[str, str] = {}
         #: The subsets that the ranks of the latest push need, by name.
