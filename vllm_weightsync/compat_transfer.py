@@ -34,6 +34,8 @@ _FINISH: Final = "finish_weight_update"
 _EMPTY: Final = ("start_weight_update", "shutdown_weight_transfer_engine")
 #: An attribute of an engine's client, see `give`.
 _RELAY: Final = "_weightsync_relay"
+#: An attribute of a method that is answered here.
+_OURS: Final = "_weightsync_answered"
 
 
 def is_chosen(client: Any) -> bool:
@@ -56,7 +58,7 @@ def install() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "vllm_weightsync.compat_transfer_worker", "WorkerHalf")
     for call in (*_CARRYING, *_EMPTY, _FINISH):
         method = getattr(AsyncLLM, call, None)
-        if method is not None and not hasattr(method, "__wrapped__"):
+        if method is not None and not hasattr(method, _OURS):
             setattr(AsyncLLM, call, _answered(call, method))
 
 
@@ -82,9 +84,10 @@ def _answered(call: str, method: Callable[..., Awaitable[None]]) -> Callable[...
         asked = next(iter((*args, *kwargs.values())), None)
         if call != _FINISH:
             return await relay.take(getattr(asked, _CARRYING[call]))
-        await relay.finish()
-        if asked is not None:
+        # A label must not be shown for weights that were not committed.
+        if await relay.finish() and asked is not None:
             await self.update_weight_version(asked)
         return None
 
+    setattr(answered, _OURS, True)
     return answered

@@ -15,10 +15,11 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 
 from vllm_weightsync import compat, compat_config, compat_transfer, compat_workers
-from weightsync.engine import metrics, refusals, relayed, servers
+from weightsync.engine import metrics, refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
+from weightsync.engine.relayed import Relay
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.errors import ApplyFailed, EngineUnreachable, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http
@@ -58,7 +59,9 @@ class EndpointPlugin:
             return
         several = (getattr(args, "api_server_count", 1) or 1) > 1
         lacking = compat.lacks_server_index(engine_client) if several else ""
-        compat_transfer.give(engine_client, lambda: relayed.relay(self._found, several))
+        compat_transfer.give(
+            engine_client, lambda: Relay(self._front_end(), auth.engine_token(), several_servers=several)
+        )
         if several and not lacking and compat.server_index(engine_client) > 0:
             self._found = servers.Elsewhere(servers.meeting_point(os.getppid()))
             return

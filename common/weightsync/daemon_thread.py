@@ -24,20 +24,25 @@ class DaemonThread:
         self._calls: _Calls = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
-        #: Ends the threads after the calls that were asked for; also runs when this object is collected.
-        self.close = weakref.finalize(self, self._calls.put, None)
+        #: Ends the threads; also runs when this object is collected.
+        self._close = weakref.finalize(self, self._calls.put, None)
 
     def submit(self, call: Callable[[], _T], answer: Future[_T] | None = None) -> Future[_T]:
         """Ask for a call, whose result ``answer`` gets, by default a new future. Raises `RuntimeError` once closed."""
-        if not self.close.alive:
-            raise RuntimeError(f"{self._name} is closed")
         answer = Future() if answer is None else answer
-        self._calls.put((answer, call))
         with self._lock:
+            if not self._close.alive:
+                raise RuntimeError(f"{self._name} is closed")
             if self._started < self._most and not self._idle.acquire(blocking=False):
                 threading.Thread(target=_serve, args=(self._calls, self._idle), name=self._name, daemon=True).start()
                 self._started += 1
+            self._calls.put((answer, call))
         return answer
+
+    def close(self) -> None:
+        """End the threads after the calls that were asked for; idempotent."""
+        with self._lock:  # a call that is asked for meanwhile stands in front of the end, or is refused
+            self._close()
 
 
 def _serve(calls: _Calls, idle: threading.Semaphore) -> None:

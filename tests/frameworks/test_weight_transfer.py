@@ -93,3 +93,34 @@ def test_calls_of_others_change_nothing(chosen, model_folder, call, body):
     assert reply.status_code >= 400
     assert label(chosen.url) == before
     assert servers.greedy(chosen, list(b"count 7: "), 4)
+
+
+def relayed(program, model_folder, *arguments):
+    folders = model_folder("llama", 0), model_folder("llama", 1)
+    done = run("-m", "tests.frameworks.relayed", program, *folders, *arguments)
+    return json.loads(done.stdout.splitlines()[-1])["seen"]
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("staging", ["full", "none"])
+def test_engines_behind_one_client_commit_at_once(model_folder, engines, staging):
+    seen = relayed("pushed", model_folder, engines, staging)
+    assert all(push["alike"] and push["answer"] != seen["before"] for push in seen["pushes"])
+    assert seen["committed"] == [2] * engines
+    assert len(seen["names"]) == engines
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_an_engine_that_was_restarted_is_found_again(model_folder, engines):
+    seen = relayed("restarted", model_folder, engines)
+    assert all(push["alike"] for push in seen["pushes"])
+    assert seen["pushes"][0]["answer"] == seen["pushes"][1]["answer"]
+
+
+def test_what_an_engine_refuses_is_what_the_trainer_raises(model_folder):
+    kind, said = relayed("refused", model_folder, True, "0123456789abcdef" * 2)
+    assert kind == "UnsupportedOption"
+    assert "--api-server-count 1" in said
+    kind, said = relayed("refused", model_folder, False, "another key, of at least 16 characters")
+    assert kind == "EngineUnreachable"
+    assert "set WEIGHTSYNC_TOKEN alike" in said

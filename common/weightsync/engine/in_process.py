@@ -84,7 +84,7 @@ def check_thread(name: str, loop: asyncio.AbstractEventLoop | None) -> None:
 
 
 class EngineInProcess:
-    """See `weightsync.protocol.in_process.EngineInProcess`.
+    """See `weightsync.protocol.in_process.AskedByCalls`.
 
     ``loop`` is the running event loop in which ``front_end`` lives, and ``gone()`` says why the engine does not run, if
     it does not.
@@ -108,7 +108,7 @@ class EngineInProcess:
         return asyncio.run_coroutine_threadsafe(started, self._loop).result()
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """See `weightsync.protocol.in_process.EngineInProcess`."""
+        """See `weightsync.protocol.in_process.AskedByCalls`."""
 
         async def read(kind: type[msgspec.Struct]) -> msgspec.Struct:
             return answers.decoded(body, kind)
@@ -142,7 +142,7 @@ class EngineInProcess:
             raise NotRunning(_ENDED)
 
     def check_caller(self) -> None:
-        """See `weightsync.protocol.in_process.EngineInProcess`."""
+        """See `weightsync.protocol.in_process.AskedByCalls`."""
         check_thread(self.name, self._loop)
 
 

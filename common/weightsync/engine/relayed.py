@@ -8,10 +8,11 @@ from typing import Final
 import msgspec
 import zmq
 
+from weightsync.deadline import Deadline
 from weightsync.engine import answers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.errors import AuthenticationFailed, TransferFailed, UnsupportedOption, WrongState
-from weightsync.protocol import addresses, auth
+from weightsync.protocol import addresses, auth, http
 from weightsync.protocol.relayed import Relayed, unwrapped
 from weightsync.transports.control import sockets
 
@@ -26,16 +27,17 @@ _SEVERAL_SERVERS: Final = (
 class Relay:
     """Takes the messages for one front end, in its event loop. ``token`` is the engine's key.
 
-    A commit is carried out when the engine is told to finish. Other messages, all to be answered at once, may come at
-    any time.
+    A commit is carried out when the engine is told to finish, as are those of other trainers that have come by then.
+    Other messages, all to be answered at once, may come at any time. With ``several_servers`` of one engine every
+    message is refused.
     """
 
-    def __init__(self, front_end: FrontEnd, token: str):
-        self._front_end, self._token = front_end, token
+    def __init__(self, front_end: FrontEnd | answers.Elsewhere, token: str, *, several_servers: bool = False):
+        self._front_end, self._token, self._several_servers = front_end, token, several_servers
         self._routes = answers.routes()
-        self._commit: Relayed | None = None
-        #: Whether the call to finish is meant for another engine that gets the same calls.
-        self._others = False
+        self._commits: list[tuple[Relayed, Deadline]] = []
+        #: One for each call to finish that is expected, also those that are meant for another engine of the client.
+        self._announced: list[Deadline] = []
 
     async def take(self, carried: object) -> None:
         """Answer a message, or keep a commit. Raises `WeightSyncError` if nothing can be sent to the trainer."""
@@ -49,38 +51,48 @@ class Relay:
         if not auth.same(asked.token, self._token):
             raise AuthenticationFailed("the trainer showed another key than this engine's: set WEIGHTSYNC_TOKEN alike")
         addresses.check_tcp_address(asked.reply_to, asked.server_key)
+        if self._several_servers or not isinstance(self._front_end, FrontEnd):
+            return await _deliver(asked, *_refused("UnsupportedOption", _SEVERAL_SERVERS))
         mine = asked.engine in ("", self._front_end.instance)
         if asked.route == "commit":
-            self._commit, self._others = (asked, False) if mine else (None, True)
+            self._announced.append(Deadline(asked.timeout_s))
+            if mine:
+                self._commits.append((asked, Deadline(asked.timeout_s)))
         elif mine:
             await self._answer(asked)
+        return None
 
-    async def finish(self) -> None:
-        """Carry out the commit that was kept. Raises `WrongState` if there is none."""
-        if (asked := self._commit) is None and not self._others:
+    async def finish(self) -> bool:
+        """Carry out the commits that were kept; returns whether one was. Raises `WrongState` if none was announced."""
+        self._announced = [deadline for deadline in self._announced if deadline.left()]
+        if not self._announced:
             raise WrongState("no push was prepared, so there is nothing to finish")
-        self._commit, self._others = None, False
-        if asked is not None:
-            await self._answer(asked)
+        self._announced.pop(0)
+        commits, self._commits = self._commits, []
+        # A streamed push commits in all engines at once, or in none.
+        return 200 in await asyncio.gather(*[self._answer(asked) for asked, deadline in commits if deadline.left()])
 
-    async def _answer(self, asked: Relayed) -> None:
+    async def _answer(self, asked: Relayed) -> int:
         async def read(kind: type[msgspec.Struct]) -> msgspec.Struct:
             return answers.decoded(asked.body.encode(), kind)
 
         if (route := self._routes.get(asked.route)) is None:
-            raise UnsupportedOption(f"there is no route {asked.route!r}")
-        status, body = await answers.answer(asked.route, route, lambda: self._front_end, read)
-        await asyncio.to_thread(_deliver, asked, status, body)
+            status, body = _refused("UnsupportedOption", f"there is no route {asked.route!r}")
+        else:
+            status, body = await answers.answer(asked.route, route, lambda: self._front_end, read)
+        await _deliver(asked, status, body)
+        return status
 
 
-def relay(front_end: FrontEnd | answers.Elsewhere | None, several_servers: bool) -> Relay:
-    """The relay for an engine's front end. Raises `UnsupportedOption` if calls may reach another server."""
-    if several_servers or not isinstance(front_end, FrontEnd):
-        raise UnsupportedOption(_SEVERAL_SERVERS)
-    return Relay(front_end, auth.engine_token())
+def _refused(error: str, message: str) -> tuple[int, bytes]:
+    return 422, http.to_json(http.ErrorReply(error=error, message=message))
 
 
-def _deliver(asked: Relayed, status: int, body: bytes) -> None:
+async def _deliver(asked: Relayed, status: int, body: bytes) -> None:
+    await asyncio.to_thread(_send, asked, status, body)
+
+
+def _send(asked: Relayed, status: int, body: bytes) -> None:
     context: zmq.Context[sockets.Socket] = zmq.Context()
     socket: sockets.Socket = context.socket(zmq.REQ)
     try:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -21,9 +23,9 @@ import zmq
 
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
-from weightsync.errors import UnsupportedOption, named
+from weightsync.errors import EngineRestarted, UnsupportedOption, Weights, WeightSyncError, named
 from weightsync.protocol import auth, http
-from weightsync.protocol.in_process import NotRunning
+from weightsync.protocol.in_process import AskedByCalls, NotRunning
 from weightsync.protocol.names import plain_url
 from weightsync.protocol.relayed import Relayed, wrapped
 from weightsync.trainer.results import PushResult
@@ -37,6 +39,8 @@ except ImportError as error:
     needed = "weightsync.integrations.vllm needs vLLM in the trainer's environment: pip install vllm"
     raise ImportError(f"{needed} ({error})", name=error.name) from error
 
+#: Calls to one engine at a time, so that calls that never return do not pile up.
+_MAX_THREADS: Final = 8
 #: Seconds between two checks that the call which the engine is to answer still runs.
 _LOOK_UP_S: Final = 0.02
 _HINTS: Final = {
@@ -51,10 +55,10 @@ _numbers = itertools.count(1)
 
 @dataclass
 class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]  # vLLM has no types where this is checked
-    """Chooses this back end in vLLM's factory. ``options`` are those of `Sender`, but for ``token`` and ``address``.
+    """Chooses this back end in vLLM's factory. ``options`` are those of `Sender`.
 
-    ``address`` is an IP address of this host that the engine reaches; by default the one on the route to the client's
-    ``base_url``, or the loopback address if it has none.
+    ``address``, also an option, is an address of this host that the engine reaches; by default the one on the route to
+    the client's ``base_url``, or the loopback address if it has none.
     """
 
     backend: ClassVar[str] = "weightsync"
@@ -65,9 +69,9 @@ class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]  # vLLM has n
 class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
     """The trainer's half of a weight transfer; ``pushed`` is the result of the last push.
 
-    A client may call several engines at once: none is asked to commit before all have everything. It is called from
-    several threads, also between *start* and *finish*. In a trainer of several processes `torch.distributed` must be
-    initialised, and rank 0 there be the one that vLLM calls 0.
+    A client may call several engines at once: none is asked to commit before all have everything. It must
+    allow to be called from several threads, also between *start* and *finish*. In a trainer of several processes
+    `torch.distributed` must be initialised, and rank 0 there be the one that vLLM calls 0.
     """
 
     init_info_cls = TrainerInitInfo
@@ -82,12 +86,14 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         """Find the engines behind ``client`` and check that they can be pushed into. Raises `WeightSyncError`."""
         if source is None:
             raise UnsupportedOption("give trainer_init a source: a WeightSource, a module, or a mapping of tensors")
-        calls = _Calls(client, init_info.address)
         options = dict(init_info.options)
         if init_info.address:
             options.setdefault("address", init_info.address)
-        timeout_s = options.get("timeout_s", 300.0)
-        engines = calls.engines(timeout_s) if init_info.is_sender else [Elsewhere()]
+        engines: Sequence[AskedByCalls]
+        if init_info.is_sender:
+            engines = _found(client, options)
+        else:
+            engines = [NotAsked("the engines of the trainer's rank 0", NotRunning("only rank 0 calls the engines"))]
         return cls(client=client, source=source, is_sender=init_info.is_sender, sender=Sender(engines, **options))
 
     def send_weights(self) -> None:
@@ -99,62 +105,101 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
         self._sender.close()
 
 
-class Elsewhere:
-    """Stands for engines that another process of the trainer calls."""
+class NotAsked:
+    """Stands for engines that this process cannot ask; ``why`` is raised instead."""
 
-    name = "the engines of the trainer's rank 0"
     of_this_process = False
 
+    def __init__(self, name: str, why: Exception):
+        self.name, self._why = name, why
+
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """See `weightsync.protocol.in_process.EngineInProcess`."""
-        raise NotRunning("only rank 0 of the trainer calls the engines")
+        """See `weightsync.protocol.in_process.AskedByCalls`."""
+        raise self._why
 
     def check_caller(self) -> None:
         """Do nothing: every thread may ask."""
 
 
 class Relaying:
-    """One engine behind a client, for a `Sender`."""
+    """One engine behind a client, for a `Sender`. ``instance`` is its instance when it was last opened."""
 
     of_this_process = False
 
     def __init__(self, calls: _Calls, name: str, instance: str):
-        self.name, self._calls, self._instance = name, calls, instance
+        self.name, self.instance, self._calls = name, instance, calls
+        self._threads = DaemonThread("weightsync-vllm", _MAX_THREADS)
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """See `weightsync.protocol.in_process.EngineInProcess`."""
-        ((status, reply),) = self._calls.ask(route, body, Deadline(timeout_s), self._instance)
-        return status, reply
+        """See `weightsync.protocol.in_process.AskedByCalls`. Raises `EngineRestarted` too."""
+        deadline = Deadline(timeout_s)
+        if route == "open":
+            return self._calls.opened(self, self._calls.ask(route, body, deadline, "", self._threads))
+        replies = self._calls.ask(route, body, deadline, self._calls.addressee(self), self._threads)
+        if not replies:
+            weights: Weights = "unknown" if route == "commit" else "unchanged"
+            raise EngineRestarted(f"{self.name} was restarted since it was opened", weights=weights)
+        return replies[0]
 
     def check_caller(self) -> None:
         """Do nothing: every thread may ask."""
 
 
 class _Calls:
-    """The calls of vLLM's protocol, as a way to ask the engines that a client calls."""
+    """The calls of vLLM's protocol, as a way to ask the engines that ``client`` calls."""
 
-    def __init__(self, client: Any, address: str):
+    def __init__(self, client: Any, address: str, token: str):
         self._client = client
-        self._url = plain_url(client.base_url) if isinstance(getattr(client, "base_url", None), str) else ""
-        self._here = address or sockets.local_address(sockets.host_of(self._url))
-        self._token = auth.usable(auth.sender_token())
-        #: vLLM has one update at a time: between two calls of a commit no other may begin.
-        self._committing = threading.Lock()
+        self._here, self._token = address, token
+        self._engines: list[Relaying] = []
+        self._opening = threading.Lock()
 
-    def engines(self, timeout_s: float) -> list[Relaying]:
-        """Find the engines that the client calls. Raises `WeightSyncError`."""
+    def engines(self, name: str, deadline: Deadline) -> list[Relaying]:
+        """Find the engines that the client calls; ``name`` is for one alone. Raises as `ask`, and `WeightSyncError`."""
         asked = http.OpenRequest(protocol=http.PROTOCOL, package_version=http.package_version())
         found = []
-        for status, reply in self.ask("open", http.to_json(asked), Deadline(timeout_s), ""):
+        thread = DaemonThread("weightsync-vllm")
+        replies = self.ask("open", http.to_json(asked), deadline, "", thread)
+        thread.close()
+        for status, reply in replies:
             if status != 200:
                 refusal = http.from_json(reply, http.ErrorReply)
                 raise named(refusal.error)(refusal.message)
             found.append(http.from_json(reply, http.OpenReply).instance)
-        alone = self._url if len(found) == 1 else ""
-        return [Relaying(self, alone or f"{type(self._client).__name__}#{next(_numbers)}", one) for one in found]
+        if not found:
+            raise NotRunning("the client's call ended, but no engine replied")
+        names = [name] if len(found) == 1 else [f"{name}#{number}" for number in range(1, len(found) + 1)]
+        self._engines = [Relaying(self, *one) for one in zip(names, found, strict=True)]
+        return self._engines
 
-    def ask(self, route: str, body: bytes, deadline: Deadline, engine: str) -> list[tuple[int, bytes]]:
-        """What an engine answers, or all if ``engine`` is empty. Raises `NotRunning` and `TimeoutError`."""
+    def addressee(self, engine: Relaying) -> str:
+        """Which engine is to answer; a single one also if it is another instance by now."""
+        return engine.instance if len(self._engines) > 1 else ""
+
+    def opened(self, engine: Relaying, replies: list[tuple[int, bytes]]) -> tuple[int, bytes]:
+        """The reply of ``engine`` among those of all; if it was restarted, of one that is none of the others."""
+        with self._opening:
+            instances = {
+                http.from_json(reply, http.OpenReply).instance: reply for status, reply in replies if status == 200
+            }
+            others = {other.instance for other in self._engines if other is not engine}
+            new = [instance for instance in instances if instance not in others]
+            if engine.instance not in instances and new:
+                engine.instance = new[0]
+            if engine.instance in instances:
+                return 200, instances[engine.instance]
+        refused = [reply for reply in replies if reply[0] != 200]
+        if not refused:
+            raise NotRunning("the client's call ended, but this engine did not reply")
+        return refused[0]
+
+    def ask(
+        self, route: str, body: bytes, deadline: Deadline, engine: str, threads: DaemonThread
+    ) -> list[tuple[int, bytes]]:
+        """What an engine answers, or all if ``engine`` is empty; ``threads`` make the calls.
+
+        Raises `NotRunning` and `TimeoutError`.
+        """
         context: zmq.Context[sockets.Socket] = zmq.Context()
         socket: sockets.Socket = context.socket(zmq.REP)
         try:
@@ -172,50 +217,62 @@ class _Calls:
                     engine=engine,
                     reply_to=place,
                     server_key=server_key,
+                    timeout_s=min(deadline.left(), http.MAX_TIMEOUT_S),
                 )
             )
-            return self._replies(socket, route, message, deadline, bool(engine))
+            called = threads.submit(lambda: self._call(route, message, deadline))
+            return _replies(socket, called, deadline, one=bool(engine) or len(self._engines) == 1)
+        except zmq.ZMQError as error:
+            raise NotRunning(f"this host cannot listen at {self._here} for replies: {error}") from error
         finally:
             sockets.close(context, [socket], sockets.FINAL_MESSAGE_S)
-
-    def _replies(
-        self, socket: sockets.Socket, route: str, message: dict[str, str], deadline: Deadline, one: bool
-    ) -> list[tuple[int, bytes]]:
-        thread = DaemonThread("weightsync-vllm")
-        called = thread.submit(lambda: self._call(route, message, deadline))
-        thread.close()
-        replies: list[tuple[int, bytes]] = []
-        while deadline.left():
-            # An engine's call ends after its reply was taken, so then no reply is on its way.
-            ended = called.done()
-            while socket.poll(0 if ended else int(1000 * _LOOK_UP_S)):
-                status, reply = socket.recv_multipart()
-                socket.send(b"")
-                replies.append((int(status), reply))
-            if (one and replies) or (ended and replies and called.exception() is None):
-                return replies
-            if ended:
-                raise NotRunning(_said(called.exception()))
-        raise TimeoutError("")
 
     def _call(self, route: str, message: dict[str, str], deadline: Deadline) -> None:
         if route == "open":
             self._client.init_weight_transfer_engine(message)
-        elif route != "commit":
-            if route.startswith(http.UPDATE):
-                self._client.start_weight_update()
+            return
+        if route.startswith(http.UPDATE):
+            self._client.start_weight_update()
+        if deadline.left():  # nobody waits for what follows otherwise
             self._client.update_weights(message)
-        elif self._committing.acquire(timeout=deadline.left()):
-            try:
-                self._client.update_weights(message)
-                self._client.finish_weight_update()
-            finally:
-                self._committing.release()
+        if route == "commit" and deadline.left():
+            self._client.finish_weight_update()
 
 
-def _said(error: BaseException | None) -> str:
-    if error is None:
-        return "the client's call ended, but no engine replied"
+def _found(client: Any, options: Mapping[str, Any]) -> Sequence[AskedByCalls]:
+    """The engines behind ``client``. What fails is raised when a sender opens them, on all ranks of the trainer."""
+    url = plain_url(client.base_url) if isinstance(getattr(client, "base_url", None), str) else ""
+    name = url or f"{type(client).__name__}{next(_numbers)}"
+    try:
+        token, address = options.get("token"), options.get("address")
+        here = sockets.local_address(sockets.host_of(url)) if address is None else sockets.own_address(address)
+        calls = _Calls(client, here, auth.usable(auth.sender_token() if token is None else token))
+        return calls.engines(name, Deadline(options.get("timeout_s", 300.0)))
+    except (WeightSyncError, NotRunning, TimeoutError) as error:
+        return [NotAsked(name, error)]
+
+
+def _replies(socket: sockets.Socket, called: Future[None], deadline: Deadline, *, one: bool) -> list[tuple[int, bytes]]:
+    """The replies to a call: until it has ended, or there is ``one``."""
+    replies: list[tuple[int, bytes]] = []
+    while deadline.left():
+        # An engine's call ends after its reply was taken, so then no reply is on its way.
+        ended = called.done()
+        while socket.poll(0 if ended else int(1000 * _LOOK_UP_S)):
+            status, reply = socket.recv_multipart()
+            socket.send(b"")
+            replies.append((int(status), reply))
+        if one and replies:
+            return replies
+        if ended and (error := called.exception()) is not None:
+            raise NotRunning(_said(error))
+        if ended:
+            return replies
+    called.cancel()
+    raise TimeoutError("")
+
+
+def _said(error: BaseException) -> str:
     status = str(getattr(getattr(error, "response", None), "status_code", ""))
     return f"{error}; {_HINTS[status]}" if status in _HINTS else str(error)
 

@@ -1,7 +1,7 @@
 """Engines that are asked by calls instead of by URL, mostly in the trainer's own process: how a sender finds them.
 
 An engine package registers a function in the entry-point group `GROUP`, under the name of the top-level package that
-the engine's class comes from. It takes the engine and returns an `EngineInProcess`, always the same for one engine.
+the engine's class comes from. It takes the engine and returns an `AskedByCalls`, always the same for one engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NotRunning(Exception):
 
 
 @runtime_checkable
-class EngineInProcess(Protocol):
+class AskedByCalls(Protocol):
     """An engine that is asked by calls, as a sender uses it."""
 
     name: str
@@ -39,14 +39,14 @@ class EngineInProcess(Protocol):
 
 
 #: Where requests go: a normalised URL, or an engine of this process.
-Target: TypeAlias = "str | EngineInProcess"
+Target: TypeAlias = "str | AskedByCalls"
 
 
 def target(engine: object) -> Target:
     """What a user gave as an engine, ready for use. Raises `UnsupportedOption`, `PluginNotLoaded`."""
     if isinstance(engine, str):
         return plain_url(engine)
-    return engine if isinstance(engine, EngineInProcess) else _find(engine)
+    return engine if isinstance(engine, AskedByCalls) else _find(engine)
 
 
 def name_of(where: Target) -> str:
@@ -54,12 +54,12 @@ def name_of(where: Target) -> str:
     return where if isinstance(where, str) else where.name
 
 
-def _find(engine: object) -> EngineInProcess:
+def _find(engine: object) -> AskedByCalls:
     packages = [kind.__module__.partition(".")[0] for kind in type(engine).__mro__]
     registered = {point.name: point for point in entry_points(group=GROUP)}
     for package in packages:
         if package in registered:
-            attached: EngineInProcess = registered[package].load()(engine)
+            attached: AskedByCalls = registered[package].load()(engine)
             return attached
     if {"vllm", "sglang"} & set(packages):
         raise PluginNotLoaded(

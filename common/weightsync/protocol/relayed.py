@@ -20,7 +20,8 @@ class Relayed(http.Message, frozen=True, kw_only=True):
     """A message to the admin route ``route``, whose JSON is ``body``.
 
     ``token`` is the key. Only the engine whose instance is ``engine`` answers; if it is empty, each that gets the
-    message. A reply goes to ``reply_to``, ``"tcp://IP:port"``, which has the public CURVE key ``server_key``.
+    message. A reply goes to ``reply_to``, ``"tcp://IP:port"``, which has the public CURVE key ``server_key``. It is
+    waited for ``timeout_s``.
     """
 
     route: str
@@ -29,6 +30,7 @@ class Relayed(http.Message, frozen=True, kw_only=True):
     engine: str
     reply_to: str
     server_key: str
+    timeout_s: http.Timeout = http.MAX_TIMEOUT_S
 
 
 def wrapped(message: Relayed) -> dict[str, str]:

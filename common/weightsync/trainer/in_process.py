@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.http import PREFIX
-from weightsync.protocol.in_process import EngineInProcess, NotRunning
+from weightsync.protocol.in_process import AskedByCalls, NotRunning
 from weightsync.trainer.http_client import Late, NoAnswer, Reply
 
 
 class Local:
     """The admin routes of ``engine``."""
 
-    def __init__(self, engine: EngineInProcess):
+    def __init__(self, engine: AskedByCalls):
         self._engine = engine
 
     def ask(self, method: str, path: str, body: bytes, deadline: Deadline, *, limit: int) -> Reply:
