@@ -20,6 +20,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.from_disk import load_saved
 from benchmarks.grpo_task import LENGTH, LETTERS, prompt_of, share
 from weightsync import PushResult, Sender
 from weightsync.integrations.trl import patch
@@ -69,7 +70,7 @@ class Run:
         elif how == "reload":
             saved = Path(output) / "saved"
             model.save_pretrained(saved)
-            reload(saved)
+            load_saved(engine, url, saved, TIMEOUT_S)
         self.seconds = time.perf_counter() - start
 
     def roll_out(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -147,17 +148,6 @@ def _covering(spans: list[dict[str, Any]]) -> list[str]:
 
 
 SAMPLE = {"vllm": vllm, "sglang": sglang}
-
-
-def reload(saved: Path) -> None:
-    """Have the engine read a checkpoint by its own route, which vLLM has in its development mode alone."""
-    if engine == "vllm":
-        calls = [("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(saved)}})]
-        calls += [("reset_prefix_cache", {})]
-    else:
-        calls = [("update_weights_from_disk", {"model_path": str(saved)})]
-    for route, body in calls:
-        requests.post(f"{url}/{route}", json=body, timeout=TIMEOUT_S).raise_for_status()
 
 
 run = Run()

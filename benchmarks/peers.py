@@ -14,6 +14,7 @@ from typing import Any
 
 import requests
 
+from benchmarks.from_disk import load_saved
 from benchmarks.trainer import ROOT, Trainer
 from tools import servers
 
@@ -37,7 +38,7 @@ def peers(server: servers.Server, trainer: Trainer, folders: list[Path]) -> Iter
         yield {
             TENSOR: lambda index: helper.ask({"push": index, "url": server.url}),
             DISTRIBUTED: lambda index: helper.ask({"push": index, "url": server.url, "group": True}),
-            DISK["sglang"]: lambda index: _from_disk(trainer, index, lambda folder: _sglang_disk(server, folder)),
+            DISK["sglang"]: lambda index: _from_disk(server, trainer, index),
         }
 
 
@@ -50,10 +51,7 @@ def _vllm(server: servers.Server, trainer: Trainer, folders: list[Path]) -> dict
         (seconds,) = _call(server, "weightsync_bench_reload", args=[str(index)])
         return {"seconds": float(seconds)}
 
-    def from_disk(folder: Path) -> None:
-        _call(server, "reload_weights", kwargs={"weights_path": str(folder)})
-
-    return {RELOAD: reload, DISK["vllm"]: lambda index: _from_disk(trainer, index, from_disk)}
+    return {RELOAD: reload, DISK["vllm"]: lambda index: _from_disk(server, trainer, index)}
 
 
 def _call(server: servers.Server, method: str, **arguments: Any) -> list[Any]:
@@ -65,21 +63,14 @@ def _call(server: servers.Server, method: str, **arguments: Any) -> list[Any]:
     return results
 
 
-def _from_disk(trainer: Trainer, index: int, load: Callable[[Path], None]) -> dict[str, float]:
+def _from_disk(server: servers.Server, trainer: Trainer, index: int) -> dict[str, float]:
     start = time.perf_counter()
     folder = trainer.save(index)
     saved = time.perf_counter()
-    load(folder)
+    load_saved(server.engine, server.url, folder, TIMEOUT_S)
     end = time.perf_counter()
     shutil.rmtree(folder)
     return {"seconds": end - start, "save": saved - start, "load": end - saved}
-
-
-def _sglang_disk(server: servers.Server, folder: Path) -> None:
-    body = {"model_path": str(folder)}
-    answer = requests.post(f"{server.url}/update_weights_from_disk", json=body, timeout=TIMEOUT_S)
-    if not answer.ok or not answer.json().get("success"):
-        raise RuntimeError(f"update_weights_from_disk answered {answer.status_code}: {answer.text[:500]}")
 
 
 class _Helper:

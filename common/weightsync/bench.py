@@ -18,11 +18,12 @@ import msgspec
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import UnsupportedOption, WeightSyncError, WrongState, during
+from weightsync.errors import SourceError, UnsupportedOption, WeightSyncError, WrongState, during
 from weightsync.memory import arenas
 from weightsync.protocol import auth
 from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import open_source
+from weightsync.sources.checkpoint import local_folder
 from weightsync.tensors.layout import DTYPES, Layout
 from weightsync.trainer.driver import Asked, Driver
 from weightsync.trainer.push_plan import Options
@@ -239,20 +240,11 @@ def _own_checkpoint(driver: Driver, deadline: Deadline) -> tuple[Path, str]:
             f"the engines serve different checkpoints: {sorted(found)}; measure one after the other"
         )
     ((model, label),) = found
-    return _folder(model), label
-
-
-def _folder(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
     try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:
+        return local_folder(model), label
+    except SourceError as error:
         raise UnsupportedOption(
-            f"--commit pushes the engine's own checkpoint, but {model} is not on this host ({type(error).__name__}): "
-            f"hf download {model}"
+            f"--commit pushes the engine's own checkpoint, but {error} on this host: hf download {model}"
         ) from error
 
 

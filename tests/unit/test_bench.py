@@ -17,6 +17,7 @@ from weightsync.errors import (
     WeightSyncError,
     WrongState,
 )
+from weightsync.sources.checkpoint import local_folder
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 from weightsync.trainer.engines import Engines
@@ -89,7 +90,7 @@ def test_engines_of_another_checkpoint_are_not_given_the_first_ones(started, mod
 
 
 def test_weights_that_are_not_the_checkpoint_are_replaced_once_and_said(started, model_folder, monkeypatch):
-    monkeypatch.setattr(bench, "_folder", lambda model: model_folder("llama", 1))
+    monkeypatch.setattr(bench, "local_folder", lambda model: model_folder("llama", 1))
     with pytest.raises(WeightSyncError, match=r"other weights before .* as version 'default'; start it") as raised:
         bench.measure([started.url], commit=True)
     assert raised.value.engines == {started.url: "committed"}
@@ -119,8 +120,9 @@ def test_every_rehearsal_uses_the_same_connections(started, monkeypatch, transpo
 
 
 def test_a_checkpoint_that_is_not_on_this_host_is_named(started, monkeypatch, model_folder):
-    monkeypatch.setattr(bench, "Path", lambda folder: model_folder("llama", 0) / "absent")
-    with pytest.raises(UnsupportedOption, match=r"is not on this host \(\w+\): hf download"):
+    absent = str(model_folder("llama", 0) / "absent")
+    monkeypatch.setattr(bench, "local_folder", lambda _: local_folder(absent))
+    with pytest.raises(UnsupportedOption, match=r"nor in the hub's cache \(\w+\) on this host: hf download"):
         bench.measure([started.url], commit=True)
 
 

@@ -5,11 +5,9 @@ Where there is no such list, the recording of the loader decides alone, see `loa
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from weightsync.engine.adapter import Expected
 from weightsync.errors import ManifestMismatch, SourceError
-from weightsync.sources.checkpoint import optional_names, read_specs
+from weightsync.sources.checkpoint import local_folder, optional_names, read_specs
 from weightsync.sources.from_config import specs_from_config
 
 
@@ -20,7 +18,7 @@ def expected_of(model: str, revision: str | None, dtype: object) -> Expected:
     for its configuration, in ``dtype``, of torch or by its name. Raises `ManifestMismatch` where neither can be had.
     """
     try:
-        folder = _folder(model, revision)
+        folder = local_folder(model, revision)
         if any(folder.glob("*.safetensors")):
             return Expected(read_specs(folder), optional_names(folder))
         return Expected(specs_from_config(folder, dtype=str(dtype).removeprefix("torch.")))
@@ -29,14 +27,3 @@ def expected_of(model: str, revision: str | None, dtype: object) -> Expected:
             f"cannot tell what a complete push to {model} is: {error}; start the engine from a folder with safetensors "
             "files or with a configuration that transformers knows"
         ) from error
-
-
-def _folder(model: str, revision: str | None) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise SourceError(f"{model} is neither a folder nor in the hub's cache ({type(error).__name__})") from error

@@ -71,6 +71,18 @@ class CheckpointSource(Whole):
             raise SourceError(f"{missing.name}: no longer in {self._path}; open the source again")
 
 
+def local_folder(model: str, revision: str | None = None) -> Path:
+    """The folder of ``model``: itself, or that of a hub repository in the cache. Raises `SourceError`."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise SourceError(f"{model} is neither a folder nor in the hub's cache ({type(error).__name__})") from error
+
+
 def read_specs(path: str | Path) -> tuple[TensorSpec, ...]:
     """Names, dtypes and shapes of the tensors in a folder of safetensors files; reads only the headers.
 
