@@ -193,7 +193,10 @@ def main():
     )
     found = {act.__name__: act() for act in acts}
     found["threads"] = sorted(thread.name for thread in threading.enumerate())
-    found["loop runs"] = asyncio.get_event_loop_policy().get_event_loop().is_running()
+    try:
+        found["loop runs"] = asyncio.get_event_loop_policy().get_event_loop().is_running()
+    except RuntimeError:  # this thread has no loop
+        found["loop runs"] = False
     found["entry points"] = sorted(point.name for point in entry_points(group="weightsync.engines"))
     return found
 

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow  # its server starts in 40 s; what it shares with 
 COUNT = 2
 #: SGLang would kill and restart a worker that a test freezes for long.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "600"}
+#: What a worker logs once it listens, and once it has been warmed up.
+STARTED, READY = "Application startup complete", "The server is fired up"
 WORKERS = (("--tokenizer-worker-num", str(COUNT)), ENVIRONMENT)
 
 
@@ -94,11 +96,11 @@ class Workers(Replicas):
     def assert_serves(self, folder, version):
         """Assert that the engine serves a folder, and that every worker knows."""
         model = models.load_reference(folder)
+        self.await_ready()
         workers = self.pids()
         assert len(workers) == COUNT
         for worker in workers:
             with self.only(worker):
-                self.await_ready()
                 reply = self.status()
                 assert (reply.state, reply.version) == ("serving", version)
                 assert tuple(rank.rank for rank in reply.ranks) == self.ranks
@@ -129,27 +131,27 @@ class Workers(Replicas):
 
     def kill(self, worker):
         """Kill a worker, and wait until the engine has started another one, which serves."""
-        started = self.started()
+        started = self.logged(STARTED)
         os.kill(worker, signal.SIGKILL)
         self.await_started(started + 1)
         assert worker not in self.pids()
 
-    def started(self):
-        """How many workers have started so far, as the server's log says."""
-        return self.server.log.read_text(errors="replace").count("Application startup complete")
+    def logged(self, line):
+        """How many workers have logged a line so far."""
+        return self.server.log.read_text(errors="replace").count(line)
 
     def await_started(self, count):
         deadline = Deadline(PATIENCE_S)
-        while self.started() < count:
+        while self.logged(STARTED) < count:
             deadline.check("another worker")
             assert self.server.process.poll() is None
             time.sleep(servers.POLL_INTERVAL_S)
 
     def await_ready(self):
-        """Wait until SGLang has warmed up the worker that answers."""
+        """Wait until SGLang has warmed up every worker, with requests that may reach others."""
         deadline = Deadline(PATIENCE_S)
-        while self.get("/ping").status_code != 200:
-            deadline.check("a worker to be ready")
+        while self.logged(READY) < self.logged(STARTED):
+            deadline.check("the workers to be ready")
             time.sleep(servers.POLL_INTERVAL_S)
 
 
