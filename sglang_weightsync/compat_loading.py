@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: SGLang's LoRA wrapper of experts, in `sglang.srt.lora.layers`, which only processes with LoRA import.
 _EXPERT_LORA: Final = "FusedMoEWithLoRA"
+#: Models in which nothing hinders a push that SGLang decides when it starts: looking takes milliseconds.
+_fit: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
 
 def _runners(scheduler: Any) -> list[Any]:
@@ -38,6 +41,8 @@ def refused(scheduler: Any) -> str:
             runner.weight_updater._assert_weight_cache_inactive("a push")
         except RuntimeError as error:
             return str(error)
+        if runner.model in _fit:
+            continue
         if reason := weight_updater._unsupported_derived_weight_cache_error(runner.model):
             return str(reason)
         if any(kind.__name__ == _EXPERT_LORA for kind in _kinds(runner.model)):
@@ -45,6 +50,7 @@ def refused(scheduler: Any) -> str:
                 "LoRA is enabled for experts, which hides their weights from the model's own loader: leave the experts "
                 "out of --lora-target-modules, or start the engine without --enable-lora"
             )
+        _fit.add(runner.model)
     return ""
 
 

@@ -191,13 +191,14 @@ def loads():
 
 def guards():
     """What SGLang's own guards report before a push, and what ours reports of LoRA on experts."""
+    fit = scheduler_of({"target": Model()})
+    said = {"none": compat_loading.refused(fit)}
+    with runtime_context.get_model().override(weight_cache_mode="client"):
+        said["weight cache"] = compat_loading.refused(fit)
     model = Model()
     scheduler = scheduler_of({"target": model})
-    said = {"none": compat_loading.refused(scheduler)}
     model.inner._derived_weight_cache_error = "derived weights are kept"
     said["derived"] = compat_loading.refused(scheduler)
-    with runtime_context.get_model().override(weight_cache_mode="client"):
-        said["weight cache"] = compat_loading.refused(scheduler)
     del model.inner._derived_weight_cache_error
     model.experts = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
     torch.nn.Module.__init__(model.experts)

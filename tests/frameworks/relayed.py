@@ -6,6 +6,7 @@ The client here stands for one of a user's: it calls all engines, one after the 
 import asyncio
 import json
 import sys
+import threading
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,6 +29,7 @@ class Engines:
         self.engines = [ReferenceInProcess(folder) for folder in folders]
         self.relays = [self._relay(engine) for engine in self.engines]
         self.finished = [[] for _ in folders]
+        self._barrier = threading.Barrier(len(folders))
 
     def _relay(self, engine):
         return Relay(attach(engine).front_end, KEY, several_servers=self._several_servers)
@@ -51,6 +53,8 @@ class Engines:
         self._each(lambda number: self.relays[number].take(update_info))
 
     def finish_weight_update(self):
+        self._barrier.wait(60)  # any of these calls may make an engine commit
+
         async def finish(number):
             self.finished[number].append(await self.relays[number].finish())
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -152,6 +152,8 @@ class _Calls:
         self._client = client
         self._here, self._token = address, token
         self._engines: list[Relaying] = []
+        #: The calls for commits that have not ended.
+        self._committing = set[Future[None]]()
         self._opening = threading.Lock()
 
     def engines(self, name: str, deadline: Deadline) -> list[Relaying]:
@@ -221,7 +223,12 @@ class _Calls:
                 )
             )
             called = threads.submit(lambda: self._call(route, message, deadline))
-            return _replies(socket, called, deadline, one=bool(engine) or len(self._engines) == 1)
+            others: Collection[Future[None]] = ()
+            if route == "commit":  # an engine carries out what it has kept when any of these calls reaches it
+                others = self._committing
+                self._committing.add(called)
+                called.add_done_callback(self._committing.discard)
+            return _replies(socket, called, others, deadline, one=bool(engine) or len(self._engines) == 1)
         except zmq.ZMQError as error:
             raise NotRunning(f"this host cannot listen at {self._here} for replies: {error}") from error
         finally:
@@ -252,12 +259,19 @@ def _found(client: Any, options: Mapping[str, Any]) -> Sequence[AskedByCalls]:
         return [NotAsked(name, error)]
 
 
-def _replies(socket: sockets.Socket, called: Future[None], deadline: Deadline, *, one: bool) -> list[tuple[int, bytes]]:
-    """The replies to a call: until it has ended, or there is ``one``."""
+def _replies(
+    socket: sockets.Socket,
+    called: Future[None],
+    others: Collection[Future[None]],
+    deadline: Deadline,
+    *,
+    one: bool,
+) -> list[tuple[int, bytes]]:
+    """The replies to a call: until it and ``others`` have ended, or there is ``one``."""
     replies: list[tuple[int, bytes]] = []
     while deadline.left():
         # An engine's call ends after its reply was taken, so then no reply is on its way.
-        ended = called.done()
+        ended = called.done() and (called.exception() is not None or not others)
         while socket.poll(0 if ended else int(1000 * _LOOK_UP_S)):
             status, reply = socket.recv_multipart()
             socket.send(b"")

@@ -41,7 +41,7 @@ _STRIDED_SAMPLES: Final = 8
 #: A sample of what the loader does takes one in `_SHARES` of the tensors, but at least `_SHARE` of them, others each
 #: time. There are two in a push, so every tensor has its turn within 16 pushes; it costs 10 microseconds a tensor.
 _SHARES: Final = 32
-_SHARE: Final = 64
+_SHARE: Final = 16
 
 _memcmp: Final = ctypes.CDLL(None).memcmp
 _memcmp.restype = ctypes.c_int
