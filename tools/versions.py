@@ -1,7 +1,8 @@
 """Other versions of the engines than the pinned ones, each in a folder that goes before the engine's environment.
 
 Usage: python3 tools/versions.py [oldest|all]       install them (default: all; `make env` comes first)
-       python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment
+       python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment, and
+                                                    other trainers, which go before the trainer's
        python3 tools/versions.py table              write the tables of docs/versions.md from the last results
 """
 
@@ -36,6 +37,9 @@ WITH_TRANSFORMERS_4 = (f"transformers=={TRANSFORMERS_4}", "huggingface-hub==0.36
 TRL = {"1.11.0": VERSIONS["vllm"][0], "1.16.0": VERSIONS["vllm"][-1]}
 #: Pins the newest, and what TRL needs beside.
 TRL_REQUIREMENTS = ROOT / "requirements" / "trl.txt"
+#: DeepSpeed's version, and the packages of other trainers, which go before the trainer's environment.
+TRAINERS = "0.19.8"
+TRAINERS_REQUIREMENTS = ROOT / "requirements" / "trainers.txt"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
 
@@ -79,9 +83,18 @@ def install_trl(version: str) -> None:
     target = trl_packages(version)
     if target.exists():
         return
-    lines = TRL_REQUIREMENTS.read_text().splitlines()
-    packages = [line for line in lines if line and not line.startswith(("#", "trl=="))]
+    packages = [line for line in _lines(TRL_REQUIREMENTS) if not line.startswith("trl==")]
     _install(target, ".venv-vllm", *packages, f"trl=={version}")
+
+
+def install_trainers() -> None:
+    """Install DeepSpeed and other trainers beside the trainer's environment, unless they are there."""
+    if not there("trainers", TRAINERS):
+        _install(folder("trainers", TRAINERS), ".venv", *_lines(TRAINERS_REQUIREMENTS))
+
+
+def _lines(requirements: Path) -> list[str]:
+    return [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
 
 
 def _install(target: Path, environment: str, *packages: str) -> None:
@@ -132,7 +145,7 @@ def main() -> None:
     if asked == "frameworks":
         for version in TRL:
             install_trl(version)
-        return None
+        return install_trainers()
     for engine, versions in VERSIONS.items():
         for version in versions[:1] if asked == "oldest" else versions:
             install(engine, version)

@@ -82,13 +82,18 @@ def test_pause_wait_commits_once_the_streams_have_ended(served):
 def test_pause_wait_that_times_out_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests, trained = served.digests(), models.load_reference(served.b)
-    # Many times what a tiny push takes beside eight streams, and a fraction of what the streams take.
-    with served.sender(pause="wait", timeout_s=12.0) as sender, Streams(served.server) as streams:
-        with pytest.raises(PushTimeout, match=r"did not finish within|did not end in time") as raised:
-            sender.push(trained, version="never")
-        assert raised.value.engines == {served.server.url: "unchanged"}
-        assert streams.running() == STREAMS
-        assert lengths(streams.read(more=MORE)) == [True] * STREAMS
+    # A fraction of what the streams take. On a busy machine the first is over before the engine is asked to stop.
+    for timeout_s in (12.0, 60.0):
+        with served.sender(pause="wait", timeout_s=timeout_s) as sender, Streams(served.server) as streams:
+            with pytest.raises(PushTimeout) as raised:
+                sender.push(trained, version="never")
+            assert raised.value.engines == {served.server.url: "unchanged"}
+            assert streams.running() == STREAMS
+            assert lengths(streams.read(more=MORE)) == [True] * STREAMS
+        if raised.value.phase == "commit":
+            break
+    assert raised.value.phase == "commit"
+    assert "did not finish within" in str(raised.value) or "did not end in time" in str(raised.value)
     assert (served.state().version, served.state().state) == ("before", "serving")
     assert served.digests() == digests
 

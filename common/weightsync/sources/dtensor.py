@@ -1,4 +1,4 @@
-"""Sharded tensors, of which this process holds a part: DTensors, and plain tensors with their position in the whole."""
+"""Sharded tensors, of which this process holds a part: DTensors, flat parts, plain tensors with their position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Final, TypeGuard
 import torch
 
 from weightsync.errors import SourceError
-from weightsync.tensors.boxes import Box, LocalBox
+from weightsync.sources.flat import FlatPart
+from weightsync.tensors.boxes import Box, FlatBox, LocalBox
 from weightsync.tensors.held import HeldShards
 
 Span = tuple[int, int]
@@ -39,6 +40,11 @@ def is_dtensor(tensor: object) -> TypeGuard[Any]:
     return kind is not None and isinstance(tensor, kind)
 
 
+def is_sharded(tensor: object) -> bool:
+    """Whether this process may hold a part only: of a DTensor, or of a `FlatPart`."""
+    return isinstance(tensor, FlatPart) or is_dtensor(tensor)
+
+
 def check_placements(name: str, tensor: Any) -> None:
     """Raise `SourceError`, naming the tensor, unless its placements are replicated or split, without partial sums."""
     for placement in tensor.placements:
@@ -53,13 +59,17 @@ def check_placements(name: str, tensor: Any) -> None:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This process's part of a DTensor, without communication or copy."""
+    """This process's part of a sharded tensor, without communication or copy."""
+    if isinstance(tensor, FlatPart):
+        return tensor.local
     local: torch.Tensor = tensor.detach().to_local()
     return local
 
 
-def boxes_of(name: str, tensor: Any) -> tuple[LocalBox, ...]:
-    """Where the local part of a DTensor lies in the whole. Raises `SourceError`, naming it, if that is unknown."""
+def boxes_of(name: str, tensor: Any) -> tuple[LocalBox | FlatBox, ...]:
+    """Where the local part of a sharded tensor lies in the whole. Raises `SourceError`, naming it, if it is unknown."""
+    if isinstance(tensor, FlatPart):
+        return tensor.boxes
     check_placements(name, tensor)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:

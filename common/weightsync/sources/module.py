@@ -15,8 +15,9 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.sources import fingerprint
 from weightsync.sources.base import check_plain, check_same, describe, spec
 from weightsync.sources.checkpoint_layout import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
-from weightsync.sources.dtensor import boxes_of, is_dtensor, local_of, whole_tensor
-from weightsync.tensors.boxes import Box, Cut, LocalBox, cut_of, whole
+from weightsync.sources.dtensor import boxes_of, is_dtensor, is_sharded, local_of, whole_tensor
+from weightsync.sources.flat import FlatPart, flat_state, is_deepspeed, is_fsdp, plain_name
+from weightsync.tensors.boxes import Box, Cut, FlatBox, LocalBox, cut_of, whole
 from weightsync.tensors.held import HeldShards
 
 _COMPILED: Final = "_orig_mod"
@@ -42,10 +43,11 @@ class ModuleSource:
     specs: tuple[TensorSpec, ...]
 
     def __init__(self, module: nn.Module):
-        self._given = module
-        self._module = unwrap(module)
+        self._given, self._holder = module, unwrap(module)
+        #: What the names of parameters refer to.
+        self._module = _inside(self._holder)
         _check_modules(self._module)
-        state = read_state(self._module)
+        state = read_state(self._holder)
         self._traits = _traits_of(state)
         self._recipe = recipe_of(self._module, _logical(state))
         self.specs = self._recipe.specs
@@ -54,7 +56,8 @@ class ModuleSource:
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
         #: The module's fingerprint when it was last found to have these traits.
-        self._fingerprint = fingerprint.fingerprint_of(self._module)
+        self._flat = any(isinstance(tensor, FlatPart) for tensor in state.values())
+        self._fingerprint = None if self._flat else fingerprint.fingerprint_of(self._module)
         #: Whether `reads` has just found the fingerprint to hold, so that `identity` need not check it again.
         self._just_checked = False
         plain = all(isinstance(step, View) for step in self._recipe.steps)
@@ -79,10 +82,11 @@ class ModuleSource:
     def _look(self) -> tuple[State, dict[str, _Traits]]:
         """The state and its traits; fast if the fingerprint holds."""
         if self._is_unmoved() and (found := fingerprint.state_of(self._module)) is not None:
-            return {_uncompiled(name): tensor.detach() for name, tensor in found.items()}, self._traits
-        state = read_state(self._module)
+            return {plain_name(name): tensor.detach() for name, tensor in found.items()}, self._traits
+        state = read_state(self._holder)
         traits = _traits_of(state)
-        self._fingerprint = fingerprint.fingerprint_of(self._module) if traits == self._traits else None
+        known = traits == self._traits and not self._flat
+        self._fingerprint = fingerprint.fingerprint_of(self._module) if known else None
         return state, traits
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -109,24 +113,30 @@ class ModuleSource:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any nesting of DistributedDataParallel, DataParallel and torch.compile."""
+    """The module inside any nesting of DistributedDataParallel, DataParallel, DeepSpeed's engine and torch.compile."""
     while True:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            module = module.module
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_deepspeed(module):
+            module = module.module  # type: ignore[assignment]
         elif isinstance(inner := module._modules.get(_COMPILED), nn.Module):
             module = inner
         else:
             return module
 
 
-def read_state(module: nn.Module) -> State:
-    """The tensors of ``module.state_dict()``, detached, with torch.compile's prefixes removed from their names.
+def _inside(module: nn.Module) -> nn.Module:
+    return unwrap(module._fsdp_wrapped_module) if is_fsdp(module) else module  # type: ignore[arg-type]
 
-    Raises `SourceError`, naming the tensor, if two have the same name or one is neither a plain tensor nor a DTensor.
+
+def read_state(module: nn.Module) -> State:
+    """The tensors of ``module.state_dict()``, detached, with the prefixes of wrappers removed from their names.
+
+    Of a module that FSDP1 or ZeRO-3 has sharded, they are `FlatPart`. Raises `SourceError`, naming the tensor, if two
+    have the same name or one cannot be sent.
     """
     state: State = {}
-    for raw, tensor in module.state_dict().items():
-        name = _uncompiled(raw)
+    found = flat_state(module)
+    for raw, tensor in (module.state_dict() if found is None else found).items():
+        name = plain_name(raw)
         check_plain(name, tensor)
         if name in state:
             raise SourceError(f"{name}: {type(module).__name__} holds it twice, once inside torch.compile")
@@ -196,8 +206,6 @@ def _check_modules(module: nn.Module) -> None:
         kind = type(part)
         if reason := _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0]):
             raise SourceError(f"{name or 'the module'} ({kind.__name__}) {reason}")
-        if kind.__name__ == "FullyShardedDataParallel":
-            raise SourceError(f"{name or 'the module'} is sharded by FSDP1; shard it with fully_shard instead")
         if getattr(part, "hf_quantizer", None) is not None:
             raise SourceError(f"{name or 'the module'} ({kind.__name__}) is quantised; push the full-precision model")
 
@@ -206,10 +214,6 @@ def _is_transformers(module: nn.Module) -> bool:
     # Such a module can exist only if transformers is imported already; importing it here would cost all others time.
     base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return base is not None and isinstance(module, base)
-
-
-def _uncompiled(name: str) -> str:
-    return name.replace(f"{_COMPILED}.", "")
 
 
 def _by_memory(state: State) -> list[list[str]]:
@@ -222,13 +226,13 @@ def _by_memory(state: State) -> list[list[str]]:
 
 def _logical(state: State) -> State:
     """The state with each sharded tensor replaced by a meta tensor of its full shape."""
-    if not any(map(is_dtensor, state.values())):
+    if not any(map(is_sharded, state.values())):
         return state
     whole_of = {
         name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
         for names in _by_memory(state)
         for name, tensor in [(names[0], state[names[0]])]
-        if is_dtensor(tensor)
+        if is_sharded(tensor)
     }
     first = {name: names[0] for names in _by_memory(state) for name in names}
     return {name: whole_of.get(first[name], tensor) for name, tensor in state.items()}
@@ -238,7 +242,7 @@ class _Parts(NamedTuple):
     """A checkpoint tensor that is the view ``cut`` of a sharded one; ``boxes`` are this process's parts of the view."""
 
     cut: Cut
-    boxes: tuple[LocalBox, ...]
+    boxes: tuple[LocalBox | FlatBox, ...]
 
     def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The current values of the boxes, given the sharded tensor."""
@@ -247,7 +251,7 @@ class _Parts(NamedTuple):
 
     def seen(self) -> tuple[Box, ...]:
         """The boxes, as boxes of the checkpoint tensor."""
-        return tuple(self.cut.seen(box) for box, _ in self.boxes)
+        return tuple(self.cut.seen(one.box) for one in self.boxes)
 
 
 def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
@@ -260,7 +264,7 @@ def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
     for step in recipe.steps:
         inputs = (step.source,) if isinstance(step, View) else step.inputs
         outputs = [next(specs) for _ in range(1 if isinstance(step, View) else len(step.outputs))]
-        sharded = [name for name in inputs if is_dtensor(state[name])]
+        sharded = [name for name in inputs if is_sharded(state[name])]
         if not sharded:
             continue
         name, tensor = sharded[0], state[sharded[0]]
@@ -268,7 +272,7 @@ def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
         if cut is None:
             raise SourceError(
                 f"{outputs[0].name} is computed from {name}, of which every rank holds a part, and is not a plain "
-                "slice of it; keep that module out of fully_shard, or push a mapping of checkpoint names to tensors"
+                "slice of it; keep that module from being sharded, or push a mapping of checkpoint names to tensors"
             )
         found[outputs[0].name] = _Parts(cut, cut.local(boxes_of(name, tensor)))
     return found
@@ -279,6 +283,8 @@ def _held(one: TensorSpec, parts: _Parts | None) -> HeldShards:
 
 
 def _memory(name: str, tensor: torch.Tensor) -> object:
+    if isinstance(tensor, FlatPart):
+        return tensor.key
     if is_dtensor(tensor):
         # Tied names share one local storage, even if this rank's part is empty.
         return local_of(tensor).untyped_storage()._cdata, tuple(tensor.shape), tensor.dtype, str(tensor.placements)
@@ -291,7 +297,7 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
 
 def _tied_patterns(module: nn.Module) -> list[str]:
     return [
-        f"{_uncompiled(name)}.{pattern}" if name else pattern
+        f"{plain_name(name)}.{pattern}" if name else pattern
         for name, part in module.named_modules()
         for pattern in getattr(part, "_tied_weights_keys", None) or ()
     ]
@@ -309,14 +315,14 @@ class _Traits(NamedTuple):
     spec: TensorSpec
     stride: tuple[int, ...]
     alias: str
-    boxes: tuple[LocalBox, ...]
+    boxes: tuple[LocalBox | FlatBox, ...]
 
 
 def _traits_of(state: State) -> dict[str, _Traits]:
     alias = {name: names[0] for names in _by_memory(state) for name in names}
     return {
         name: _Traits(
-            describe(name, tensor), tensor.stride(), alias[name], boxes_of(name, tensor) if is_dtensor(tensor) else ()
+            describe(name, tensor), tensor.stride(), alias[name], boxes_of(name, tensor) if is_sharded(tensor) else ()
         )
         for name, tensor in state.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,6 +61,54 @@ class LocalBox(NamedTuple):
         """The elements of the box, as a view of the local tensor."""
         return narrowed(local, self.at, self.box.shape)
 
+    def within(self, inner: Box) -> LocalBox:
+        """A box in this one."""
+        return LocalBox(inner, tuple(a + b - c for a, b, c in zip(self.at, inner.start, self.box.start, strict=True)))
+
+
+class FlatBox(NamedTuple):
+    """A box of the whole tensor, of which a process's local tensor (1-D) has the elements from ``first`` on.
+
+    ``strides`` are those of the whole tensor, laid out contiguously.
+    """
+
+    box: Box
+    strides: tuple[int, ...]
+    first: int
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The elements of the box, as a view of the local tensor."""
+        at = sum(map(operator.mul, self.box.start, self.strides)) - self.first
+        return local.as_strided(self.box.shape, self.strides, int(local.storage_offset()) + at)
+
+    def within(self, inner: Box) -> FlatBox:
+        """A box in this one."""
+        return self._replace(box=inner)
+
+
+def boxes_of_range(shape: Sequence[int], low: int, high: int) -> list[Box]:
+    """The boxes of the elements ``low`` to ``high`` of a contiguous tensor of ``shape``: in each dimension at most two.
+
+    The elements up to the first whole slice, the whole slices, and the elements after the last one.
+    """
+    if low >= high:
+        return []
+    if len(shape) < 2:
+        return [Box((low,) * len(shape), (high - low,) * len(shape))]
+    size = math.prod(shape[1:])
+    first, last = -(-low // size), high // size
+    if first > last:  # within one slice
+        return _behind(last, boxes_of_range(shape[1:], low - last * size, high - last * size))
+    before = _behind(first - 1, boxes_of_range(shape[1:], low - (first - 1) * size, size)) if low % size else []
+    rest = (0,) * (len(shape) - 1)
+    slices = [Box((first, *rest), (last - first, *shape[1:]))] if first < last else []
+    return [*before, *slices, *_behind(last, boxes_of_range(shape[1:], 0, high - last * size))]
+
+
+def _behind(index: int, boxes: Sequence[Box]) -> list[Box]:
+    """Boxes of the slice number ``index`` as boxes of the tensor."""
+    return [Box((index, *box.start), (1, *box.shape)) for box in boxes]
+
 
 class Cut(NamedTuple):
     """A view that is a box of its base tensor.
@@ -70,15 +119,14 @@ class Cut(NamedTuple):
     box: Box
     dims: tuple[int | None, ...]
 
-    def local(self, boxes: Sequence[LocalBox]) -> tuple[LocalBox, ...]:
+    def local(self, boxes: Sequence[LocalBox | FlatBox]) -> tuple[LocalBox | FlatBox, ...]:
         """Intersections of the view with a process's local boxes, as boxes of the base tensor."""
         found = []
-        for (start, shape), at in boxes:
-            low = tuple(map(max, start, self.box.start))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(start, shape, *self.box, strict=True))
+        for one in boxes:
+            low = tuple(map(max, one.box.start, self.box.start))
+            high = tuple(min(a + n, b + m) for a, n, b, m in zip(*one.box, *self.box, strict=True))
             if all(a < b for a, b in zip(low, high, strict=True)):
-                inner = Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
-                found.append(LocalBox(inner, tuple(a + b - c for a, b, c in zip(at, low, start, strict=True))))
+                found.append(one.within(Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))))
         return tuple(found)
 
     def seen(self, box: Box) -> Box:
