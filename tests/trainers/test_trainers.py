@@ -24,10 +24,19 @@ def engine(model_folder):
 
 def pushes(folder, url, kinds, packages=None):
     """What the trainer saw, by kind."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    return {
+        kind: seen
+        for line in run(*launcher, "tests.trainers.trainer", str(folder), url, *kinds, packages=packages)
+        for kind, seen in line.items()
+    }
+
+
+def run(*command, packages=None):
+    """Run ``python -m COMMAND``; the lines of JSON that it prints."""
     path = os.pathsep.join(filter(None, (str(servers.ROOT), packages and str(packages))))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, "-m", "tests.trainers.trainer", str(folder), url, *kinds],
+        [sys.executable, "-m", *command],
         cwd=servers.ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
@@ -36,8 +45,7 @@ def pushes(folder, url, kinds, packages=None):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
-    return {kind: seen for line in lines for kind, seen in line.items()}
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +77,18 @@ def test_the_engines_hold_what_a_plain_model_would_give_them(kind, model_folder)
         assert servers.greedy(started, list(b"count 7: "), 4)
     assert {name: found[0][0] for name, found in seen.items()} == dict.fromkeys(KINDS | NEED_PACKAGES, rank.digest)
     assert all(found[1][0] != rank.digest for found in seen.values())
+
+
+@pytest.mark.frameworks
+def test_adapters_are_merged_as_peft_merges_them_or_refused(model_folder):
+    (seen,) = run("tests.trainers.adapted", str(model_folder("llama", 0)), packages=PACKAGES)
+    assert seen["merged"] == seen["merged by the user"] != seen["plain"] == seen["disabled"]
+    assert seen["no identity"]
+    assert seen["read again"]
+    assert "(Linear) is part of a PEFT adapter; merge adapters first" in seen["IA3"]
+    assert "q_proj has LoRA with a bias; merge adapters first" in seen["bias"]
+    assert "has trained prompts" in seen["prompts"]
+    assert "(TrainableTokensWrapper) is part of a PEFT adapter" in seen["tokens"]
 
 
 def check(found):

@@ -5,6 +5,7 @@ framework itself says that the model's state was, both times.
 """
 
 import contextlib
+import copy
 import json
 import sys
 
@@ -146,8 +147,36 @@ def accelerate(folder):
     return Trained(Accelerator(cpu=True).prepare(model), model)
 
 
+class Adapted(Trained):
+    """LoRA of linear layers and of the embedding, and the norm trained in full."""
+
+    def __init__(self, folder, **options):
+        import peft
+
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            target_modules=["q_proj", "down_proj", "embed_tokens"], modules_to_save=["norm"], **options
+        )
+        super().__init__(peft.get_peft_model(load(folder, torch.bfloat16), config), None)
+
+    def state(self):
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        merged = copy.deepcopy(self.model).merge_and_unload()
+        after = self.model.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        return dict(merged.state_dict())
+
+
+def peft(folder):
+    return Adapted(folder, init_lora_weights=False)
+
+
+def dora(folder):
+    return Adapted(folder, use_dora=True)
+
+
 KINDS = {kind.__name__: kind for kind in (ddp, compiled, fsdp2, fsdp1, fsdp1_flat, fsdp1_grads, fsdp1_whole)}
-NEED_PACKAGES = {kind.__name__: kind for kind in (zero2, zero3, accelerate)}
+NEED_PACKAGES = {kind.__name__: kind for kind in (zero2, zero3, accelerate, peft, dora)}
 
 
 def main():

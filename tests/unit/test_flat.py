@@ -37,7 +37,7 @@ def test_a_part_shows_the_values_of_its_boxes(found):
     padded = torch.cat([torch.tensor([-1]), whole.view(-1)[low:high], torch.tensor([-1])])
     part = FlatPart(padded[1:-1], shape, low, "w")
     assert [one.box for one in part.boxes] == boxes_of_range(shape, low, high)
-    assert all(torch.equal(one.of(part.local), narrowed(whole, *one.box)) for one in part.boxes)
+    assert all(torch.equal(one.of(part.held), narrowed(whole, *one.box)) for one in part.boxes)
 
 
 @given(ranges(), st.data())
@@ -48,7 +48,7 @@ def test_a_view_of_a_part_shows_the_values_of_the_view(found, data):
     view = narrowed(whole, [a for a, _ in spans], [b - a for a, b in spans])
     cut = cut_of(shape, view.shape, view.stride(), view.storage_offset())
     part = FlatPart(whole.view(-1)[low:high], shape, low, "w")
-    seen = sorted(value for one in cut.local(part.boxes) for value in one.of(part.local).reshape(-1).tolist())
+    seen = sorted(value for one in cut.local(part.boxes) for value in one.of(part.held).reshape(-1).tolist())
     assert seen == [value for value in sorted(view.reshape(-1).tolist()) if low <= value < high]
 
 

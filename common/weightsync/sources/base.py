@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources.dtensor import check_placements, is_dtensor
-from weightsync.sources.flat import FlatPart
+from weightsync.sources.stand_in import StandIn
 from weightsync.tensors.boxes import whole
 from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import spec_of
@@ -74,15 +74,15 @@ def describe(name: object, tensor: object) -> TensorSpec:
     if not isinstance(name, str):
         raise SourceError(f"tensor names must be str, not {type(name).__name__} ({name!r})")
     check_plain(name, tensor)
-    assert isinstance(tensor, (torch.Tensor, FlatPart))
+    assert isinstance(tensor, (torch.Tensor, StandIn))
     if tensor.is_meta:
         raise SourceError(f"{name}: the tensor is on the meta device and has no data; load or materialise it first")
     return spec(name, tensor)
 
 
 def check_plain(name: str, tensor: object) -> None:
-    """Raise `SourceError`, naming it, unless it is a strided torch.Tensor, a meta tensor, a DTensor or a `FlatPart`."""
-    tensor = tensor.local if isinstance(tensor, FlatPart) else tensor
+    """Raise `SourceError`, naming it, unless it is a strided torch.Tensor, a meta tensor, a DTensor or a `StandIn`."""
+    tensor = tensor.held if isinstance(tensor, StandIn) else tensor
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name}: expected a torch.Tensor, not {_type_name(tensor)}; leave it out or convert it")
     if is_lazy(tensor):
@@ -100,7 +100,7 @@ def check_plain(name: str, tensor: object) -> None:
         raise SourceError(f"{name}: layout {tensor.layout} cannot be sent; convert it with to_dense() first")
 
 
-def spec(name: str, tensor: torch.Tensor | FlatPart) -> TensorSpec:
+def spec(name: str, tensor: torch.Tensor | StandIn) -> TensorSpec:
     """Describe a tensor. Raises `SourceError`, naming it, if its dtype cannot be sent."""
     try:
         return spec_of(name, cast(torch.Tensor, tensor))  # only its shape and dtype are read

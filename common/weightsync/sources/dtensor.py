@@ -61,7 +61,7 @@ def check_placements(name: str, tensor: Any) -> None:
 def local_of(tensor: Any) -> torch.Tensor:
     """This process's part of a sharded tensor, without communication or copy."""
     if isinstance(tensor, FlatPart):
-        return tensor.local
+        return tensor.held
     local: torch.Tensor = tensor.detach().to_local()
     return local
 

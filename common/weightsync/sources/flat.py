@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import SourceError
+from weightsync.sources.stand_in import StandIn
 from weightsync.tensors.boxes import FlatBox, boxes_of_range
 
 #: What wrappers add to the names of parameters.
@@ -25,29 +26,18 @@ _FSDP: Final = "FullyShardedDataParallel"
 _DEEPSPEED: Final = "DeepSpeedEngine"
 
 
-class FlatPart:
-    """This process's part of a parameter of ``shape``: ``local`` (1-D) has its elements from ``first`` on.
+class FlatPart(StandIn):
+    """This process's part of a parameter of ``shape``: ``held`` (1-D) has its elements from ``first`` on."""
 
-    ``key`` is the same for all names of one parameter. It stands for the whole parameter where a source describes it.
-    """
-
-    def __init__(self, local: torch.Tensor, shape: tuple[int, ...], first: int, key: object):
-        self.local, self.shape, self.first, self.key = local, shape, first, key
-        self.dtype, self.device, self.is_meta = local.dtype, local.device, local.is_meta
-
-    def detach(self) -> FlatPart:
-        """This, as the elements have no gradient."""
-        return self
-
-    def stride(self) -> tuple[int, ...]:
-        """The strides of the whole parameter."""
-        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+    def __init__(self, held: torch.Tensor, shape: tuple[int, ...], first: int, key: object):
+        super().__init__(held, shape, key)
+        self._first = first
 
     @cached_property
     def boxes(self) -> tuple[FlatBox, ...]:
         """The boxes of the parameter that this part consists of."""
-        found = boxes_of_range(self.shape, self.first, self.first + self.local.numel())
-        return tuple(FlatBox(box, self.stride(), self.first) for box in found)
+        found = boxes_of_range(self.shape, self._first, self._first + self.held.numel())
+        return tuple(FlatBox(box, self.stride(), self._first) for box in found)
 
 
 def plain_name(name: str) -> str:

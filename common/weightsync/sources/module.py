@@ -13,10 +13,12 @@ from torch import nn
 from weightsync.errors import SourceError
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources import fingerprint
+from weightsync.sources.adapters import MergedState, has_adapters, merged_state
 from weightsync.sources.base import check_plain, check_same, describe, spec
 from weightsync.sources.checkpoint_layout import Group, Recipe, State, View, compute, plain_recipe, traced_recipe
 from weightsync.sources.dtensor import boxes_of, is_dtensor, is_sharded, local_of, whole_tensor
-from weightsync.sources.flat import FlatPart, flat_state, is_deepspeed, is_fsdp, plain_name
+from weightsync.sources.flat import flat_state, is_deepspeed, is_fsdp, plain_name
+from weightsync.sources.stand_in import StandIn
 from weightsync.tensors.boxes import Box, Cut, FlatBox, LocalBox, cut_of, whole
 from weightsync.tensors.held import HeldShards
 
@@ -46,7 +48,8 @@ class ModuleSource:
         self._given, self._holder = module, unwrap(module)
         #: What the names of parameters refer to.
         self._module = _inside(self._holder)
-        _check_modules(self._module)
+        merged = has_adapters(self._holder)
+        _check_modules(self._module, merged=merged)
         state = read_state(self._holder)
         self._traits = _traits_of(state)
         self._recipe = recipe_of(self._module, _logical(state))
@@ -56,8 +59,9 @@ class ModuleSource:
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
         #: The module's fingerprint when it was last found to have these traits.
-        self._flat = any(isinstance(tensor, FlatPart) for tensor in state.values())
-        self._fingerprint = None if self._flat else fingerprint.fingerprint_of(self._module)
+        #: Whether the state is read otherwise than as the module's own.
+        self._stands_in = merged or any(isinstance(tensor, StandIn) for tensor in state.values())
+        self._fingerprint = None if self._stands_in else fingerprint.fingerprint_of(self._module)
         #: Whether `reads` has just found the fingerprint to hold, so that `identity` need not check it again.
         self._just_checked = False
         plain = all(isinstance(step, View) for step in self._recipe.steps)
@@ -85,7 +89,7 @@ class ModuleSource:
             return {plain_name(name): tensor.detach() for name, tensor in found.items()}, self._traits
         state = read_state(self._holder)
         traits = _traits_of(state)
-        known = traits == self._traits and not self._flat
+        known = traits == self._traits and not self._stands_in
         self._fingerprint = fingerprint.fingerprint_of(self._module) if known else None
         return state, traits
 
@@ -123,18 +127,20 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def _inside(module: nn.Module) -> nn.Module:
-    return unwrap(module._fsdp_wrapped_module) if is_fsdp(module) else module  # type: ignore[arg-type]
+def _inside(module: Any) -> nn.Module:
+    if has_adapters(module):
+        module = module.get_base_model()
+    return unwrap(module._fsdp_wrapped_module) if is_fsdp(module) else module
 
 
 def read_state(module: nn.Module) -> State:
     """The tensors of ``module.state_dict()``, detached, with the prefixes of wrappers removed from their names.
 
-    Of a module that FSDP1 or ZeRO-3 has sharded, they are `FlatPart`. Raises `SourceError`, naming the tensor, if two
-    have the same name or one cannot be sent.
+    Of a module that FSDP1 or ZeRO-3 has sharded, they are `FlatPart`; adapters are `Merged`. Raises `SourceError`,
+    naming the tensor, if two have the same name or one cannot be sent.
     """
-    state: State = {}
-    found = flat_state(module)
+    state: State = MergedState()
+    found = merged_state(module) if has_adapters(module) else flat_state(module)
     for raw, tensor in (module.state_dict() if found is None else found).items():
         name = plain_name(raw)
         check_plain(name, tensor)
@@ -201,10 +207,10 @@ def _renamed(module: Any, tensors: State) -> Mapping[str, torch.Tensor]:
     return found
 
 
-def _check_modules(module: nn.Module) -> None:
+def _check_modules(module: nn.Module, *, merged: bool) -> None:
     for name, part in module.named_modules():
-        kind = type(part)
-        if reason := _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0]):
+        kind, package = type(part), type(part).__module__.partition(".")[0]
+        if (reason := _REFUSED_PACKAGES.get(package)) and not (merged and package == "peft"):
             raise SourceError(f"{name or 'the module'} ({kind.__name__}) {reason}")
         if getattr(part, "hf_quantizer", None) is not None:
             raise SourceError(f"{name or 'the module'} ({kind.__name__}) is quantised; push the full-precision model")
@@ -283,7 +289,7 @@ def _held(one: TensorSpec, parts: _Parts | None) -> HeldShards:
 
 
 def _memory(name: str, tensor: torch.Tensor) -> object:
-    if isinstance(tensor, FlatPart):
+    if isinstance(tensor, StandIn):
         return tensor.key
     if is_dtensor(tensor):
         # Tied names share one local storage, even if this rank's part is empty.

@@ -1,0 +1,55 @@
+"""``python -m tests.trainers.adapted MODEL``: how models with adapters of PEFT are read; prints JSON."""
+
+import json
+import sys
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM
+
+from weightsync.errors import SourceError
+from weightsync.sources import open_source
+from weightsync.tensors.layout import digest_of
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def read(model):
+    """The digest of what would be sent, or the error."""
+    try:
+        source = open_source(model)
+    except SourceError as error:
+        return str(error)
+    return digest_of(sorted(zip((spec.name for spec in source.specs), source.tensors(), strict=True)))
+
+
+def main():
+    (folder,) = sys.argv[1:]
+    lora = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    plain = {name: value.clone() for name, value in load(folder).state_dict().items()}
+    model = peft.get_peft_model(load(folder), peft.LoraConfig(**lora))
+    source = open_source(model)
+    seen = {
+        "plain": digest_of(sorted(plain.items())),
+        "merged": read(model),
+        "no identity": source.identity() is None,
+        "read again": source.reads(model),
+    }
+    with model.disable_adapter():
+        seen["disabled"] = read(model)
+    model.merge_adapter()
+    seen["merged by the user"] = read(model)
+    for name, config in {
+        "IA3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        "bias": peft.LoraConfig(**lora, lora_bias=True),
+        "prompts": peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+        "tokens": peft.LoraConfig(**lora, trainable_token_indices=[1]),
+    }.items():
+        seen[name] = read(peft.get_peft_model(load(folder), config))
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
