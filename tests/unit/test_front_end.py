@@ -214,10 +214,10 @@ async def test_a_call_that_times_out_names_the_stopped_rank_and_the_next_gets_it
 @driven
 async def test_a_prepared_push_does_not_expire_between_ready_and_apply(harness):
     front, one, _ = harness
-    await one.stage("v1", 1, timeout_s=8.0)  # on a busy machine the commit comes late
+    await one.stage("v1", 1, timeout_s=6.0)  # on a busy machine the commit comes late
     deadlines = [receiver._job.deadline for receiver in front.ranks]
     gate = front.gates["weightsync_commit"] = threading.Event()
-    commit = asyncio.ensure_future(one.commit("v1"))
+    commit = asyncio.ensure_future(one.commit("v1", timeout_s=60.0))
     await asyncio.to_thread(until, lambda: not any(old.left() for old in deadlines), "it does not get old")
     assert front.seen() == [("prepared", 0.0)] * 2
     gate.set()

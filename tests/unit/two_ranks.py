@@ -100,7 +100,7 @@ def driven(test):
 
 
 def until(true, what):
-    end = time.monotonic() + 4
+    end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.01)
