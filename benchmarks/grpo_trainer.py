@@ -112,7 +112,7 @@ class Tell(TrainerCallback):  # type: ignore[misc]
 def vllm(ids: list[int]) -> list[dict[str, Any]]:
     """Sample completions of one prompt with vLLM, which says which weights have sampled each token."""
     sampling = {"n": GENERATIONS, "max_tokens": LENGTH, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    body = {"model": folder, "token_ids": ids, "sampling_params": sampling}
+    body = {"token_ids": ids, "sampling_params": sampling}
     reply = requests.post(f"{url}/inference/v1/generate", json=body, timeout=TIMEOUT_S)
     reply.raise_for_status()
     return [

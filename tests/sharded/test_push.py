@@ -210,4 +210,4 @@ def test_a_sharded_module_is_sent_as_save_pretrained_would_write_it(four):
     assert not any(name.startswith("qwen3 lm_head") for name in names)
     for _, refusal in said:
         assert "is computed from" in refusal
-        assert "keep that module out of fully_shard" in refusal
+        assert "keep that module from being sharded" in refusal
