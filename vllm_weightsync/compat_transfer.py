@@ -79,7 +79,8 @@ def _answered(call: str, method: Callable[..., Awaitable[None]]) -> Callable[...
             return None
         if not hasattr(self, _RELAY):
             found = await _attached(self)
-            give(self, lambda: found)
+            if not hasattr(self, _RELAY):  # another call may have been first
+                give(self, lambda: found)
         relay: Relay = getattr(self, _RELAY)()
         asked = next(iter((*args, *kwargs.values())), None)
         if call != _FINISH:

@@ -41,6 +41,18 @@ def main():
         seen["disabled"] = read(model)
     model.merge_adapter()
     seen["merged by the user"] = read(model)
+    with model.disable_adapter():
+        seen["merged, then disabled"] = read(model)
+    strided = load(folder)
+    weight = strided.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+    strided = peft.get_peft_model(strided, peft.LoraConfig(**lora))
+    seen["strided"] = read(strided)
+    strided.merge_adapter()
+    seen["strided, merged"] = read(strided)
+    tied = load(folder)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    seen["tied"] = read(peft.get_peft_model(tied, peft.LoraConfig(target_modules=["embed_tokens"])))
     for name, config in {
         "IA3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
         "bias": peft.LoraConfig(**lora, lora_bias=True),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.trainers.trainer import KINDS, NEED_PACKAGES
+from tests.trainers.trainer import ADAPTED, KINDS, NEED_PACKAGES
 from tools import models, servers, versions
 from weightsync import Sender
 from weightsync.testing import ReferenceEngine
@@ -60,16 +60,16 @@ def test_what_torch_wraps_and_shards_is_pushed(seen, kind):
 
 @pytest.mark.frameworks
 def test_what_other_packages_wrap_and_shard_is_pushed(engine, model_folder):
-    seen = pushes(model_folder("llama", 1), engine.url, NEED_PACKAGES, PACKAGES)
-    for kind in NEED_PACKAGES:
+    seen = pushes(model_folder("llama", 1), engine.url, NEED_PACKAGES | ADAPTED, PACKAGES)
+    for kind in NEED_PACKAGES | ADAPTED:
         check(seen[kind])
 
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_the_engines_hold_what_a_plain_model_would_give_them(kind, model_folder):
-    trained = model_folder("qwen3", 1)
-    with servers.start(kind, model_folder("qwen3", 0)) as started:
+    trained = model_folder("llama", 1)
+    with servers.start(kind, model_folder("llama", 0)) as started:
         with Sender([started.url]) as sender:
             sender.push(models.load_reference(trained))
             (rank,) = sender.status(digest=True)[started.url].ranks
@@ -85,9 +85,12 @@ def test_adapters_are_merged_as_peft_merges_them_or_refused(model_folder):
     assert seen["merged"] == seen["merged by the user"] != seen["plain"] == seen["disabled"]
     assert seen["no identity"]
     assert seen["read again"]
-    assert "(Linear) is part of a PEFT adapter; merge adapters first" in seen["IA3"]
+    assert "has adapters of the kind IA3; merge adapters first" in seen["IA3"]
     assert "q_proj has LoRA with a bias; merge adapters first" in seen["bias"]
-    assert "has trained prompts" in seen["prompts"]
+    assert "has adapters of the kind PROMPT_TUNING; merge adapters first" in seen["prompts"]
+    assert "its adapters are disabled, but its weight still contains them" in seen["merged, then disabled"]
+    assert seen["strided"] == seen["strided, merged"] != seen["plain"]
+    assert "embed_tokens.weight has adapters, and is tied to lm_head.weight" in seen["tied"]
     assert "(TrainableTokensWrapper) is part of a PEFT adapter" in seen["tokens"]
 
 

@@ -176,7 +176,8 @@ def dora(folder):
 
 
 KINDS = {kind.__name__: kind for kind in (ddp, compiled, fsdp2, fsdp1, fsdp1_flat, fsdp1_grads, fsdp1_whole)}
-NEED_PACKAGES = {kind.__name__: kind for kind in (zero2, zero3, accelerate, peft, dora)}
+NEED_PACKAGES = {kind.__name__: kind for kind in (zero2, zero3, accelerate)}
+ADAPTED = {kind.__name__: kind for kind in (peft, dora)}
 
 
 def main():
@@ -184,7 +185,7 @@ def main():
     dist.init_process_group("gloo")
     order = list(load(folder).state_dict())
     for kind in kinds:
-        trained, seen = (KINDS | NEED_PACKAGES)[kind](folder), []
+        trained, seen = (KINDS | NEED_PACKAGES | ADAPTED)[kind](folder), []
         with Sender([url]) as sender:
             for _ in range(2):
                 sender.push(trained.model)

@@ -314,6 +314,20 @@ def test_a_module_sharded_over_one_process_is_sent_unchanged():
     same_bytes(read(open_source(model)), expected)
 
 
+@pytest.mark.usefixtures("process_group")
+def test_fsdp1_over_one_process_is_sent_unchanged_until_a_parameter_gets_other_memory():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = llama()
+    expected = {name: tensor.clone() for name, tensor in read(open_source(model)).items()}
+    sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    same_bytes(read(open_source(sharded)), expected)
+    parameter = next(iter(sharded.parameters()))
+    parameter.data = parameter.data.clone()
+    with pytest.raises(SourceError, match=r"its \.data was replaced, which FSDP1 notices only later"):
+        open_source(sharded)
+
+
 def test_adapters_and_quantised_modules_are_refused():
     lora = type("LoraLayer", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     with pytest.raises(SourceError, match=r"^0 \(LoraLayer\) is part of a PEFT adapter; merge adapters first"):

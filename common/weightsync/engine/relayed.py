@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
 
 import msgspec
@@ -15,6 +16,8 @@ from weightsync.errors import AuthenticationFailed, TransferFailed, UnsupportedO
 from weightsync.protocol import addresses, auth, http
 from weightsync.protocol.relayed import Relayed, unwrapped
 from weightsync.transports.control import sockets
+
+logger = logging.getLogger(__name__)
 
 #: Seconds for the trainer to take a reply: it waits for nothing else.
 _DELIVER_S: Final = 5.0
@@ -70,7 +73,13 @@ class Relay:
         self._announced.pop(0)
         commits, self._commits = self._commits, []
         # A streamed push commits in all engines at once, or in none.
-        return 200 in await asyncio.gather(*[self._answer(asked) for asked, deadline in commits if deadline.left()])
+        ended = await asyncio.gather(
+            *[self._answer(asked) for asked, deadline in commits if deadline.left()], return_exceptions=True
+        )
+        for error in ended:
+            if isinstance(error, BaseException):  # a trainer that is gone is no matter of the others
+                logger.warning("a commit was not answered: %s", error)
+        return 200 in ended
 
     async def _answer(self, asked: Relayed) -> int:
         async def read(kind: type[msgspec.Struct]) -> msgspec.Struct:

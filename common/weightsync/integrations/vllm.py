@@ -23,7 +23,7 @@ import zmq
 
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
-from weightsync.errors import EngineRestarted, UnsupportedOption, Weights, WeightSyncError, named
+from weightsync.errors import EngineRestarted, UnsupportedOption, WeightSyncError, named
 from weightsync.protocol import auth, http
 from weightsync.protocol.in_process import AskedByCalls, NotRunning
 from weightsync.protocol.names import plain_url
@@ -136,9 +136,10 @@ class Relaying:
         if route == "open":
             return self._calls.opened(self, self._calls.ask(route, body, deadline, "", self._threads))
         replies = self._calls.ask(route, body, deadline, self._calls.addressee(self), self._threads)
+        if not replies and route == "commit":  # its status tells how it ended
+            raise NotRunning("the client's calls ended without a reply")
         if not replies:
-            weights: Weights = "unknown" if route == "commit" else "unchanged"
-            raise EngineRestarted(f"{self.name} was restarted since it was opened", weights=weights)
+            raise EngineRestarted(f"{self.name} was restarted since it was opened")
         return replies[0]
 
     def check_caller(self) -> None:
@@ -222,12 +223,12 @@ class _Calls:
                     timeout_s=min(deadline.left(), http.MAX_TIMEOUT_S),
                 )
             )
-            called = threads.submit(lambda: self._call(route, message, deadline))
-            others: Collection[Future[None]] = ()
+            called, others = Future[None](), set[Future[None]]()
             if route == "commit":  # an engine carries out what it has kept when any of these calls reaches it
                 others = self._committing
                 self._committing.add(called)
                 called.add_done_callback(self._committing.discard)
+            threads.submit(lambda: self._call(route, message, deadline), called)
             return _replies(socket, called, others, deadline, one=bool(engine) or len(self._engines) == 1)
         except zmq.ZMQError as error:
             raise NotRunning(f"this host cannot listen at {self._here} for replies: {error}") from error

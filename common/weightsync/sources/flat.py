@@ -103,11 +103,25 @@ def _of_fsdp(prefix: str, fsdp: Any) -> dict[str, FlatPart]:
             local, first = shard[info.offset_in_shard :][: info.numel_in_shard], info.intra_param_start_idx
         else:
             local, first = shard[:0], 0
-        found[name] = FlatPart(local.detach(), tuple(shape), first, (flat, name))
+        if _is_replaced(handle, number):
+            raise SourceError(f"{name}: its .data was replaced, which FSDP1 notices only later; copy into it instead")
+        if flat._param_extensions[number] is not None:
+            raise SourceError(f"{name}: FSDP1 with tensor parallelism hides what this process holds; use fully_shard")
+        found[plain_name(name)] = FlatPart(local.detach(), tuple(shape), first, (flat, name))
     for shared in flat._shared_param_infos:
         first_name = _joined(shared.prim_module_name, shared.prim_param_name)
         found[_joined(shared.module_name, shared.param_name)] = found[first_name]
     return {_joined(prefix, name): part for name, part in found.items()}
+
+
+def _is_replaced(handle: Any, number: int) -> bool:
+    """Whether a user has given a parameter other memory: FSDP1 takes that over only when it next uses it."""
+    info, flat = handle.flat_param._param_infos[number], handle.flat_param
+    if not handle._use_orig_params or (handle.uses_sharded_strategy and not handle.is_sharded(flat)):
+        return False
+    parameter = getattr(info.module, info.param_name)
+    own = {one.untyped_storage()._cdata for one in (flat.data, getattr(flat, "_local_shard", flat))}
+    return bool(parameter.numel()) and parameter.untyped_storage()._cdata not in own
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -119,6 +133,8 @@ def _of_zero(name: str, parameter: Any) -> Any:
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
         return parameter
+    if hasattr(part, "ds_quant_scale"):
+        raise SourceError(f"{name}: ZeRO-3 holds it quantised; switch zero_quantized_nontrainable_weights off")
     if part.status.name != "AVAILABLE":
         raise SourceError(f"{name}: ZeRO-3 has moved this process's part to a disk; bring it back before the push")
     first = torch.distributed.get_rank(parameter.ds_process_group) * part.numel()

@@ -270,7 +270,7 @@ def _cuts_of(recipe: Recipe, state: State) -> dict[str, _Parts]:
     for step in recipe.steps:
         inputs = (step.source,) if isinstance(step, View) else step.inputs
         outputs = [next(specs) for _ in range(1 if isinstance(step, View) else len(step.outputs))]
-        sharded = [name for name in inputs if is_sharded(state[name])]
+        sharded = [name for name in inputs if is_sharded(state.get(name))]  # computes nothing
         if not sharded:
             continue
         name, tensor = sharded[0], state[sharded[0]]
@@ -303,7 +303,7 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
 
 def _tied_patterns(module: nn.Module) -> list[str]:
     return [
-        f"{plain_name(name)}.{pattern}" if name else pattern
+        f"{plain_name(f'{name}.')}{pattern}" if name else pattern
         for name, part in module.named_modules()
         for pattern in getattr(part, "_tied_weights_keys", None) or ()
     ]
