@@ -69,8 +69,8 @@ class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]  # vLLM has n
 class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
     """The trainer's half of a weight transfer; ``pushed`` is the result of the last push.
 
-    A client may call several engines at once: none is asked to commit before all have everything. It must
-    allow to be called from several threads, also between *start* and *finish*. In a trainer of several processes
+    A client may call several engines at once: none is asked to commit before all have everything. It is called
+    from several threads at once, also between *start* and *finish*. In a trainer of several processes
     `torch.distributed` must be initialised, and rank 0 there be the one that vLLM calls 0.
     """
 

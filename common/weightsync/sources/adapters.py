@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import SourceError
-from weightsync.sources.flat import is_fsdp
+from weightsync.sources.flat import is_flattened
 from weightsync.sources.stand_in import StandIn
 
 _MERGE: Final = "merge adapters first: push model.merge_and_unload()"
@@ -67,7 +67,7 @@ def merged_state(model: Any) -> dict[str, Any]:
         raise SourceError(f"{what}: this version of PEFT is too old ({error}); {_MERGE}") from error
     if (kind := getattr(model.active_peft_config.peft_type, "value", "")) != "LORA":
         raise SourceError(f"{what} has adapters of the kind {kind}; {_MERGE}")
-    if any(map(is_fsdp, inside.modules())) or any(hasattr(parameter, "ds_tensor") for parameter in inside.parameters()):
+    if is_flattened(inside):
         raise SourceError(f"{what} is sharded, and has adapters; {_MERGE}")
     named = inside.named_modules(remove_duplicate=False)
     parts = {name: part for name, part in named if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
 
@@ -57,26 +56,29 @@ def is_deepspeed(module: nn.Module) -> bool:
     return any(kind.__name__ == _DEEPSPEED for kind in type(module).__mro__)
 
 
+def is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 or ZeRO-3 has sharded a part of this module."""
+    return any(map(is_fsdp, module.modules())) or any(hasattr(found, "ds_tensor") for found in module.parameters())
+
+
 def flat_state(module: nn.Module) -> dict[str, Any] | None:
     """The state of a module that FSDP1 or ZeRO-3 has sharded: `FlatPart` and plain tensors; None for any other.
 
     Raises `SourceError`, naming the parameter, for one whose part is not in memory.
     """
+    if not is_flattened(module):
+        return None
     wrapped = [(name, part) for name, part in module.named_modules() if is_fsdp(part)]
-    if wrapped:
-        found = {name: part for prefix, fsdp in wrapped for name, part in _of_fsdp(prefix, fsdp).items()}
-        return _with_others(module, found, lambda name, parameter: parameter)
-    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
-        return _with_others(module, {}, _of_zero)
-    return None
+    found = {name: part for prefix, fsdp in wrapped for name, part in _of_fsdp(prefix, fsdp).items()}
+    return _with_others(module, found)
 
 
-def _with_others(module: nn.Module, found: dict[str, Any], read: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Add the parameters that are not among ``found``, as ``read`` returns them, and the buffers that are saved."""
+def _with_others(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
+    """Add the parameters that FSDP1 has not flattened, which are those ``found``, and the buffers that are saved."""
     flat = {id(found.key[0]) for found in found.values()}
     for raw, parameter in module.named_parameters(remove_duplicate=False):
         if (name := plain_name(raw)) not in found and id(parameter) not in flat:
-            found[name] = read(name, parameter)
+            found[name] = _of_zero(name, parameter)
     for prefix, part in module.named_modules():
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
@@ -94,9 +96,7 @@ def _of_fsdp(prefix: str, fsdp: Any) -> dict[str, FlatPart]:
     starts = [start for start, padding in padded if not padding]
     for number, (name, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
         if not flat._contiguities[number]:
-            raise SourceError(
-                f"{name}: FSDP1 keeps the strides of a parameter that was not contiguous; make it so first"
-            )
+            raise SourceError(f"{name}: it was not contiguous when FSDP1 flattened it; make it so before that")
         if not handle.uses_sharded_strategy:
             local, first = flat.data[starts[number] :][: math.prod(shape)], 0
         elif (info := flat._shard_param_infos[number]).in_shard:

@@ -58,9 +58,9 @@ class ModuleSource:
         self._cuts = _cuts_of(self._recipe, state)
         self.held = tuple(_held(one, self._cuts.get(one.name)) for one in self.specs)
         self.device = next(iter(state.values())).device
-        #: The module's fingerprint when it was last found to have these traits.
         #: Whether the state is read otherwise than as the module's own.
         self._stands_in = merged or any(isinstance(tensor, StandIn) for tensor in state.values())
+        #: The module's fingerprint when it was last found to have these traits.
         self._fingerprint = None if self._stands_in else fingerprint.fingerprint_of(self._module)
         #: Whether `reads` has just found the fingerprint to hold, so that `identity` need not check it again.
         self._just_checked = False
