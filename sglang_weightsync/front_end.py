@@ -16,6 +16,7 @@ from weightsync.engine import refusals
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle, went_back
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError, changed_nothing
 from weightsync.protocol import http
+from weightsync.protocol.lockstep import Lockstep
 
 logger = logging.getLogger(__name__)
 _COMMITS = ("weightsync_commit", *ENDS.values())
@@ -88,6 +89,7 @@ class SglangFrontEnd:
             logger.warning("%s", untested)
             self.off["tests"] = untested
         self.asleep: tuple[str, ...] = ()
+        self.lockstep: Lockstep | None = None
         #: The replies to the last commit, of each group.
         self._last: list[WeightsyncReqOutput] = []
 

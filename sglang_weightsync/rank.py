@@ -33,7 +33,7 @@ from weightsync.engine.rank_calls import all_unchanged, any_failed
 from weightsync.engine.rank_methods import handle, needs_pushable
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
-from weightsync.protocol import http
+from weightsync.protocol import http, rank_replies
 from weightsync.protocol.states import TOGETHER, Machine, TogetherState
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,8 @@ def _asked(request: WeightsyncReqInput) -> http.CommitRequest:
     return http.from_json(request.payload, http.CommitRequest)
 
 
-_DONE = http.to_json(http.RankReply())
+_DONE = http.to_json(rank_replies.RankReply())
 
 
 def _failed(error: BaseException) -> bytes:
-    return http.to_json(http.RankReply(error=http.error_reply(error), later=isinstance(error, Busy)))
+    return http.to_json(rank_replies.RankReply(error=http.error_reply(error), later=isinstance(error, Busy)))

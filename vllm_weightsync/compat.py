@@ -15,11 +15,13 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat_pause
+from vllm_weightsync import compat_agreement, compat_pause
 from weightsync.engine import fresh_model
 from weightsync.engine.private_names import Names, PrivateNames
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.errors import EngineUnreachable, PushTimeout
+from weightsync.memory import arenas
+from weightsync.protocol.lockstep import Lockstep
 from weightsync.tensors.layout import digest_of
 
 VLLM: Final = PrivateNames("vLLM", "vllm", "0.27.1", "0.33")
@@ -27,6 +29,8 @@ VLLM: Final = PrivateNames("vLLM", "vllm", "0.27.1", "0.33")
 _WAIT: Final = "wait_for_initial_weights"
 #: Seconds between two checks, during a call, whether the engine has died.
 _LOOK_UP_S: Final = 0.5
+#: Seconds beyond its timeout that an answer of `agree` takes at most.
+_LATE_S: Final = 5.0
 
 #: Names used in the API server, by module.
 SERVER: Final[Names] = {
@@ -84,7 +88,10 @@ DEEP: Final[Names] = {
 def worker_rank(worker: Any) -> int:
     """The worker's rank among all workers of its engine; each replica has its own engine core, with ranks from 0."""
     parallel = worker.vllm_config.parallel_config
-    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
+    # A server that was started for some of the replicas has an engine of its own.
+    elsewhere = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    replica = parallel.data_parallel_rank_local if elsewhere else parallel.data_parallel_index
+    return int(replica * parallel.world_size + worker.rank)
 
 
 def worker_device(worker: Any) -> torch.device:
@@ -241,8 +248,28 @@ def _applied_to_identity(module: Any) -> torch.Tensor:
 
 
 def replicas(engine_client: Any) -> int:
-    """How many replicas the engine has (``--data-parallel-size``)."""
-    return int(parallel_config(engine_client).data_parallel_size)
+    """How many replicas the engine has: all (``--data-parallel-size``), or those of a server that has only some."""
+    parallel = parallel_config(engine_client)
+    elsewhere = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    return int(parallel.data_parallel_size_local if elsewhere else parallel.data_parallel_size)
+
+
+def lockstep(engine_client: Any) -> Lockstep | None:
+    """The engine's part, if replicas of other servers take every step together with its own."""
+    parallel = parallel_config(engine_client)
+    own = replicas(engine_client)
+    if own == parallel.data_parallel_size or not engine_client.vllm_config.model_config.is_moe:
+        return None
+    address = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+    if parallel.data_parallel_master_ip.startswith("127.") or parallel.data_parallel_master_ip in ("localhost", "::1"):
+        address += f" in {arenas.network_id()}"
+    return Lockstep(address, int(parallel.data_parallel_rank), own, int(parallel.data_parallel_size))
+
+
+async def agree(engine_client: Any, question: str, *, yes: bool, timeout_s: float) -> bool:
+    """Whether all engines in `lockstep` say yes, see `compat_agreement`. Raises as `answer`."""
+    call = _call_cores(engine_client, compat_agreement.AGREE, question, yes, timeout_s)
+    return all(await answer(engine_client, call, compat_agreement.AGREE, timeout_s + _LATE_S))
 
 
 def lacks_server_index(engine_client: Any) -> str:

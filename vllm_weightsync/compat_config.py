@@ -18,7 +18,11 @@ _ASKED: Final = (
     "parallel_config.data_parallel_index",
     "parallel_config.data_parallel_external_lb",
     "parallel_config.data_parallel_hybrid_lb",
+    "parallel_config.data_parallel_master_ip",
+    "parallel_config.data_parallel_rank",
     "parallel_config.data_parallel_rank_local",
+    "parallel_config.data_parallel_rpc_port",
+    "parallel_config.data_parallel_size_local",
     "model_config.is_moe",
     "parallel_config.enable_eplb",
     "parallel_config.enable_elastic_ep",
@@ -55,11 +59,6 @@ def _reasons(config: Any) -> Iterator[str]:
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         yield from _replicas_of_experts(parallel)
-    for option in _balancing_elsewhere(parallel):
-        yield (
-            f"{option}: each of its servers knows only some of the replicas; let one server balance them, or start an "
-            "engine for each with --data-parallel-size of its own replicas, and give the Sender all their URLs"
-        )
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         yield refusals.moving_experts("--enable-elastic-ep" if parallel.enable_elastic_ep else "--enable-eplb")
     if config.ec_transfer_config is not None:
@@ -71,20 +70,13 @@ def _reasons(config: Any) -> Iterator[str]:
         yield from _connectors(transfer)
 
 
-def _balancing_elsewhere(parallel: Any) -> list[str]:
-    options = (f"data_parallel_{balancing}_lb" for balancing in ("external", "hybrid"))
-    return [f"--{option.replace('_', '-')}" for option in options if getattr(parallel, option)]
-
-
 def _replicas_of_experts(parallel: Any) -> Iterator[str]:
     if gone := compat_waves.lacking():
         yield refusals.unknown("vLLM's engine core lacks", gone)
-    offline = ["VLLM_DP_RANK"] if parallel.data_parallel_rank_local is not None else []
-    for option in (*_balancing_elsewhere(parallel), *offline):
+    if parallel.data_parallel_rank_local is not None:
         yield (
-            f"{option} with a mixture of experts: the replicas of all servers take every step together, and a push "
-            "into one server would not stop those of the others; start one server for all of them, with "
-            "--data-parallel-size alone"
+            "VLLM_DP_RANK with a mixture of experts: the replicas of all processes take every step together, and a "
+            "push into one would not stop the others; start one server for all of them, with --data-parallel-size alone"
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from vllm_weightsync import compat_waves
+from vllm_weightsync import compat_agreement, compat_waves
 
 HOLD: Final = "weightsync_hold"
 LET_GO: Final = "weightsync_let_go"
@@ -98,3 +98,4 @@ def install() -> None:
     for name, method in ((HOLD, _hold), (LET_GO, _let_go), (ASLEEP, _asleep)):
         setattr(EngineCore, name, method)
     compat_waves.install()
+    compat_agreement.install()

@@ -131,7 +131,7 @@ class _Registration:
     def withdraw(self) -> None:
         """Have all stay; if they go by now, go."""
         self._end()
-        if _decide(self._core.dp_store, self._round, _STAY) == _GO:
+        if decide(self._core.dp_store, self._round, _STAY) == _GO:
             self._go()
 
     def all_go(self) -> None:
@@ -175,25 +175,26 @@ class _Registration:
         with self._lock:
             round_, reason = self._round, self._reason
         _count(self._core, store, round_, may=1, reasons=int(reason))
-        store.wait([_key(round_, "decided")], _EVER)
-        return bool(store.get(_key(round_, "decided")) == _GO)
+        store.wait([key(round_, "decided")], _EVER)
+        return bool(store.get(key(round_, "decided")) == _GO)
 
 
-def _key(round_: int, what: str) -> str:
-    return f"weightsync/{round_}/{what}"
+def key(asked: int | str, what: str) -> str:
+    """The name in the store of something about a round, or about a question of `compat_agreement`."""
+    return f"weightsync/{asked}/{what}"
 
 
 def _count(core: Any, store: Any, round_: int, *, may: int, reasons: int) -> None:
     """Count what a replica says in a round; if all may go on and one has a reason, decide that all go."""
     # Reasons first: whoever then sees that all may go on sees the reasons of all.
-    store.add(_key(round_, "reasons"), reasons)
-    if store.add(_key(round_, "may"), may) == core.dp_size and store.add(_key(round_, "reasons"), 0):
-        _decide(store, round_, _GO)
+    store.add(key(round_, "reasons"), reasons)
+    if store.add(key(round_, "may"), may) == core.dp_size and store.add(key(round_, "reasons"), 0):
+        decide(store, round_, _GO)
 
 
-def _decide(store: Any, round_: int, decision: bytes) -> bytes:
-    """Decide a round, unless it is decided; return what was decided first."""
-    first: bytes = store.compare_set(_key(round_, "decided"), "", decision.decode())
+def decide(store: Any, asked: int | str, decision: bytes) -> bytes:
+    """Decide a round or question, unless it is decided; return what was decided first."""
+    first: bytes = store.compare_set(key(asked, "decided"), "", decision.decode())
     return first
 
 

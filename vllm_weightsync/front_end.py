@@ -23,6 +23,7 @@ from weightsync.engine.relayed import Relay
 from weightsync.engine.routes import HealthGuard, admin_routes
 from weightsync.errors import ApplyFailed, EngineUnreachable, PushTimeout, UnsupportedOption, WeightSyncError
 from weightsync.protocol import auth, http
+from weightsync.protocol.lockstep import Lockstep
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,10 @@ class VllmFrontEnd:
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self.asleep: tuple[str, ...] = ()
+        self.lockstep: Lockstep | None = None
         self._unsupported = lacking or compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config)
+        if not self._unsupported:
+            self.lockstep = compat.lockstep(engine_client)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
         if reason := compat.VLLM.check(compat.DEEP):
             self.off['verify="deep"'] = reason
@@ -154,18 +158,26 @@ class VllmFrontEnd:
         """See `EngineFrontEnd`: pause, reload, drop caches, set the version, resume."""
         begin = time.perf_counter()
         seconds: dict[str, float] = {}
-        if not stopped:
-            await self._pause(request)
-        seconds["pause"] = time.perf_counter() - begin
         payload = http.to_json(request)
         failed: WeightSyncError | None = None
+        await self._begin_together(request)
+        if not stopped:
+            try:
+                await self._pause(request)
+            except WeightSyncError as error:
+                raise await self._failed_together(request.push, error) from error
+        seconds["pause"] = time.perf_counter() - begin
         mark = time.perf_counter()
         try:
             settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
         except WeightSyncError as error:
             failed = await restored(error, call, payload)
-            if failed.weights != "unchanged":
-                raise failed from error
+        if failed is None and not await self._all("applied", request.push):
+            failed = await restored(ApplyFailed(refusals.OTHER_FAILED, weights="dirty"), call, payload)
+        if failed is not None:
+            failed = await self._failed_together(request.push, failed)
+        if failed is not None and failed.weights != "unchanged":
+            raise failed
         seconds["apply"] = time.perf_counter() - mark
         mark = time.perf_counter()
         try:
@@ -185,6 +197,31 @@ class VllmFrontEnd:
         end = time.perf_counter()
         seconds["resume"] = end - mark
         return http.CommitReply(request.version, end - begin, seconds, self.asleep)
+
+    async def _begin_together(self, request: http.CommitRequest) -> None:
+        try:
+            begun = await self._all("begin", request.push, timeout_s=refusals.drain_s(request))
+        except PushTimeout as error:
+            error.weights = "unchanged"
+            raise
+        if not begun:
+            raise UnsupportedOption(refusals.NOT_IN_LOCKSTEP)
+
+    async def _failed_together(self, push: str, failed: WeightSyncError) -> WeightSyncError:
+        """The error of a commit that failed here or in an engine in lockstep: all serve the version before, or none."""
+        if self.lockstep is None:
+            return failed
+        unchanged = failed.weights == "unchanged"
+        await self._all("applied", push, yes=False)
+        if await self._all("restored", push, yes=unchanged) or not unchanged:
+            return failed
+        return ApplyFailed(f"{failed}; the engines in lockstep with this one could not load it", weights="dirty")
+
+    async def _all(self, step: str, push: str, *, yes: bool = True, timeout_s: float = COMMIT_CALL_S) -> bool:
+        """Whether all engines in lockstep say yes."""
+        if self.lockstep is None:
+            return yes
+        return await compat.agree(self._client, f"{push}/{step}", yes=yes, timeout_s=timeout_s)
 
     async def stay_stopped(self, why: str) -> None:
         """Hold the engine core; a request to resume it raises ``why``."""

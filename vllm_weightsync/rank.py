@@ -25,7 +25,7 @@ make_first_calls()
 
 
 def run(worker: Any, method: str, payload: str = "{}") -> str:
-    """Run one of `METHODS` on a vLLM worker; returns the JSON of a `http.RankReply`."""
+    """Run one of `METHODS` on a vLLM worker; returns the JSON of a `rank_replies.RankReply`."""
 
     def receiver() -> Receiver:
         found: Receiver | None = worker.__dict__.get(_ATTRIBUTE)
@@ -48,7 +48,7 @@ class WorkerExtension:
 
     The general plugin adds the same methods without it. vLLM adds this class to the worker's bases and never runs its
     ``__init__``. Every method takes the JSON of a message of `weightsync.protocol.http`, returns the JSON of a
-    `http.RankReply`, and never raises.
+    `rank_replies.RankReply`, and never raises.
 
     Beside the methods below it has two for every registered transport: ``update_weights_via_NAME``, which checks a
     `http.UpdateRequest` and receives the bytes in a thread while the engine generates, and the set-up method, if the

@@ -44,6 +44,7 @@ from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import EngineUnreachable, WeightSyncError
 from weightsync.protocol import auth, http
+from weightsync.protocol.lockstep import Lockstep
 from weightsync.tensors.layout import differing, digest_of
 
 _START_S: Final = 120.0
@@ -113,6 +114,7 @@ class ReferenceFrontEnd:
         self.pause_refused: dict[str, str] = {}
         self.off: dict[str, str] = {}
         self.asleep: tuple[str, ...] = ()
+        self.lockstep: Lockstep | None = None
         self._adapter = adapter
         self._receiver = Receiver(adapter)
         self._version = "default"

@@ -1,10 +1,13 @@
 """Weights as trainers hold them: in other dtypes than the engine's, and without some of its layers."""
 
+import contextlib
+import functools
 import random
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.sharded.conftest import Trainer
 from tools import models, servers
 from weightsync.errors import ManifestMismatch, UnsupportedOption
 
@@ -85,3 +88,41 @@ def test_what_cannot_be_left_is_refused_by_name(served, options, lacks, error, s
     with served.sender(**options) as sender, pytest.raises(error, match=said):
         sender.push(pushed, allow_missing=[f"{LAYER}*"])
     assert served.digests() == before
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    """Return a function that starts a trainer of two processes, one for each model."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(folder):
+            trainer = Trainer(folder)
+            stack.callback(trainer.stop)
+            return trainer
+
+        yield start
+
+
+def test_two_fsdp2_ranks_push_masters_mixed_dtypes_iterators_and_a_part(served, trainers):
+    a, b = (load_file(folder / "model.safetensors") for folder in (served.a, served.b))
+    part = {name: tensor for name, tensor in b.items() if not name.startswith(LAYER)}
+    with served.sender() as sender:
+        sender.push(b)
+        want = served.digests()
+        sender.push({**a, **part})
+        want_part = served.digests()
+    pair = trainers(served.b)
+    for how, words in {"masters": ("push", "iterate_shuffled 1"), "mixed": ("push", f"push_without {LAYER}")}.items():
+        assert pair.all(f"shard {how}") == [None, None]
+        for word in words:
+            served.push(served.a)
+            assert pair.build([served.server.url]) == [None, None]
+            first, second = pair.all(word)
+            assert first == second or first["written"] + second["written"] == first["nbytes"]
+            assert served.digests() == (want_part if "without" in word else want), (how, word)
+            assert first.get("cast", 1) > 0
+            assert tuple(first.get("kept", ())) == (tuple(sorted(b.keys() - part.keys())) if "without" in word else ())
+            assert pair.all("close") == [None, None]
+    with served.sender() as sender:
+        assert sender.status()[served.server.url].version == first["version"]

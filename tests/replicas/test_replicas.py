@@ -65,7 +65,7 @@ class Replicas:
 def ask_vllm(server, replica, tokens, timeout):
     body = {"model": str(server.model), "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "logprobs": 0}
     body |= {"return_token_ids": True, "ignore_eos": True}
-    at = {"X-data-parallel-rank": str(replica)}
+    at = {} if replica is None else {"X-data-parallel-rank": str(replica)}
     answer = requests.post(f"{server.url}/v1/completions", json=body, headers=at, timeout=timeout)
     answer.raise_for_status()
     (choice,) = answer.json()["choices"]

@@ -26,7 +26,7 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineShutdownState
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from vllm_weightsync import compat_pause
+from vllm_weightsync import compat_agreement, compat_pause
 
 #: Seconds; whatever takes longer never comes.
 NEVER_S = 60.0
@@ -205,6 +205,20 @@ class Server:
         return request.finished
 
 
+def agree(chance):
+    """Ask both replicas the same question, sometimes one of them too late; both get the same answer."""
+    question, late = f"question {next(Server.calls)}", chance.random() < 0.3
+    yes = chance.choices((True, False), (4, 1), k=2)
+    answers = []
+    for replica, says in zip(REPLICAS, yes, strict=True):
+        if late and answers:
+            answers[0].result(NEVER_S)
+        answers.append(getattr(replica, compat_agreement.AGREE)(question, says, 0.02 if late else NEVER_S))
+    said = [answer.result(NEVER_S) for answer in answers]
+    if said != [all(yes) and not late] * 2:
+        fail(f"the replicas said {yes}, {'late' if late else 'in time'}, and were told {said}")
+
+
 def stand(still):
     for replica in REPLICAS:
         replica.must_stand = still
@@ -243,6 +257,7 @@ def use(server, finished):
 
 def play(pusher, user):
     finished = []
+    agree(pusher.chance)
     using = threading.Thread(target=use, args=(user, finished))
     using.start()
     for _ in range(pusher.chance.randint(1, 3)):

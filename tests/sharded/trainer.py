@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import sys
 from types import SimpleNamespace
 
@@ -42,6 +43,10 @@ class Named:
 
     def __iter__(self):
         return ((name, self._held.get(name)) for name in self._state)
+
+
+#: How torch gathers a DTensor, which only iterators may do here.
+FULL_TENSOR = DTensor.full_tensor
 
 
 def refused(*_, **__):
@@ -89,6 +94,12 @@ class Rank:
     def _masters(self, model, *_):
         """As `_fsdp`, with master weights in float32."""
         return self._fsdp(model.float())
+
+    def _mixed(self, model, *_):
+        """As `_fsdp`, with one layer in float32 and one in float64."""
+        model.model.layers[0].float()
+        model.model.layers[1].double()
+        return self._fsdp(model)
 
     def _hsdp(self, model, *_):
         names = ("replicate", "shard")
@@ -167,6 +178,12 @@ class Rank:
 
     def push(self, _):
         return self._push(self.weights)
+
+    def push_without(self, prefix):
+        """Push all but the tensors whose names begin so, which the engines may keep."""
+        part = {name: tensor for name, tensor in self._state().items() if not name.startswith(prefix)}
+        result = self.sender.push(part, allow_missing=[f"{prefix}*"])
+        return {"version": result.version, "kept": result.kept}
 
     def watch(self, _):
         """Push, and return what was drawn of it."""
@@ -254,12 +271,24 @@ class Rank:
             for number, (name, tensor) in enumerate(self._state().items()):
                 if early and number == int(early):
                     return
-                whole = tensor.clone() if dist.get_rank() == 0 else torch.zeros_like(tensor)
-                dist.all_reduce(torch.ones(1))
-                yield name, whole
+                yield name, self._gathered(tensor)
 
         result = self.sender.push(gathered())
         return {"version": result.version, "read": result.read}
+
+    def iterate_shuffled(self, seed):
+        """Push an iterator as `iterate`, in another order."""
+        state = self._state()
+        names = random.Random(int(seed)).sample(sorted(state), len(state))
+        result = self.sender.push((name, self._gathered(state[name])) for name in names)
+        return {"version": result.version, "read": result.read}
+
+    def _gathered(self, tensor):
+        if isinstance(tensor, DTensor):
+            tensor = FULL_TENSOR(tensor)
+        else:
+            dist.all_reduce(torch.ones(1))
+        return tensor.clone() if dist.get_rank() == 0 else torch.zeros_like(tensor)
 
     def _state(self):
         return self.weights if isinstance(self.weights, dict) else dict(self.weights.state_dict())

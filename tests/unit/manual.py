@@ -8,7 +8,7 @@ from tests.helpers import plan_of
 from weightsync.deadline import Deadline
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
-from weightsync.protocol import http
+from weightsync.protocol import http, rank_replies
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout, digest_of
 from weightsync.testing import ModelAdapter
@@ -99,7 +99,7 @@ class Rank:
 
     def ask(self, method, payload):
         """The rank's reply to a method that is called as an engine calls it."""
-        return http.from_json(handle(lambda: self.receiver, method, payload), http.RankReply)
+        return http.from_json(handle(lambda: self.receiver, method, payload), rank_replies.RankReply)
 
     def done(self, method, message):
         """Call a method that must not fail; returns the body of the reply."""

@@ -6,10 +6,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightsync.protocol import control, handles, http
+from weightsync.protocol import control, handles, http, rank_replies
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest, Finding, RankReport
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
+from weightsync.protocol.lockstep import Lockstep
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
@@ -70,10 +71,11 @@ GOLDEN_JSON = [
             user="0 5",
             network="b:net:[1]",
             stopped=True,
+            lockstep=Lockstep("10.0.0.1:29550", 2, 1, 4),
         ),
         b'{"protocol":[1,0],"engine":"vllm","engine_version":"0.32","package_version":"0.1.0","host":"b:1","model":"m",'
         b'"version":"7","ranks":[],"pause_refused":{"keep":"why"},"instance":"i","user":"0 5","network":"b:net:[1]",'
-        b'"stopped":true}',
+        b'"stopped":true,"lockstep":{"name":"10.0.0.1:29550","first":2,"count":1,"replicas":4}}',
     ),
     (
         http.UpdateRequest(
@@ -125,13 +127,13 @@ GOLDEN_JSON = [
         b'{"push":"p","version":"7","pause":"retract","timeout_s":2.0,"owner":"","rollback":false,"instance":""}',
     ),
     (http.LeaseRequest(owner="o"), b'{"owner":"o"}'),
-    (http.Accepted(unread=("w",)), b'{"unread":["w"]}'),
+    (rank_replies.Accepted(unread=("w",)), b'{"unread":["w"]}'),
     (
-        http.Accepted(skipped=b"\5", unwritten={"p": b"\1"}, record_s=0.5),
+        rank_replies.Accepted(skipped=b"\5", unwritten={"p": b"\1"}, record_s=0.5),
         b'{"skipped":"BQ==","unwritten":{"p":"AQ=="},"record_s":0.5}',
     ),
-    (http.Ready(), b"{}"),
-    (http.Ready(record_s=0.5), b'{"record_s":0.5}'),
+    (rank_replies.Ready(), b"{}"),
+    (rank_replies.Ready(record_s=0.5), b'{"record_s":0.5}'),
     (
         http.UpdateReply(version="7", instance="i", record_s=0.5),
         b'{"version":"7","instance":"i","stopped":false,"record_s":0.5}',

@@ -14,7 +14,7 @@ from weightsync.engine.coverage import check_read
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.stage import Staged
 from weightsync.errors import ManifestMismatch
-from weightsync.protocol.http import Accepted
+from weightsync.protocol.rank_replies import Accepted
 from weightsync.tensors.layout import Layout, digest_of, spec_of
 from weightsync.tensors.subset import Subset
 from weightsync.testing import ModelAdapter, ReferenceEngine

@@ -16,7 +16,7 @@ from weightsync.engine.loading import loader
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError, WrongState
-from weightsync.protocol import http
+from weightsync.protocol import http, rank_replies
 from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, Machine, diagram
 from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
 from weightsync.transports.base import Peer
@@ -159,7 +159,7 @@ class Harness:
 
     def ask(self, method, message):
         """The rank's error as the exception that it names, None if there is none. Does not raise it."""
-        reply = http.from_json(handle(lambda: self.receiver, method, http.to_json(message)), http.RankReply)
+        reply = http.from_json(handle(lambda: self.receiver, method, http.to_json(message)), rank_replies.RankReply)
         if reply.error is None:
             return None
         kind = getattr(errors, reply.error.error)

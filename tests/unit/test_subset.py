@@ -17,6 +17,7 @@ from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import TransferFailed
 from weightsync.protocol import http
+from weightsync.protocol.rank_replies import RankReply
 from weightsync.tensors.boxes import Box, hull, narrowed
 from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
 from weightsync.tensors.subset import Subset, Wanted, widened
@@ -226,7 +227,7 @@ class Pair:
         self.layout = Layout([spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()])
 
     def call(self, rank, method, message):
-        reply = http.from_json(handle(lambda: self.receivers[rank], method, http.to_json(message)), http.RankReply)
+        reply = http.from_json(handle(lambda: self.receivers[rank], method, http.to_json(message)), RankReply)
         if reply.error is not None:
             raise TransferFailed(reply.error.message)
         return reply.body

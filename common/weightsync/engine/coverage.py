@@ -15,7 +15,8 @@ import collections
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from weightsync.errors import ManifestMismatch, ManifestUnknown
-from weightsync.protocol.http import Accepted, TensorSpec
+from weightsync.protocol.http import TensorSpec
+from weightsync.protocol.rank_replies import Accepted
 from weightsync.tensors.layout import listed
 
 

@@ -26,7 +26,6 @@ from weightsync.engine.rank_calls import Calls, Replies, Turn, collect
 from weightsync.errors import (
     EngineRestarted,
     LeaseHeld,
-    ProtocolMismatch,
     PushTimeout,
     TransferFailed,
     UnsupportedOption,
@@ -37,6 +36,8 @@ from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, one_list
+from weightsync.protocol.lockstep import Lockstep
+from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class EngineFrontEnd(Protocol):
     """What this engine does not support, or what a push does not update, by name, with the reason."""
     asleep: tuple[str, ...]
     """The engine's tags of memory that slept when a push or `diagnose` last asked the ranks."""
+    lockstep: Lockstep | None
+    """Its part, if it is in lockstep with other engines; then its `commit` agrees with theirs."""
 
     @property
     def busy(self) -> str:
@@ -76,7 +79,7 @@ class EngineFrontEnd(Protocol):
         """The label of the weights being served."""
 
     async def call(self, method: str, payload: bytes) -> Replies:
-        """Run `rank_methods.handle` on every rank; returns the `http.RankReply` of each. Has no deadline."""
+        """Run `rank_methods.handle` on every rank; returns the `rank_replies.RankReply` of each. Has no deadline."""
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """Pause, apply, drop caches, set the version, resume. Every rank is ready; ``stopped``: already paused.
@@ -113,13 +116,7 @@ class FrontEnd:
 
     async def open(self, asked: http.OpenRequest) -> http.OpenReply:
         """Describe the engine and its ranks. Raises `ProtocolMismatch` if the sender's major version differs."""
-        theirs = asked.protocol
-        if theirs[0] != http.PROTOCOL[0]:
-            raise ProtocolMismatch(
-                f"the sender speaks protocol {theirs[0]}.{theirs[1]}, this engine "
-                f"{http.PROTOCOL[0]}.{http.PROTOCOL[1]} (weightsync {http.package_version()}); install the same "
-                "weightsync on both sides"
-            )
+        refusals.check_protocol(asked.protocol)
         await self._introduce_ranks(asked.timeout_s)
         return http.OpenReply(
             protocol=http.PROTOCOL,
@@ -135,6 +132,7 @@ class FrontEnd:
             user=directories.meeting(),
             network=arenas.network_id(),
             stopped=bool(self.stopped),
+            lockstep=self.front.lockstep,
         )
 
     async def expected(self, asked: ExpectedRequest) -> ExpectedReply:
@@ -216,7 +214,7 @@ class FrontEnd:
         record_s, kept = max(rank.record_s for rank in accepted), tuple(rank.kept for rank in accepted)
         return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s, kept)
 
-    async def _prepare(self, asked: http.UpdateRequest, method: str, deadline: Deadline) -> list[http.Accepted]:
+    async def _prepare(self, asked: http.UpdateRequest, method: str, deadline: Deadline) -> list[Accepted]:
         async with self._exclusive("prepare", deadline):
             try:
                 await self._lease.take(asked.owner, asked.holder, asked.address)
@@ -227,7 +225,7 @@ class FrontEnd:
                 if self._machine.allows("abort"):
                     await self._forget("aborted", f"push {asked.push} begins", deadline)
                 self._machine.check("prepare")
-                accepted = collect(await self._call(method, http.to_json(asked), deadline.left()), http.Accepted)
+                accepted = collect(await self._call(method, http.to_json(asked), deadline.left()), Accepted)
                 check_read(accepted, asked.manifest)
             except BaseException as error:
                 await self._forget_after_failure(asked.push, deadline)  # a rank may have begun to receive
@@ -279,7 +277,7 @@ class FrontEnd:
     async def _apply(self, asked: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
         try:
             ready = await self._call("weightsync_ready", http.to_json(asked), deadline.left())
-            record_s = max(rank.record_s for rank in collect(ready, http.Ready))
+            record_s = max(rank.record_s for rank in collect(ready, Ready))
             deadline.check("the ranks to be ready")
             if not asked.rollback:
                 self._machine.move("staged")

@@ -19,7 +19,8 @@ from weightsync import errors
 from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
 from weightsync.memory import arenas
 from weightsync.memory.processes import ENDED, process_state
-from weightsync.protocol.http import Done, RankInfo, RankReply, from_json
+from weightsync.protocol.http import Done, RankInfo, from_json
+from weightsync.protocol.rank_replies import RankReply
 
 Replies = Sequence[bytes | str]
 _R = TypeVar("_R")
@@ -69,7 +70,7 @@ class Calls:
         self.ranks: tuple[RankInfo, ...] = ()
 
     async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
-        """Call ``method`` on every rank; returns their `http.RankReply`. Raises `PushTimeout`, and engine errors.
+        """Call ``method`` on every rank; returns their `RankReply`. Raises `PushTimeout`, and engine errors.
 
         If a rank replies that it is busy, all are called again later; they generate in between.
         """

@@ -17,13 +17,13 @@ from weightsync.protocol.http import (
     AbortRequest,
     CommitRequest,
     Done,
-    RankReply,
     StatusRequest,
     UpdateRequest,
     error_reply,
     from_json,
     to_json,
 )
+from weightsync.protocol.rank_replies import RankReply
 from weightsync.transports import registry
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _run_of_transport(receiver: Receiver, method: str, payload: bytes | str) -> 
 
 
 def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:
-    """Run one method on this rank: JSON in, JSON of a `http.RankReply` out.
+    """Run one method on this rank: JSON in, JSON of a `rank_replies.RankReply` out.
 
     Never raises: an exception that leaves a worker method or a scheduler handler can take the engine down, and in
     vLLM's multi-process executor leaves the other ranks' replies queued for the next call.

@@ -32,16 +32,15 @@ from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.memory.processes import started
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import (
-    Accepted,
     CommitRequest,
     Handshake,
     RankInfo,
     RankJoined,
     RankStatus,
-    Ready,
     State,
     UpdateRequest,
 )
+from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.protocol.states import ENGINE, Machine
 from weightsync.tensors.layout import Layout, listed
 from weightsync.tensors.subset import Subset

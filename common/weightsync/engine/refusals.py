@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from weightsync.errors import PushTimeout
+from weightsync.errors import ProtocolMismatch, PushTimeout
+from weightsync.protocol import http
 from weightsync.protocol.http import CommitRequest
 
 FIRST_PUSH: Final = "this engine waits for its first push"
+
+NOT_IN_LOCKSTEP: Final = (
+    "replicas of other servers, which take every step together with this one's, were not asked to commit this push: "
+    "give the Sender the URLs of all servers"
+)
+OTHER_FAILED: Final = "a replica of another server, which takes every step together with this one's, failed to load"
 
 #: Seconds for the reply, if the sender gives that much.
 _REPLY_S: Final = 3.0
@@ -44,6 +51,15 @@ def old_kv(cache: str, option: str) -> str:
         f"requests in flight would go on with KV of the old weights, and the {cache} would hand that KV to others; "
         f"start the engine with {option}"
     )
+
+
+def check_protocol(theirs: tuple[int, int]) -> None:
+    """Raise `ProtocolMismatch` if the sender's major version is not that of this engine."""
+    if theirs[0] != http.PROTOCOL[0]:
+        raise ProtocolMismatch(
+            f"the sender speaks protocol {theirs[0]}.{theirs[1]}, this engine {http.PROTOCOL[0]}.{http.PROTOCOL[1]} "
+            f"(weightsync {http.package_version()}); install the same weightsync on both sides"
+        )
 
 
 # --- what an engine was started with

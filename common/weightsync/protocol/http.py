@@ -13,10 +13,11 @@ import msgspec
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import Shape, Text
+from weightsync.protocol.lockstep import Lockstep
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 3)
+PROTOCOL: Final[tuple[int, int]] = (1, 4)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
@@ -110,7 +111,8 @@ class OpenReply(Message, frozen=True):
 
     ``pause_refused`` maps each pause mode that the engine does not support to the reason. ``host`` is its
     `arenas.host_id`, ``user`` its `directories.meeting`, ``network`` its `arenas.network_id`; each equals the trainer's
-    if the two share it. ``stopped``: it serves nothing, because it is dirty or waits for its first push.
+    if the two share it. ``stopped``: it serves nothing, because it is dirty or waits for its first push. ``lockstep``:
+    its part in that of several engines; pushes reach all of them or none.
     """
 
     protocol: tuple[int, int]
@@ -126,6 +128,7 @@ class OpenReply(Message, frozen=True):
     user: str = ""
     network: str = ""
     stopped: bool = False
+    lockstep: Lockstep | None = None
 
 
 class UpdateRequest(Message, frozen=True):
@@ -362,39 +365,3 @@ def error_reply(error: BaseException) -> ErrorReply:
     if isinstance(error, WeightSyncError):
         return ErrorReply(error=type(error).__name__, message=str(error), weights=error.weights)
     return ErrorReply(error="WeightSyncError", message=f"{type(error).__name__}: {error}", weights="unknown")
-
-
-# --- engine front end -> its ranks, over the engine's own calls -------------------------------------------------------
-
-
-class RankReply(Message, frozen=True):
-    """One rank's answer to a call: ``body`` is the reply in JSON unless ``error`` is set.
-
-    ``later``: the rank has done nothing, because it is still releasing the last push; repeat the call.
-    """
-
-    body: msgspec.Raw = msgspec.Raw(b"{}")
-    error: ErrorReply | None = None
-    later: bool = False
-
-
-class Accepted(Message, frozen=True, omit_defaults=True):
-    """One rank takes part in a push. ``unread`` names tensors that it does not use; another rank must use them.
-
-    If the expected checkpoint is known, ``skipped`` has a bit for each tensor that the rank does not read, in the
-    manifest's order, and ``unwritten`` maps each parameter that is not loaded in full to the bits of the tensors that
-    could belong to it: no parameter may lack a tensor that all ranks skip. ``record_s`` is how long generation stopped
-    while the loader was recorded, in seconds. ``kept`` has digests of `UpdateRequest.kept`, empty if unreadable.
-    """
-
-    unread: tuple[str, ...] = ()
-    skipped: bytes = b""
-    unwritten: dict[str, bytes] = {}
-    record_s: float = 0.0
-    kept: dict[str, str] = {}
-
-
-class Ready(Message, frozen=True, omit_defaults=True):
-    """One rank is ready to load. ``record_s`` as in `Accepted`, if the loader had to be recorded again."""
-
-    record_s: float = 0.0

@@ -32,6 +32,7 @@ from weightsync.protocol.http import Handshake
 from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
 from weightsync.trainer.engine import Engine
+from weightsync.trainer.lockstep import check_lockstep
 from weightsync.trainer.progress import Shown
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
@@ -67,7 +68,7 @@ class Engines:
         self._token = token
         self._threads = DaemonThread("weightsync-engine", _MAX_THREADS)
         self.by_url: dict[str, Engine] = {}
-        #: What each engine's ranks hold of the tensors that the last push left as they are, see `http.Accepted`.
+        #: What each engine's ranks hold of the tensors that the last push left as they are, see `Accepted`.
         self.kept: dict[str, tuple[dict[str, str], ...]] = {}
         #: What is shown of the push that runs.
         self.shown = Shown()
@@ -88,6 +89,7 @@ class Engines:
                 url_of[hello.instance] = client.url
             for client, hello in zip(self._clients, open_replies, strict=True):
                 self._register(client, hello)
+            check_lockstep({url: engine.hello for url, engine in self.by_url.items()})
         except WeightSyncError as error:
             error.settle(at_open)
             raise

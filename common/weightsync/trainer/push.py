@@ -30,6 +30,7 @@ from weightsync.trainer.client import EngineClient
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import agree
 from weightsync.trainer.lease import renewed
+from weightsync.trainer.lockstep import check_lockstep
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
@@ -274,6 +275,7 @@ class Push(Change):
 
     def _prepare(self, outgoing: Outgoing) -> None:
         engines, deadline = self._engines, self._deadline
+        check_lockstep({url: engine.hello for url, engine in engines.by_url.items()})
         connect(self._push_transfer, engines, deadline)
         # ZMQ sockets are not thread-safe, so requests are built here, not in the threads that send them.
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}

@@ -28,8 +28,9 @@ from weightsync.engine.stage import Staged
 from weightsync.errors import ManifestUnknown, TransferFailed, WrongState
 from weightsync.memory import arenas
 from weightsync.protocol.expected import ExpectedReply
-from weightsync.protocol.http import Accepted, Ready, TensorSpec
+from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
+from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.protocol.states import PLAN, Machine, PlanState
 from weightsync.tensors.layout import Layout, listed, named
 from weightsync.tensors.scattered import Stream, spans

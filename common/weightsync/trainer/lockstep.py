@@ -1,0 +1,27 @@
+"""Engines in lockstep, whose replicas take every step together: a push reaches all of them, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightsync.errors import UnsupportedOption
+from weightsync.protocol.http import OpenReply
+from weightsync.protocol.lockstep import Lockstep
+
+
+def check_lockstep(engines: Mapping[str, OpenReply]) -> None:
+    """Raise `UnsupportedOption` for engines, by URL, that step with an engine which is not among them."""
+    by_name: dict[str, dict[str, Lockstep]] = {}
+    for url, hello in engines.items():
+        if hello.lockstep is not None:
+            by_name.setdefault(hello.lockstep.name, {})[url] = hello.lockstep
+    for members in by_name.values():
+        replicas = next(iter(members.values())).replicas
+        here = {part.first + number for part in members.values() for number in range(part.count)}
+        if absent := sorted(set(range(replicas)) - here):
+            raise UnsupportedOption(
+                f"{' and '.join(members)} {'serves' if len(members) == 1 else 'serve'} some of the {replicas} replicas "
+                "of a mixture of experts, which take every step together; missing are those of "
+                f"replica{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: give the Sender the URLs of all "
+                "servers at once"
+            )
