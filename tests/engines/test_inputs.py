@@ -113,16 +113,18 @@ def test_two_fsdp2_ranks_push_masters_mixed_dtypes_iterators_and_a_part(served, 
         sender.push({**a, **part})
         want_part = served.digests()
     pair = trainers(served.b)
-    for how, words in {"masters": ("push", "iterate_shuffled 1"), "mixed": ("push", f"push_without {LAYER}")}.items():
+    orders = [("masters", "push", want), ("mixed", "push", want), ("shorter", f"push_without {LAYER}", want_part)]
+    if served.kind != "qwen3_moe":  # transformers' module holds all experts of a layer in one tensor of another name
+        orders.append(("masters", "iterate_shuffled", want))
+    for how, word, digests in orders:
+        served.push(served.a)
         assert pair.all(f"shard {how}") == [None, None]
-        for word in words:
-            served.push(served.a)
-            assert pair.build([served.server.url]) == [None, None]
-            first, second = pair.all(word)
-            assert first == second or first["written"] + second["written"] == first["nbytes"]
-            assert served.digests() == (want_part if "without" in word else want), (how, word)
-            assert first.get("cast", 1) > 0
-            assert tuple(first.get("kept", ())) == (tuple(sorted(b.keys() - part.keys())) if "without" in word else ())
-            assert pair.all("close") == [None, None]
-    with served.sender() as sender:
-        assert sender.status()[served.server.url].version == first["version"]
+        assert pair.build([served.server.url]) == [None, None]
+        first, second = pair.all(word)
+        assert first["version"] == second["version"], first
+        assert served.digests() == digests, (how, word)
+        if word == "push":
+            assert first["cast"] > 0
+            assert min(first["written"], second["written"]) > 0
+        assert first.get("kept", []) == (sorted(b.keys() - part.keys()) if how == "shorter" else [])
+        assert pair.all("close") == [None, None]

@@ -2,9 +2,11 @@
 
 import pytest
 
+from tools import models
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.held import HeldShards
+from weightsync.tensors.layout import digest_of
 from weightsync.trainer.ranks.assignment import plan
 
 from .conftest import served
@@ -91,6 +93,35 @@ def test_every_rank_takes_part_in_making_what_the_iterator_of_rank_0_yields(
     assert served(engines) == [expected, expected]
     assert all(pair.all("iterate"))
     assert served(engines) == [changed, changed]
+    assert fine(pair.all("close"))
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 8192}])
+def test_an_iterator_that_is_refused_in_the_middle_holds_up_no_rank(engines, pair, expected, untrained, options):
+    """The other ranks wait in collectives for rank 0, which goes on to the end of its iterator."""
+    assert fine(pair.all("shard masters"))
+    assert fine(pair.build(engines, **options))
+    said = pair.all("iterate_shuffled model.unknown")
+    assert said[0] == said[1]
+    assert said[0]["error"] == "ManifestMismatch"
+    assert "model.unknown: the iterator yielded it" in said[0]["message"]
+    assert served(engines) == [untrained, untrained]
+    assert all(pair.all("iterate_shuffled"))
+    assert served(engines) == [expected, expected]
+    assert fine(pair.all("close"))
+
+
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
+def test_a_layer_that_an_fsdp2_trainer_lacks_stays_as_the_engines_have_it(
+    engines, pair, expected, model_folder, transport
+):
+    a, b = (models.load_reference(model_folder("llama", seed)).state_dict() for seed in (0, 1))
+    lacks = sorted(name for name in b if name.startswith("model.layers.1."))
+    assert fine(pair.all("shard shorter"))
+    assert fine(pair.build(engines, transport=transport))
+    assert [one["kept"] for one in pair.all("push_without model.layers.1.")] == [lacks, lacks]
+    want = digest_of({**b, **{name: a[name] for name in lacks}}.items())
+    assert served(engines) == [want, want]
     assert fine(pair.all("close"))
 
 

@@ -101,6 +101,11 @@ class Rank:
         model.model.layers[1].double()
         return self._fsdp(model)
 
+    def _shorter(self, model, *_):
+        """As `_fsdp`, without the last layer."""
+        model.model.layers = model.model.layers[:-1]
+        return self._fsdp(model)
+
     def _hsdp(self, model, *_):
         names = ("replicate", "shard")
         return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=names))
@@ -180,9 +185,8 @@ class Rank:
         return self._push(self.weights)
 
     def push_without(self, prefix):
-        """Push all but the tensors whose names begin so, which the engines may keep."""
-        part = {name: tensor for name, tensor in self._state().items() if not name.startswith(prefix)}
-        result = self.sender.push(part, allow_missing=[f"{prefix}*"])
+        """Push what lacks tensors whose names begin so, which the engines may keep."""
+        result = self.sender.push(self.weights, allow_missing=[f"{prefix}*"])
         return {"version": result.version, "kept": result.kept}
 
     def watch(self, _):
@@ -276,11 +280,13 @@ class Rank:
         result = self.sender.push(gathered())
         return {"version": result.version, "read": result.read}
 
-    def iterate_shuffled(self, seed):
-        """Push an iterator as `iterate`, in another order."""
-        state = self._state()
-        names = random.Random(int(seed)).sample(sorted(state), len(state))
-        result = self.sender.push((name, self._gathered(state[name])) for name in names)
+    def iterate_shuffled(self, unknown):
+        """Push an iterator of a module's parameters, in random order; ``unknown``: the third has another name."""
+        found = dict(self.weights.named_parameters())
+        names = random.Random(1).sample(sorted(found), len(found))
+        pairs = ((name, self._gathered(found[name])) for name in names)
+        renamed = ((unknown if unknown and name == names[2] else name, whole) for name, whole in pairs)
+        result = self.sender.push(renamed)
         return {"version": result.version, "read": result.read}
 
     def _gathered(self, tensor):

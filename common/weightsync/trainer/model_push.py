@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -107,11 +108,13 @@ class ModelPush:
     def _read(self, source: IteratorSource, outgoing: Outgoing) -> Placed:
         arena = outgoing.arena.bytes
         assert isinstance(arena, torch.Tensor), "an iterator's tensors are not read in place"
-        return self._together(functools.partial(source.place, outgoing.layout, arena))
+        return self._together(source, functools.partial(source.place, outgoing.layout, arena))
 
-    def _together(self, read: Callable[[], _T]) -> _T:
+    def _together(self, source: IteratorSource, read: Callable[[], _T]) -> _T:
         """Read an iterator; every other rank of the trainer reads its own meanwhile."""
-        return read() if self._ranks is None else self._ranks.together(read, self._deadline)
+        if self._ranks is None:
+            return read()
+        return self._ranks.together(functools.partial(_to_the_end, source, read), self._deadline)
 
     def again(self, transfer: Transfer) -> ModelPush | None:
         """The same push once more, from the arena, to engines that were restarted; None if it is not there."""
@@ -154,7 +157,7 @@ class ModelPush:
     def _send_in_turn(self, source: IteratorSource, outgoing: Outgoing, progress: Progress) -> Sent:
         sources: dict[int, torch.dtype] = {}
         pairs = source.in_turn(outgoing.layout, sources, self.plan.dropped)
-        sent = self._together(lambda: outgoing.send_pairs(pairs, sources, progress))
+        sent = self._together(source, lambda: outgoing.send_pairs(pairs, sources, progress))
         self.plan = self.plan._replace(sources=sources)
         return sent
 
@@ -180,6 +183,16 @@ class ModelPush:
         self._reading.finish()
         if self._reading.early and self._ranks is not None:
             self._ranks.release(self._deadline)
+
+
+def _to_the_end(source: IteratorSource, read: Callable[[], _T]) -> _T:
+    try:
+        return read()
+    except Exception:
+        # The other ranks read theirs to the end, and would wait for this one where all make a tensor together.
+        with contextlib.suppress(Exception):
+            source.drain()
+        raise
 
 
 def _writes(tensor: torch.Tensor) -> int:
