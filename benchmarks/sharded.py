@@ -3,9 +3,9 @@
 Two trainer processes on this machine's CPU, each with half of the model's bytes, and a reference engine, or with
 ``--engine sglang`` SGLang over two ranks. In every round each path is measured once, one after the other: a memcpy of
 the model's bytes; a warm push of the shards, verified and not, and over NIXL; and the same the usual way, in which
-every process calls ``full_tensor()`` on every parameter and the whole model is pushed. The report has the bytes that
-the trainers wrote and those that the engine's ranks read, and the engine's weights are compared after each push. Exit
-code 0 if all is right.
+every process calls ``full_tensor()`` on every parameter and the whole model is pushed; and a model that both processes
+hold whole, with their copies compared at each push, and not. The report has the bytes that the trainers wrote and those
+that the engine's ranks read, and the engine's weights are compared after each push. Exit code 0 if all is right.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from weightsync import Sender
 from weightsync.protocol.http import Verify
 from weightsync.testing import ReferenceEngine
 from weightsync.trainer.ranks import assembly
+from weightsync.trainer.ranks.assembly import CheckReplicas
 
 KIND: models.Kind = "qwen3_0_6b"
 MIN_ROUNDS = 7
@@ -41,13 +42,15 @@ WAYS: tuple[tuple[str, Verify, str], ...] = (
     ("verified, nixl", "digest", "nixl"),
 )
 MEMCPY = report.MEMCPY
+#: A model that both processes hold whole.
+COPIES: dict[str, CheckReplicas] = {"copies": "first", "copies, compared": "always"}
 
 
 class Rank:
     """One process of the trainer."""
 
     def __init__(self, folder: Path, url: str):
-        self.model = models.load_reference(folder)
+        self.model, self._whole = models.load_reference(folder), models.load_reference(folder)
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in self.model.model.layers:
@@ -97,6 +100,14 @@ class Rank:
                         served.add(" ".join(rank.digest for rank in ranks))
                         written = written if gathered else self._written
                         samples.setdefault(_name(what, gathered=gathered), []).append(seconds)
+            for what, how in COPIES.items():
+                with Sender([self._url], check_replicas=how) as sender:
+                    for _ in range(3):
+                        dist.barrier()
+                        start = time.perf_counter()
+                        sender.push(self._whole)
+                        seconds = time.perf_counter() - start
+                    samples.setdefault(what, []).append(seconds)
         return {"samples": samples, "written": written, "nbytes": self.nbytes, "served": sorted(served)}
 
 
@@ -130,6 +141,8 @@ def table(record: report.Record) -> str:
         shards, gathered = (_name(what, gathered=gathered) for gathered in (False, True))
         found = statistics.median(a / b for a, b in zip(samples[gathered], samples[shards], strict=True))
         lines.append(f"{gathered} takes {found:.2f} times as long as {shards}")
+    compared = statistics.median(a - b for a, b in zip(samples["copies, compared"], samples["copies"], strict=True))
+    lines.append(f"comparing the copies takes {compared:.3f} s")
     lines.append(f"bytes written by each process: {record['written']}; the model has {record['nbytes']}")
     lines += [f"rank {number}: {way}" for number, way in enumerate(record["loading"])]
     lines.append(f"served: {'yes' if record['served'] else 'NO'}")

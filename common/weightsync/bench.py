@@ -133,7 +133,7 @@ def measure(
     to be another than the engine served.
     """
     where = own_address(address) if address else ""
-    options = Options(timeout_s, transport, "retract", "full", "digest", False, None, False, where, _PREFIX)
+    options = Options(timeout_s, transport, "retract", "full", "digest", False, None, False, where, "first", _PREFIX)
     machine: Machine[str] = Machine(PUSH, "idle", "this bench")
     with during("bench"):
         driver = Driver(list(urls), auth.sender_token(), options, None, machine, Deadline(timeout_s))

@@ -29,6 +29,7 @@ from weightsync.engine.routes import admin_routes
 from weightsync.protocol import http
 from weightsync.protocol.states import ENGINE
 from weightsync.trainer.buckets import Staging
+from weightsync.trainer.ranks.assembly import CheckReplicas
 
 ROUTES = {route.path[1:]: route.methods for route in admin_routes(lambda: None, "key").routes}
 PARAMETERS = signature(Sender).parameters
@@ -37,6 +38,7 @@ VALUES = {
     "pause": set(get_args(http.PauseMode)),
     "verify": set(get_args(http.Verify)),
     "staging": set(get_args(Staging)),
+    "check_replicas": set(get_args(CheckReplicas)),
 }
 
 
@@ -156,7 +158,8 @@ def test_every_refused_setting_is_documented():
     vllm = {name.rpartition(".")[2].replace("_", "-") for name in vllm_config._ASKED}
     sglang = {name.replace("_", "-") for name in sglang_config._ASKED}
     left = {"speculative-config", "speculative-draft-model-path", "speculative-algorithm", "model-path"}
-    left |= {"data-parallel-size", "data-parallel-index", "data-parallel-rank-local", "is-moe"}
+    left |= {f"data-parallel-{name}" for name in ("size", "size-local", "index", "rank", "rank-local")}
+    left |= {"data-parallel-master-ip", "data-parallel-rpc-port", "is-moe"}
     left |= {"dp-size", "pp-size"}
     assert flags("docs/versions.md", "vLLM", 0) == vllm - left
     assert flags("docs/versions.md", "vLLM", 1) == sglang - left

@@ -1,5 +1,7 @@
 """Trainers of several processes push to reference engines, which then serve the assembled model."""
 
+import json
+
 import pytest
 
 from tools import models
@@ -242,3 +244,86 @@ def test_a_sharded_module_is_sent_as_save_pretrained_would_write_it(four):
     for _, refusal in said:
         assert "is computed from" in refusal
         assert "keep that module from being sharded" in refusal
+
+
+def test_a_process_group_of_some_ranks_is_the_trainer(engines, start, expected, changed):
+    four = start(4)
+    four.all("gather 1 3")
+    trainer = [1, 3]
+    four.tell("shard grouped", *trainer)
+    assert fine(four.hear(*trainer))
+    four.tell(f"build {json.dumps({'urls': engines, 'timeout_s': 60})}", *trainer)
+    assert fine(four.hear(*trainer))
+    for want in (expected, changed):
+        four.tell("push", *trainer)
+        first, second = four.hear(*trainer)
+        assert first["written"] + second["written"] == first["nbytes"]
+        assert min(first["written"], second["written"]) > 0
+        assert served(engines) == [want, want]
+        four.tell("change", *trainer)
+        four.hear(*trainer)
+    four.tell(f"build {json.dumps({'urls': engines, 'timeout_s': 60})}", 0)
+    (said,) = four.hear(0)
+    assert said["error"] == "UnsupportedOption"
+    assert "this process is not in it" in said["message"]
+    four.tell("close", *trainer)
+    assert fine(four.hear(*trainer))
+    four.stop()
+
+
+def test_a_rank_may_hold_nothing(engines, four, expected):
+    assert fine(four.all("shard half"), 4)
+    assert fine(four.build(engines), 4)
+    assert assert_pushed(four)[3] == 0
+    assert served(engines) == [expected, expected]
+    assert fine(four.all("shard nothing"), 4)
+    assert {one["message"] for one in four.all("push")} == {
+        "the mapping holds no tensors; there is nothing to send [push]"
+    }
+    assert fine(four.all("close"), 4)
+
+
+@pytest.mark.parametrize("how", ["replicas", "hsdp"])
+def test_replicas_that_have_diverged_are_refused_by_name(engines, start, expected, untrained, how):
+    """At the first push, and at each if asked to."""
+    four = start(4)
+    assert fine(four.all(f"shard {how}"), 4)
+    assert fine(four.build(engines[:1]), 4)
+    assert len({one["version"] for one in four.all("push")}) == 1
+    assert served(engines[:1]) == [expected]
+    four.tell("diverge 0", 3)
+    four.hear(3)
+    if how == "replicas":
+        assert all("version" in one for one in four.all("push"))  # rank 0's copy is sent
+        assert served(engines[:1]) == [expected]
+    for options in ({}, {"check_replicas": "always"}):
+        assert fine(four.all("close"), 4)
+        assert fine(four.build(engines[:1], **options), 4)
+        said = four.all("push")
+        assert {one["error"] for one in said} == {"SourceError"}
+        assert all("hold different values of the same weights" in one["message"] for one in said)
+        assert all("rank" in one["message"] and "3" in one["message"] for one in said)
+        assert served(engines[:1]) == [expected]
+    four.stop()
+
+
+def test_replicas_are_compared_at_every_hundredth_push(engines, start):
+    pair = start(2)
+    assert fine(pair.all("shard replicas"))
+    assert fine(pair.build(engines[:1]))
+    assert all("version" in one for one in pair.all("push"))
+    pair.tell("diverge 0", 1)
+    pair.hear(1)
+    for _ in range(99):
+        assert all("version" in one for one in pair.all("push"))
+    assert {one["error"] for one in pair.all("push")} == {"SourceError"}
+    pair.stop()
+
+
+@pytest.mark.parametrize("name", ["transport", "pause", "engines"])
+def test_ranks_with_different_options_are_refused_by_name(engines, pair, name):
+    options = {"urls": engines, "timeout_s": 60}
+    other = {"transport": {"transport": "nccl"}, "pause": {"pause": "wait"}, "engines": {"urls": engines[:1]}}[name]
+    said = pair.all(f"build_apart {json.dumps([options, {**options, **other, 'timeout_s': 50}])}")
+    assert {one["error"] for one in said} == {"UnsupportedOption"}
+    assert all(f"trainer rank 1 has {name} " in one["message"] for one in said)

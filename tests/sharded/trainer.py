@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -58,7 +59,7 @@ class Rank:
 
     def __init__(self, folder):
         self.folder, self.size = folder, dist.get_world_size()
-        self.weights = self.sender = None
+        self.weights = self.sender = self.group = None
         self.written = []
         write = assembly.write
 
@@ -120,6 +121,19 @@ class Rank:
     def _replicas(self, model, *_):
         return model
 
+    def _grouped(self, model, *_):
+        """As `_fsdp`, over the ranks of the group."""
+        return self._fsdp(model, mesh=DeviceMesh.from_group(self.group, "cpu"))
+
+    def _nothing(self, *_):
+        return {}
+
+    def _half(self, model, _, rank):
+        """The last rank holds nothing, the others split the model by names."""
+        state = model.state_dict()
+        mine = {name: t for number, (name, t) in enumerate(state.items()) if number % (self.size - 1) == rank}
+        return mine if rank + 1 < self.size else {}
+
     def _stages(self, _, state, rank):
         """Ranks hold different names, as stages of a pipeline."""
         return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
@@ -155,7 +169,20 @@ class Rank:
 
     def build(self, options):
         options = json.loads(options)
-        self.sender = Sender(options.pop("urls"), **options)
+        self.sender = Sender(options.pop("urls"), group=self.group, **options)
+
+    def build_apart(self, options):
+        """As `build`, with options that may differ between the ranks: one for each."""
+        self.build(json.dumps(json.loads(options)[dist.get_rank()]))
+
+    def gather(self, ranks):
+        """From now on these ranks are the trainer."""
+        self.group = dist.new_group(list(map(int, ranks.split())))
+
+    def diverge(self, number):
+        """Change one element of this rank's last tensor."""
+        tensor = list(self._state().values())[-1]
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)[int(number)] += 1
 
     def elsewhere(self, _):
         """From now on this rank reports another host."""

@@ -133,9 +133,10 @@ def test_a_push_that_one_engine_refuses_reaches_none(engine, model_folder, train
         assert served_digest(engine) == before
 
 
-def test_an_invalid_source_is_refused_with_the_valid_kinds(engine):
-    with Sender([engine.url]) as sender, pytest.raises(SourceError, match=r"push a torch.nn.Module, a mapping"):
-        sender.push(42)
+@pytest.mark.parametrize(("what", "said"), [(42, "push a torch.nn.Module, a mapping"), ({}, "holds no tensors")])
+def test_an_invalid_source_is_refused_with_the_valid_kinds(engine, what, said):
+    with Sender([engine.url]) as sender, pytest.raises(SourceError, match=said):
+        sender.push(what)
 
 
 def test_an_absent_engine_is_reported():

@@ -37,8 +37,10 @@ class MappingSource:
             self.seen, self.held, self.specs, self.device = before, before.held, before.specs, before.device
             return
         self.held = tuple(_held(name, value) for name, value in weights.items())
-        self.specs = finish((shards.spec for shards in self.held), "the mapping")
-        self.device = _tensor(next(iter(weights.values()))).device
+        self.specs, self.device = (), torch.device("cpu")
+        if self.held:  # a rank of a trainer may hold nothing
+            self.specs = finish((shards.spec for shards in self.held), "the mapping")
+            self.device = _tensor(next(iter(weights.values()))).device
         if type(weights) is dict and fingerprint.are_plain(list(weights.values())):
             self.seen = Remembered(weights, self)
 

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from weightsync.deadline import Deadline
-from weightsync.errors import UnsupportedOption
+from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
 from weightsync.protocol.control import ANY_ORDER_MINOR
@@ -28,6 +28,7 @@ from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import Fit, fit
 from weightsync.trainer.ranks import Coordinator
+from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
 
@@ -47,7 +48,13 @@ class Options(NamedTuple):
     bucket_bytes: int | None
     progress: bool
     address: str
+    check_replicas: CheckReplicas
     prefix: str = ""
+
+    def of_all_ranks(self, urls: Sequence[str]) -> dict[str, str]:
+        """What must be the same in every rank of a trainer: of deadlines the earliest counts."""
+        own = {name: repr(value) for name, value in self._asdict().items() if name not in ("timeout_s", "progress")}
+        return {"weightsync": http.package_version(), "engines": ", ".join(urls), **own}
 
     def check(self) -> None:
         """Raise `UnsupportedOption` for values that no engine could make good."""
@@ -56,6 +63,7 @@ class Options(NamedTuple):
             ("pause", self.pause, get_args(http.PauseMode)),
             ("staging", self.staging, get_args(Staging)),
             ("verify", self.verify, get_args(http.Verify)),
+            ("check_replicas", self.check_replicas, get_args(CheckReplicas)),
         ):
             if value not in known:
                 raise UnsupportedOption(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
@@ -116,10 +124,13 @@ class Planner:
         manifest, assembled = source.specs, False
         if self._ranks is not None:
             split = self._ranks.planned(source)
+            self._ranks.compare(source, self._options.check_replicas, deadline)
             # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
             assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
             manifest = split.manifest
+        if not manifest:
+            raise SourceError("the mapping holds no tensors; there is nothing to send")
         manifest, sources, kept = self._fit(manifest, allow_missing, deadline)
         identity = None if assembled else source.identity()
         shared = None if assembled or sources else self._share(source, transfer, identity)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from weightsync import errors, observe
-from weightsync.daemon_thread import DaemonThread
+from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import UnsupportedOption, Weights, WeightSyncError
 from weightsync.protocol import auth, http
@@ -20,18 +18,19 @@ from weightsync.sources import Source, open_source
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.trainer import metrics
+from weightsync.trainer.background import in_background
 from weightsync.trainer.buckets import Staging
 from weightsync.trainer.driver import Asked, Driver
 from weightsync.trainer.join_server import JoinServer
 from weightsync.trainer.push_plan import Options
 from weightsync.trainer.ranks import Coordinator, ranks
+from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.ranks.conversation import Act
-from weightsync.trainer.reading import HandedReading, Reading
+from weightsync.trainer.reading import Reading
 from weightsync.trainer.results import EngineResult, PushFuture, PushResult
 from weightsync.trainer.turns import Turns
 from weightsync.transports.control.sockets import own_address
 
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 #: Seconds past its deadline by which another thread's call has ended.
@@ -65,17 +64,21 @@ class Sender:
     - ``progress``: show a progress bar.
     - ``address``: the address or name of this host at which engines on other hosts reach the trainer; by default the
       local address from which the trainer reaches each engine.
+    - ``group``: the `torch.distributed` process group whose processes are the trainer, by default the default group.
+    - ``check_replicas``: when to compare weights that several ranks of a trainer hold: at the first push and every
+      hundredth (``"first"``), or at each (``"always"``).
 
     Building a sender contacts every engine and raises what would make a push fail: `EngineUnreachable`,
     `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch` or `UnsupportedOption`. The first push takes the
     engines' leases (building does if a transport has something to set up) and `close` gives them back. Not meant for
     several threads: their calls run one after the other.
 
-    In a trainer of several processes (an initialised `torch.distributed` group of more than one) every rank builds a
+    In a trainer of several processes (a `torch.distributed` group of more than one) every rank of the group builds a
     sender with the same arguments and makes the same calls; all ranks return the same result, or raise the same error.
     Only rank 0 talks to the engines. Each rank sends what it holds: nothing is gathered, and no collective is started.
-    A plain tensor that several ranks hold, as with DistributedDataParallel, is sent by the lowest of them. `close` does
-    not wait for the other ranks. All ranks must be on one host, whose shared memory holds the whole model.
+    A plain tensor that several ranks hold, as with DistributedDataParallel, is sent by the lowest of them; a rank may
+    hold nothing. `close` does not wait for the other ranks. All ranks must be on one host, whose shared memory holds
+    the whole model.
     """
 
     def __init__(
@@ -92,6 +95,8 @@ class Sender:
         bucket_bytes: int | None = None,
         progress: bool = False,
         address: str | None = None,
+        group: Any = None,
+        check_replicas: CheckReplicas = "first",
     ):
         if isinstance(engines, str) or not engines:
             raise UnsupportedOption("engines: give a list of one or more engines")
@@ -109,6 +114,7 @@ class Sender:
             bucket_bytes,
             progress,
             "" if address is None else own_address(address),
+            check_replicas,
         )
         self._options.check()
         self._targets, self._urls = targets, urls
@@ -116,7 +122,7 @@ class Sender:
         metrics.moved("", "idle")
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
-        self._ranks = ranks()
+        self._ranks = ranks(group, self._options.of_all_ranks(urls))
         for found in targets:
             self._check_target(found)
         #: Calls of the trainer and requests to the join server wait for each other.
@@ -245,23 +251,8 @@ class Sender:
         """
         if self._driver is not None:
             self._driver.engines.check_caller()
-        asked, reading, future = Asked.of(version, expected, allow_missing), HandedReading(), PushFuture()
-
-        def push() -> PushResult:
-            try:
-                return self._push("push_async", model, asked, reading)
-            except Exception as error:
-                logger.warning("push_async failed: %s: %s", type(error).__name__, error)
-                raise
-            finally:
-                reading.finish()
-
-        thread = DaemonThread("weightsync-push")
-        thread.submit(observe.carried(push), future)
-        thread.close()
-        reading.serve()
-        future.in_place = reading.how == "in place"
-        return future
+        asked = Asked.of(version, expected, allow_missing)
+        return in_background(lambda reading: self._push("push_async", model, asked, reading))
 
     def _push(self, what: str, model: object, asked: Asked, reading: Reading) -> PushResult:
         start = time.perf_counter()

@@ -10,17 +10,31 @@ one at the deadline. A frozen rank may still write when it continues, but that a
 takes part in the next call.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
 import torch.distributed as dist
 
+from weightsync.errors import UnsupportedOption
 from weightsync.trainer.ranks.coordinator import Coordinator
 from weightsync.trainer.ranks.follower import Follower
 
 __all__ = ["Coordinator", "Follower", "ranks"]
 
 
-def ranks() -> Coordinator | Follower | None:
-    """This process's role in a trainer of several processes; None if it is the only process."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+def ranks(group: dist.ProcessGroup | None, options: Mapping[str, str]) -> Coordinator | Follower | None:
+    """This process's role in the trainer whose processes form ``group`` (None: the default group, if there is one).
+
+    None if it is the only process. ``options``, by name, must be the same in all of them. Raises `UnsupportedOption` if
+    this process is not in the group.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
         return None
-    rank = dist.get_rank()
-    return Follower(rank) if rank else Coordinator(dist.get_world_size())
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UnsupportedOption("group: this process is not in it; build the Sender in its processes alone")
+    if size == 1:
+        return None
+    name = group.group_name if group is not None else ""
+    return Follower(name, options, rank) if rank else Coordinator(name, options, size)

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from msgspec import structs
@@ -21,9 +21,12 @@ from weightsync.sources import Source
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, narrowed
 from weightsync.tensors.casting import cast
-from weightsync.tensors.layout import DTYPES, Layout
+from weightsync.tensors.layout import DTYPES, Layout, listed
 from weightsync.tensors.subset import Wanted
-from weightsync.trainer.ranks.assignment import Plan, spread
+from weightsync.trainer.ranks.assignment import Assignment, Plan, spread
+
+#: When to compare what several ranks of a trainer hold: at the first push and every hundredth, or at each.
+CheckReplicas = Literal["first", "always"]
 
 
 class Order(NamedTuple):
@@ -142,6 +145,37 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     hashing_s += time.perf_counter() - hash_start
     found = tuple((tensor, None, value) for tensor, value in digests.items())
     return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s, not_finite)
+
+
+@torch.no_grad()
+def hash_copies(source: Source, copies: Sequence[Assignment], algorithm: str) -> Work:
+    """Hash each of ``copies`` where the trainer holds it. Raises `SourceError` as `write`."""
+    start = time.perf_counter()
+    wanted: dict[int, list[Assignment]] = {}
+    for copy in copies:
+        wanted.setdefault(copy.held, []).append(copy)
+    digests = []
+    for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
+        for copy in wanted.get(index, ()):
+            part = _cut(held.spec, held.boxes[copy.box], parts[copy.box], copy.part).resolve_neg()
+            digests.append((copy.tensor, copy.part, digest.hashed(algorithm, part).value()))
+    return Work(tuple(digests), 0, 0.0, time.perf_counter() - start)
+
+
+def check_equal(manifest: Sequence[TensorSpec], ranks: Sequence[Work]) -> None:
+    """Raise `SourceError` for tensors of which two ranks hold different values, by what each has hashed."""
+    first: dict[tuple[int, Box | None], tuple[int, int]] = {}
+    differing: dict[int, str] = {}
+    for rank, work in enumerate(ranks):
+        for tensor, box, value in work.digests:
+            other, known = first.setdefault((tensor, box), (rank, value))
+            if known != value:
+                differing.setdefault(tensor, f"{manifest[tensor].name} (ranks {other} and {rank}, {box})")
+    if differing:
+        raise SourceError(
+            f"the trainer's ranks hold different values of the same weights: {listed(differing.values())}; they have "
+            "diverged, or were never made equal: broadcast them from one rank before training goes on"
+        )
 
 
 @torch.no_grad()

@@ -34,10 +34,12 @@ class Assignment(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``manifest`` has every tensor of the model in sending order; ``pieces`` has those of each rank."""
+    """``manifest`` has every tensor of the model in sending order, ``pieces`` what each rank provides, and ``copies``
+    what each rank holds and another one too."""
 
     manifest: tuple[TensorSpec, ...]
     pieces: tuple[tuple[Assignment, ...], ...]
+    copies: tuple[tuple[Assignment, ...], ...] = ()
 
     def providers(self) -> list[set[int]]:
         """The ranks that provide each tensor; none for a tensor without elements."""
@@ -80,10 +82,14 @@ def plan(held: Sequence[Sequence[HeldShards]]) -> Plan:
         more = f"; and {len(gaps) - _LISTED} more" if len(gaps) > _LISTED else ""
         raise SourceError(f"the trainer's ranks do not hold the whole model: {'; '.join(gaps[:_LISTED])}{more}")
     pieces: list[list[Assignment]] = [[] for _ in held]
+    copies: list[list[Assignment]] = [[] for _ in held]
     chosen = spread([(unit.nbytes, list(unit.pieces)) for unit in units], range(len(held)))
     for unit, rank in zip(units, chosen, strict=True):
         pieces[rank].append(unit.pieces[rank])
-    return Plan(tuple(manifest.values()), tuple(map(tuple, pieces)))
+    for unit in units:
+        for rank, copy in unit.copies.items():
+            copies[rank].append(copy)
+    return Plan(tuple(manifest.values()), tuple(map(tuple, pieces)), tuple(map(tuple, copies)))
 
 
 def spread(work: Sequence[tuple[int, Sequence[int]]], ranks: Iterable[int]) -> list[int]:
@@ -99,10 +105,12 @@ def spread(work: Sequence[tuple[int, Sequence[int]]], ranks: Iterable[int]) -> l
 
 
 class _Unit(NamedTuple):
-    """A part that one rank will provide; ``pieces`` has it for each rank that could."""
+    """A part that one rank will provide; ``pieces`` has it for each rank that could, ``copies`` for each that holds it
+    if several do."""
 
     nbytes: int
     pieces: Mapping[int, Assignment]
+    copies: Mapping[int, Assignment]
 
 
 class _Gap(Exception):
@@ -131,7 +139,8 @@ def _units(number: int, spec: TensorSpec, holders: Sequence[tuple[int, int, Held
     for pieces in cells.values():
         candidates = pieces if replicated else {min(pieces): pieces[min(pieces)]}
         part = next(iter(pieces.values())).part
-        yield _Unit(math.prod(part.shape) * DTYPES[spec.dtype].itemsize, candidates)
+        copies = pieces if len(pieces) > 1 else {}
+        yield _Unit(math.prod(part.shape) * DTYPES[spec.dtype].itemsize, candidates, copies)
 
 
 def _cells_of(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

@@ -30,8 +30,8 @@ Act = Callable[[Source | None, Deadline], _T]
 class Ranks(ABC):
     """This process's role in a trainer of several processes."""
 
-    def __init__(self) -> None:
-        self._messages = Messages()
+    def __init__(self, group: str, options: Mapping[str, str]) -> None:
+        self._messages, self._options = Messages(group), dict(options)
         self._session = ""
         #: What this rank sends in a push.
         self._source: Source | None = None

@@ -17,6 +17,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
+    SourceError,
     TransferFailed,
     UnsupportedOption,
     Weights,
@@ -27,15 +28,17 @@ from weightsync.memory import arenas
 from weightsync.memory.arenas import ShmArena
 from weightsync.protocol import http
 from weightsync.sources import Source
+from weightsync.tensors import digest
 from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
-from weightsync.trainer.ranks.assembly import Orders, Work
+from weightsync.trainer.ranks.assembly import CheckReplicas, Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
 from weightsync.trainer.ranks.conversation import EARLIER_S, HEARD_S, POLL_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
+    Compare,
     Fill,
     Greeting,
     Hash,
@@ -50,6 +53,8 @@ from weightsync.trainer.ranks.messages import (
 )
 from weightsync.trainer.reading import Reading
 
+#: With ``check_replicas="first"``, one push of so many compares what several ranks hold.
+_COMPARE_EVERY: Final = 100
 #: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible.
 _ENDS_S: Final = 0.3
 _T = TypeVar("_T")
@@ -58,8 +63,8 @@ _T = TypeVar("_T")
 class Coordinator(Ranks):
     """The role of rank 0 in a trainer of ``size`` processes."""
 
-    def __init__(self, size: int):
-        super().__init__()
+    def __init__(self, group: str, options: Mapping[str, str], size: int):
+        super().__init__(group, options)
         self.size, self._others = size, range(1, size)
         #: By rank: the nonce of its conversation, the number of messages sent to it, and the key of the last one.
         self._nonces: dict[int, str] = {}
@@ -67,6 +72,9 @@ class Coordinator(Ranks):
         self._last: dict[int, str] = {}
         self._held: dict[int, tuple[HeldShards, ...]] = {}
         self._plan: Plan | None = None
+        #: The plan by which the ranks' copies were last compared, and the number of pushes since.
+        self._compared: Plan | None = None
+        self._since = 0
         self._orders: list[Orders] = []
         #: The layout that the orders are for.
         self._layout: Layout | None = None
@@ -156,6 +164,12 @@ class Coordinator(Ranks):
                     "the ranks of a trainer assemble the model in memory that they share, so all must be on one host; "
                     "for a trainer of several hosts, save a checkpoint and push its folder from a separate process"
                 )
+            for name, value in self._options.items():
+                if greeting.options.get(name) != value:
+                    raise UnsupportedOption(
+                        f"trainer rank {rank} has {name} {greeting.options.get(name)} and rank 0 {value}; every rank "
+                        "must build a Sender with the same arguments, of the same version of weightsync"
+                    )
         self._session = secrets.token_hex(8)
         for rank in self._others:
             self._send(rank, Welcome(self._session, os.getpid(), arenas.process_space()), deadline)
@@ -166,6 +180,27 @@ class Coordinator(Ranks):
             self._held[0] = source.held
             self._plan, self._orders = plan([self._held[rank] for rank in range(self.size)]), []
         return self._plan
+
+    def compare(self, source: Source, how: CheckReplicas, deadline: Deadline) -> None:
+        """Compare what several ranks hold, at the first push and every hundredth, or always.
+
+        `planned` is called first. Raises `SourceError` that names tensors of which two ranks hold different values.
+        """
+        assert self._plan is not None, "planned() is called first"
+        if how == "first" and self._compared is self._plan and self._since < _COMPARE_EVERY:
+            self._since += 1
+            return
+        copies, algorithm = self._plan.copies, digest.algorithm_for(source.device)
+        if any(copies):
+            for rank in self._others:
+                self._send(rank, Compare(algorithm, copies[rank]), deadline)
+            try:
+                hashed = [assembly.hash_copies(source, copies[0], algorithm)]
+            except (RuntimeError, OSError, ValueError) as error:
+                raise SourceError(f"the weights could not be read: {error}") from error
+            hashed += self._await_replies("to hash what other ranks hold too", deadline)
+            assembly.check_equal(self._plan.manifest, hashed)
+        self._compared, self._since = self._plan, 1
 
     def fill(
         self,

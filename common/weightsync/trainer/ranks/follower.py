@@ -28,6 +28,7 @@ from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.conversation import GRACE_S, HEARD_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
+    Compare,
     Fill,
     Greeting,
     Hash,
@@ -50,8 +51,8 @@ _T = TypeVar("_T")
 class Follower(Ranks):
     """The role of ``rank``, which is not 0, in a trainer of several processes."""
 
-    def __init__(self, rank: int):
-        super().__init__()
+    def __init__(self, group: str, options: Mapping[str, str], rank: int):
+        super().__init__(group, options)
         self._rank = rank
         #: What rank 0 knows that this rank holds, the orders that it sent last, and the mapped arenas by name.
         self._known: tuple[HeldShards, ...] | None = None
@@ -81,6 +82,7 @@ class Follower(Ranks):
             deadline.moment,
             None if held == self._known else held,
             remote_error_of(failure) if failure is not None else None,
+            {} if self._session else self._options,
         )
         self._known, known = None, held if held is not None else self._known
         self._messages.put(key, http.to_json(greeting), until, "trainer rank 0")
@@ -122,7 +124,7 @@ class Follower(Ranks):
             raise TransferFailed(f"{self._messages.describe([0])}: it was to finish the push")
 
     def _attempt(
-        self, message: Fill | Hash | Iterate | Release | Assist, reading: Reading, check: Callable[[], None]
+        self, message: Fill | Hash | Compare | Iterate | Release | Assist, reading: Reading, check: Callable[[], None]
     ) -> tuple[WorkDone, Exception | None]:
         try:
             if isinstance(message, Assist):
@@ -155,7 +157,10 @@ class Follower(Ranks):
             raise SourceError("rank 0 pushes an iterator, and this rank does not; give every rank one")
         self._source.drain()
 
-    def _work(self, message: Fill | Hash) -> Work:
+    def _work(self, message: Fill | Hash | Compare) -> Work:
+        if isinstance(message, Compare):
+            assert self._source is not None, "only a push compares"
+            return assembly.hash_copies(self._source, message.copies, message.algorithm)
         if isinstance(message, Fill):
             for name in self._arenas.keys() - set(message.alive):
                 del self._arenas[name]

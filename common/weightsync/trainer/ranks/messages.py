@@ -26,6 +26,7 @@ from weightsync.protocol.handles import ShmHandle
 from weightsync.protocol.http import Message
 from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks.assembly import Orders, Work
+from weightsync.trainer.ranks.assignment import Assignment
 
 _PREFIX: Final = "weightsync"
 #: Seconds between two polls of the store, at first and at most.
@@ -54,7 +55,7 @@ class Greeting(Message, frozen=True):
     """rank -> 0: this rank has been called to do ``what``; ``nonce`` names its conversation.
 
     Its deadline is ``moment``, by its host's `time.monotonic`. ``held`` is what it holds; None if that is the same as
-    in the last push, or if the call sends nothing.
+    in the last push, or if the call sends nothing. ``options`` are those of a sender that is being built.
     """
 
     nonce: str
@@ -65,6 +66,7 @@ class Greeting(Message, frozen=True):
     moment: float
     held: tuple[HeldShards, ...] | None = None
     failure: RemoteError | None = None
+    options: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -90,6 +92,13 @@ class Fill(Message, frozen=True, tag="fill"):
 
 class Hash(Message, frozen=True, tag="hash"):
     """0 -> rank: all ranks have written; hash."""
+
+
+class Compare(Message, frozen=True, tag="compare"):
+    """0 -> rank: hash ``copies``, which other ranks hold too, with the digest ``algorithm``."""
+
+    algorithm: str
+    copies: tuple[Assignment, ...]
 
 
 class Iterate(Message, frozen=True, tag="iterate"):
@@ -121,13 +130,17 @@ class WorkDone(Message, frozen=True):
     failure: RemoteError | None = None
 
 
-ToRank = Welcome | Fill | Hash | Iterate | Release | Assist | Outcome
+ToRank = Welcome | Fill | Hash | Compare | Iterate | Release | Assist | Outcome
 
 
 class Messages:
-    """Sends and receives this process's messages; ``pids``: the other ranks' processes that are visible from here."""
+    """Sends and receives this process's messages; ``pids``: the other ranks' processes that are visible from here.
 
-    def __init__(self) -> None:
+    ``group`` names the process group, empty for the default one.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._prefix = f"{_PREFIX}/{group}" if group else _PREFIX
         self._group_store: Any = dist.distributed_c10d._get_default_store()
         self._own_store: Any = None
         self.pids: dict[int, int] = {}
@@ -141,7 +154,7 @@ class Messages:
         if self._own_store is None:
             # Separate connections: while one waits for a reply, no other request can use it.
             group_store = self._group_store.clone() if hasattr(self._group_store, "clone") else self._group_store
-            self._own_store = dist.PrefixStore(_PREFIX, group_store)
+            self._own_store = dist.PrefixStore(self._prefix, group_store)
         return self._own_store
 
     def put(self, key: str, body: bytes, deadline: Deadline, to: str) -> None:
