@@ -129,6 +129,9 @@ class SglangFrontEnd:
         seconds = {"pause": held_s, "apply": apply_s, "caches": pause_s - apply_s}
         return http.CommitReply(request.version, held_s + pause_s, seconds, self.asleep)
 
+    async def withdraw(self, push: str) -> None:
+        """Nothing to do: no engine is in lockstep with it."""
+
     async def stay_stopped(self, why: str) -> None:
         """Keep requests from the schedulers, which have stopped by themselves; resuming is refused with ``why``."""
         await self._tokenizers.close(why)

@@ -266,9 +266,9 @@ def lockstep(engine_client: Any) -> Lockstep | None:
     return Lockstep(address, int(parallel.data_parallel_rank), own, int(parallel.data_parallel_size))
 
 
-async def agree(engine_client: Any, question: str, *, yes: bool, timeout_s: float) -> bool:
-    """Whether all engines in `lockstep` say yes, see `compat_agreement`. Raises as `answer`."""
-    call = _call_cores(engine_client, compat_agreement.AGREE, question, yes, timeout_s)
+async def agree(engine_client: Any, push: str, step: str, *, yes: bool, timeout_s: float) -> bool:
+    """Whether all engines in `lockstep` say yes in a step of `compat_agreement`. Raises as `answer`."""
+    call = _call_cores(engine_client, compat_agreement.AGREE, push, step, yes, time.monotonic() + timeout_s)
     return all(await answer(engine_client, call, compat_agreement.AGREE, timeout_s + _LATE_S))
 
 

@@ -34,6 +34,7 @@ _USED: Final = (
     "has_coordinator",
     "input_queue",
     "output_queue",
+    "dp_rank",
     "dp_size",
     "dp_store",
 )

@@ -11,17 +11,25 @@ from argparse import Namespace
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import State
 
-from vllm_weightsync import compat, compat_config, compat_transfer, compat_workers
+from vllm_weightsync import compat, compat_agreement, compat_config, compat_transfer, compat_workers
 from weightsync.engine import metrics, refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
 from weightsync.engine.relayed import Relay
 from weightsync.engine.routes import HealthGuard, admin_routes
-from weightsync.errors import ApplyFailed, EngineUnreachable, PushTimeout, UnsupportedOption, WeightSyncError
+from weightsync.errors import (
+    ApplyFailed,
+    EngineUnreachable,
+    PushTimeout,
+    UnsupportedOption,
+    WeightSyncError,
+    changed_nothing,
+)
 from weightsync.protocol import auth, http
 from weightsync.protocol.lockstep import Lockstep
 
@@ -31,6 +39,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 2.0
 #: Seconds: a trainer is waiting for the error.
 _TELL_S = 0.5
+#: Seconds that a commit gets at least: a message cannot ask for less.
+_LEAST_S = 0.01
 _KEEP_REASON = refusals.old_kv("prefix cache", "--no-enable-prefix-caching")
 
 
@@ -156,28 +166,22 @@ class VllmFrontEnd:
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """See `EngineFrontEnd`: pause, reload, drop caches, set the version, resume."""
-        begin = time.perf_counter()
+        request = await self._begun(request)
+        begin = mark = time.perf_counter()
         seconds: dict[str, float] = {}
-        payload = http.to_json(request)
-        failed: WeightSyncError | None = None
-        await self._begin_together(request)
-        if not stopped:
-            try:
-                await self._pause(request)
-            except WeightSyncError as error:
-                raise await self._failed_together(request.push, error) from error
-        seconds["pause"] = time.perf_counter() - begin
-        mark = time.perf_counter()
+        paused, failed = stopped, None
         try:
-            settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
-        except WeightSyncError as error:
-            failed = await restored(error, call, payload)
-        if failed is None and not await self._all("applied", request.push):
-            failed = await restored(ApplyFailed(refusals.OTHER_FAILED, weights="dirty"), call, payload)
-        if failed is not None:
-            failed = await self._failed_together(request.push, failed)
-        if failed is not None and failed.weights != "unchanged":
-            raise failed
+            if not stopped:
+                await self._pause(request)
+            paused, mark = True, time.perf_counter()
+            seconds["pause"] = mark - begin
+            await self._load(request, call)
+        except Exception as error:
+            failed = await self._failed(request.push, error)
+            if not paused or not changed_nothing(failed):
+                if failed is error:
+                    raise
+                raise failed from error
         seconds["apply"] = time.perf_counter() - mark
         mark = time.perf_counter()
         try:
@@ -198,30 +202,56 @@ class VllmFrontEnd:
         seconds["resume"] = end - mark
         return http.CommitReply(request.version, end - begin, seconds, self.asleep)
 
-    async def _begin_together(self, request: http.CommitRequest) -> None:
+    async def withdraw(self, push: str) -> None:
+        """See `EngineFrontEnd`: engines in lockstep with this one need not wait for it."""
+        with contextlib.suppress(Exception):
+            for step in compat_agreement.STEPS:  # what is decided stays so
+                await self._all(step, push, yes=False, timeout_s=_TELL_S)
+
+    async def _begun(self, request: http.CommitRequest) -> http.CommitRequest:
+        """Wait until all engines in lockstep are asked to commit; the request, with the time that is left."""
+        if self.lockstep is None:
+            return request
+        start = time.monotonic()
         try:
-            begun = await self._all("begin", request.push, timeout_s=refusals.drain_s(request))
-        except PushTimeout as error:
-            error.weights = "unchanged"
-            raise
+            begun = await self._all(compat_agreement.BEGIN, request.push, timeout_s=refusals.drain_s(request))
+        except Exception as error:
+            raise ApplyFailed(
+                f"vLLM could not agree with the engines in lockstep, and nothing was changed: {error}",
+                weights="unchanged",
+            ) from error
         if not begun:
             raise UnsupportedOption(refusals.NOT_IN_LOCKSTEP)
+        left_s = request.timeout_s - (time.monotonic() - start)
+        return msgspec.structs.replace(request, timeout_s=max(left_s, _LEAST_S))
 
-    async def _failed_together(self, push: str, failed: WeightSyncError) -> WeightSyncError:
+    async def _load(self, request: http.CommitRequest, call: Calls) -> None:
+        payload = http.to_json(request)
+        try:
+            settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
+        except WeightSyncError as error:
+            raise await restored(error, call, payload) from error
+        if not await self._all(compat_agreement.APPLIED, request.push):
+            raise await restored(ApplyFailed(refusals.OTHER_FAILED, weights="dirty"), call, payload)
+
+    async def _failed(self, push: str, error: Exception) -> Exception:
         """The error of a commit that failed here or in an engine in lockstep: all serve the version before, or none."""
         if self.lockstep is None:
-            return failed
-        unchanged = failed.weights == "unchanged"
-        await self._all("applied", push, yes=False)
-        if await self._all("restored", push, yes=unchanged) or not unchanged:
-            return failed
-        return ApplyFailed(f"{failed}; the engines in lockstep with this one could not load it", weights="dirty")
+            return error
+        unchanged = changed_nothing(error)
+        try:
+            await self._all(compat_agreement.APPLIED, push, yes=False)
+            if await self._all(compat_agreement.RESTORED, push, yes=unchanged) or not unchanged:
+                return error
+        except Exception as second:
+            return ApplyFailed(f"{error}; {second}", weights="dirty")
+        return ApplyFailed(f"{error}; the engines in lockstep with this one could not load it", weights="dirty")
 
     async def _all(self, step: str, push: str, *, yes: bool = True, timeout_s: float = COMMIT_CALL_S) -> bool:
         """Whether all engines in lockstep say yes."""
         if self.lockstep is None:
             return yes
-        return await compat.agree(self._client, f"{push}/{step}", yes=yes, timeout_s=timeout_s)
+        return await compat.agree(self._client, push, step, yes=yes, timeout_s=timeout_s)
 
     async def stay_stopped(self, why: str) -> None:
         """Hold the engine core; a request to resume it raises ``why``."""

@@ -141,6 +141,9 @@ class ReferenceFrontEnd:
         applied_s = time.perf_counter() - begin
         return http.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
 
+    async def withdraw(self, push: str) -> None:
+        """Nothing to do: no engine is in lockstep with it."""
+
     async def stay_stopped(self, why: str) -> None:
         """Nothing to do: `generate` checks the rank's state."""
 

@@ -6,6 +6,7 @@ take every step together, so a push reaches all servers or none.
 
 import json
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -192,6 +193,30 @@ def test_a_server_that_is_frozen_ends_a_push_by_its_deadline(engines, server):
     engines.assert_serves(engines.b, "b")
 
 
+def stopped(url):
+    """Whether the server says that it generates nothing, or has ended."""
+    try:
+        return requests.get(f"{url}/health", timeout=PATIENCE_S).status_code == 503
+    except requests.ConnectionError:
+        return True
+
+
+def until(true):
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_engines_in_lockstep_are_caught_up_together(engines):
+    with engines.sender() as sender:
+        sender.push(load(engines.b), version="b")
+        body = {"new_version": "a user's"}
+        requests.post(f"{engines.urls[1]}/update_weight_version", json=body, timeout=PATIENCE_S).raise_for_status()
+        assert sorted(sender.catch_up()) == sorted(engines.urls)
+    engines.assert_serves(engines.b, "b")
+
+
 def test_a_server_that_is_killed_while_it_loads_leaves_no_mixture(model_folder, tmp_path):
     """vLLM ends all servers of a mixture of experts when one of their replicas has died."""
     engines = start("qwen3_moe", external, model_folder, tmp_path)
@@ -202,6 +227,7 @@ def test_a_server_that_is_killed_while_it_loads_leaves_no_mixture(model_folder, 
             with pytest.raises(WeightSyncError) as raised:
                 sender.push(load(engines.b), version="b")
             assert not {"unchanged", "committed"} & set(raised.value.engines.values())
+            until(lambda: stopped(engines.urls[0]))  # long before its server would give up a load
         with pytest.raises(requests.RequestException):
             engines.ask(0, 4, timeout=5)
     finally:

@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -213,7 +214,8 @@ def agree(chance):
     for replica, says in zip(REPLICAS, yes, strict=True):
         if late and answers:
             answers[0].result(NEVER_S)
-        answers.append(getattr(replica, compat_agreement.AGREE)(question, says, 0.02 if late else NEVER_S))
+        until = time.monotonic() + (0.02 if late else NEVER_S)
+        answers.append(getattr(replica, compat_agreement.AGREE)(question, compat_agreement.APPLIED, says, until))
     said = [answer.result(NEVER_S) for answer in answers]
     if said != [all(yes) and not late] * 2:
         fail(f"the replicas said {yes}, {'late' if late else 'in time'}, and were told {said}")

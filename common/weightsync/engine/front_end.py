@@ -7,12 +7,11 @@ deadline (`rank_calls.Calls`); a commit that has begun runs to its end, whoever 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 import msgspec
@@ -22,7 +21,7 @@ from weightsync.engine import diagnosis, refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
 from weightsync.engine.metrics import Metrics, Report
-from weightsync.engine.rank_calls import Calls, Replies, Turn, collect
+from weightsync.engine.rank_calls import Calls, Replies, Turn, collect, exclusive
 from weightsync.errors import (
     EngineRestarted,
     LeaseHeld,
@@ -87,6 +86,9 @@ class EngineFrontEnd(Protocol):
         If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
         """
 
+    async def withdraw(self, push: str) -> None:
+        """Note that this engine does not serve ``push``: engines in lockstep with it need not wait. Never raises."""
+
     async def stay_stopped(self, why: str) -> None:
         """Keep a dirty engine paused until a full push commits; ``why`` answers anybody who tries to resume it."""
 
@@ -104,6 +106,7 @@ class FrontEnd:
         self._call = Calls(front.call, lambda: front.busy)
         self._lease = Lease(taken=self._report.lease_taken)
         self._turn = Turn()
+        self._exclusive = functools.partial(exclusive, self._turn, self._call)
         self._push = self._committed = ""
         self._aborted: deque[str] = deque(maxlen=_ABORTED)
         self._detail = "it waits for its first push" if front.waits else ""
@@ -258,6 +261,13 @@ class FrontEnd:
         return run.result()
 
     async def _commit(self, asked: http.CommitRequest) -> http.CommitReply:
+        try:
+            return await self._take_commit(asked)
+        except BaseException:
+            await self.front.withdraw(asked.push)
+            raise
+
+    async def _take_commit(self, asked: http.CommitRequest) -> http.CommitReply:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since the push was prepared", weights="unknown")
         deadline = Deadline(asked.timeout_s)
@@ -382,17 +392,3 @@ class FrontEnd:
                         await self._forget("abandoned", f"{holder} is gone", deadline)
             except Exception as error:
                 logger.warning("push %s could not be forgotten yet: %s", self._push, error)
-
-    @asynccontextmanager
-    async def _exclusive(self, what: str, deadline: Deadline) -> AsyncIterator[None]:
-        """Serialise the requests that change state. Raises `PushTimeout` if the turn does not come in time."""
-        try:
-            await self._turn.acquire(deadline.left())
-        except asyncio.TimeoutError as error:
-            raise PushTimeout(
-                f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{self._call.dead_ranks()}"
-            ) from error
-        try:
-            yield
-        finally:
-            self._turn.release()

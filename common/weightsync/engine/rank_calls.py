@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from weightsync import errors
+from weightsync.deadline import Deadline
 from weightsync.errors import SEVERITY, ApplyFailed, EngineUnreachable, PushTimeout, WeightSyncError
 from weightsync.memory import arenas
 from weightsync.memory.processes import ENDED, process_state
@@ -53,6 +55,21 @@ class Turn:
             await asyncio.wait_for(self._lock.acquire(), timeout_s)  # makes a task, and a timer
         finally:
             self._waiting -= 1
+
+
+@asynccontextmanager
+async def exclusive(turn: Turn, calls: Calls, what: str, deadline: Deadline) -> AsyncIterator[None]:
+    """Serialise the requests that change an engine's state. Raises `PushTimeout` if the turn does not come in time."""
+    try:
+        await turn.acquire(deadline.left())
+    except asyncio.TimeoutError as error:
+        raise PushTimeout(
+            f"{what}: another request has kept this engine busy for {deadline.seconds:g} s{calls.dead_ranks()}"
+        ) from error
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 class Calls:

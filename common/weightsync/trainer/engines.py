@@ -32,7 +32,7 @@ from weightsync.protocol.http import Handshake
 from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
 from weightsync.trainer.engine import Engine
-from weightsync.trainer.lockstep import check_lockstep
+from weightsync.trainer.lockstep import check_lockstep, in_lockstep
 from weightsync.trainer.progress import Shown
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
@@ -178,10 +178,10 @@ class Engines:
 
     @contextmanager
     def only(self, url: str) -> Iterator[None]:
-        """Inside the context, the engine at ``url`` is the only one."""
+        """Inside the context, the engine at ``url``, with those in lockstep with it, is the only one."""
         saved = self._clients, self.by_url
-        engine = self.by_url[url]
-        self._clients, self.by_url = [engine.client], {url: engine}
+        self.by_url = in_lockstep(url, self.by_url)
+        self._clients = [engine.client for engine in self.by_url.values()]
         try:
             yield
         finally:

@@ -7,6 +7,19 @@ from collections.abc import Mapping
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol.http import OpenReply
 from weightsync.protocol.lockstep import Lockstep
+from weightsync.trainer.engine import Engine
+
+
+def in_lockstep(url: str, engines: Mapping[str, Engine]) -> dict[str, Engine]:
+    """The engine at ``url`` and those in lockstep with it, of ``engines`` by URL."""
+    part = engines[url].hello.lockstep
+    if part is None:
+        return {url: engines[url]}
+    return {
+        other: engine
+        for other, engine in engines.items()
+        if engine.hello.lockstep is not None and engine.hello.lockstep.name == part.name
+    }
 
 
 def check_lockstep(engines: Mapping[str, OpenReply]) -> None:

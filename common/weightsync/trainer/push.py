@@ -318,6 +318,7 @@ class Rollback(Change):
         request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
         self._begin(request.push, label, 0)
         with self._failures_handled(request.push):
+            check_lockstep({url: engine.hello for url, engine in self._engines.by_url.items()})
             self._machine.move("rollback")
             commits = self._commit(request)
         self._committed(request.push, label)
