@@ -94,10 +94,10 @@ class Driver:
             if error.weights == "unknown":
                 raise
             self.engines.reopen(deadline)
-            again = payload.again(self._open_transfer(source))
-            if again is None and (reading.over or (isinstance(source, IteratorSource) and source.begun)):
+            repeated = payload.again(self._open_transfer(source))
+            if repeated is None and (reading.over or (isinstance(source, IteratorSource) and source.begun)):
                 raise
-            payload = self._planned(source, asked, deadline, reading) if again is None else again
+            payload = repeated or self._planned(source, asked, deadline, reading, again=True)
         try:
             return self._push(payload, asked, deadline, start, reading)
         except EngineRestarted as error:
@@ -116,13 +116,15 @@ class Driver:
             sent = push.rehearse(payload)
         return _seconds(push.seconds, sent, start)
 
-    def _planned(self, source: Source, asked: Asked, deadline: Deadline, reading: Reading) -> ModelPush:
+    def _planned(
+        self, source: Source, asked: Asked, deadline: Deadline, reading: Reading, again: bool = False
+    ) -> ModelPush:
         transfer = self._open_transfer(source)
         planner, patterns = self._planner, asked.allow_missing
         if isinstance(source, IteratorSource):
             plan = planner.of_iterator(source, transfer, deadline, patterns)
         else:
-            plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns))
+            plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns, again))
         placed = functools.partial(planner.placed, deadline=deadline, allow_missing=patterns)
         return ModelPush(plan, reading, self._ranks, deadline, placed)
 
@@ -181,7 +183,7 @@ class Driver:
         added = self.engines.add(target, deadline)
         self._planner.choose_again()  # the ranks of this engine may have less memory
         try:
-            return self._catch_up(added, deadline)
+            return self._catch_up(added, deadline).get(added)
         except BaseException:
             self._release([added], deadline)
             self.engines.remove(added)
@@ -199,26 +201,30 @@ class Driver:
         outdated, failed = self.engines.find_outdated(self.served, deadline)
         for url in outdated:
             try:
-                if only in ("", url) and (result := self._catch_up(url, deadline)) is not None:
-                    results[url] = result
+                # An engine in lockstep with one before is up to date by now.
+                if only in ("", url) and url not in results:
+                    results |= self._catch_up(url, deadline)
             except WeightSyncError as error:
                 failed[url] = error
         if raised := {url: error for url, error in failed.items() if only in ("", url)}:
             raise joined(raised, {**self.engines.last_known(), **dict.fromkeys(results, "committed")})
         return results
 
-    def _catch_up(self, url: str, deadline: Deadline) -> EngineResult | None:
+    def _catch_up(self, url: str, deadline: Deadline) -> dict[str, EngineResult]:
+        """Catch up an engine, and those in lockstep with it; no results if no arena holds the version."""
         outgoing = self._transfer.again() if self._transfer is not None else None
         if self._transfer is None or outgoing is None:
-            return None
+            return {}
         start = time.perf_counter()
         with self.engines.only(url), metrics.counted("catch_up") as done:
             push = self._new_push(self._transfer, deadline)
             with self._shown(f"catch_up {url} {self.served}", outgoing.layout.nbytes):
                 _, commits = push.run(Repeated(outgoing), self.served)
-            result = self._results(commits)[url]
-            done({**push.seconds, "total": time.perf_counter() - start}, [result], outgoing.layout.payload_bytes)
-            return result
+            results = self._results(commits)
+            done(
+                {**push.seconds, "total": time.perf_counter() - start}, results.values(), outgoing.layout.payload_bytes
+            )
+            return results
 
     def rollback(self, deadline: Deadline) -> PushResult:
         """See `sender.Sender.rollback`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple, get_args
+from typing import Final, NamedTuple, get_args
 
 import torch
 from msgspec import structs
@@ -17,6 +17,7 @@ from weightsync.protocol.control import ANY_ORDER_MINOR
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
+from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.iterator import IteratorSource, Placed
 from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
@@ -31,6 +32,9 @@ from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
+
+#: All ranks read the same files; the ranks of a `WeightSource` need not hold the same values.
+_NOT_COMPARED: Final = (CheckpointSource, WeightSourceAdapter)
 
 
 class Options(NamedTuple):
@@ -54,7 +58,7 @@ class Options(NamedTuple):
     def of_all_ranks(self, urls: Sequence[str]) -> dict[str, str]:
         """What must be the same in every rank of a trainer: of deadlines the earliest counts."""
         own = {name: repr(value) for name, value in self._asdict().items() if name not in ("timeout_s", "progress")}
-        return {"weightsync": http.package_version(), "engines": ", ".join(urls), **own}
+        return {"weightsync": http.package_version(), **({"engines": ", ".join(urls)} if urls else {}), **own}
 
     def check(self) -> None:
         """Raise `UnsupportedOption` for values that no engine could make good."""
@@ -116,15 +120,25 @@ class Planner:
         """Choose buckets and staging anew for the next push: the ranks or the arena have changed."""
         self._chosen = None
 
-    def of(self, source: Source, transfer: Transfer, deadline: Deadline, allow_missing: Sequence[str] = ()) -> PushPlan:
+    def of(
+        self,
+        source: Source,
+        transfer: Transfer,
+        deadline: Deadline,
+        allow_missing: Sequence[str] = (),
+        again: bool = False,
+    ) -> PushPlan:
         """Plan a push of ``source``; asks the engines what they expect, once. ``allow_missing`` as in `fit.fit`.
+
+        ``again``: this call has planned it before, and the trainer's ranks may have gone on since.
 
         Raises `SourceError`, `ManifestMismatch`, or `UnsupportedOption` if memory does not suffice.
         """
         manifest, assembled = source.specs, False
         if self._ranks is not None:
             split = self._ranks.planned(source)
-            self._ranks.compare(source, self._options.check_replicas, deadline)
+            if not again and not isinstance(source, _NOT_COMPARED):
+                self._ranks.compare(source, self._options.check_replicas, deadline)
             # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
             assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)

@@ -122,7 +122,7 @@ class Sender:
         metrics.moved("", "idle")
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
-        self._ranks = ranks(group, self._options.of_all_ranks(urls))
+        self._ranks = ranks(group, self._options.of_all_ranks([one for one in targets if isinstance(one, str)]))
         for found in targets:
             self._check_target(found)
         #: Calls of the trainer and requests to the join server wait for each other.

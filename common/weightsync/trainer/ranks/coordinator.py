@@ -165,9 +165,10 @@ class Coordinator(Ranks):
                     "for a trainer of several hosts, save a checkpoint and push its folder from a separate process"
                 )
             for name, value in self._options.items():
-                if greeting.options.get(name) != value:
+                other = greeting.options.get(name, "of an earlier release" if name == "weightsync" else value)
+                if other != value:
                     raise UnsupportedOption(
-                        f"trainer rank {rank} has {name} {greeting.options.get(name)} and rank 0 {value}; every rank "
+                        f"trainer rank {rank} has {name} {other} and rank 0 {value}; every rank "
                         "must build a Sender with the same arguments, of the same version of weightsync"
                     )
         self._session = secrets.token_hex(8)
