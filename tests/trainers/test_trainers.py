@@ -13,6 +13,7 @@ from weightsync import Sender
 from weightsync.testing import ReferenceEngine
 
 PATIENCE_S = 600
+LAUNCHER = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 PACKAGES = versions.folder("trainers", versions.TRAINERS)
 
 
@@ -24,10 +25,9 @@ def engine(model_folder):
 
 def pushes(folder, url, kinds, packages=None):
     """What the trainer saw, by kind."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     return {
         kind: seen
-        for line in run(*launcher, "tests.trainers.trainer", str(folder), url, *kinds, packages=packages)
+        for line in run(*LAUNCHER, "tests.trainers.trainer", str(folder), url, *kinds, packages=packages)
         for kind, seen in line.items()
     }
 
@@ -92,6 +92,26 @@ def test_adapters_are_merged_as_peft_merges_them_or_refused(model_folder):
     assert seen["strided"] == seen["strided, merged"] != seen["plain"]
     assert "embed_tokens.weight has adapters, and is tied to lm_head.weight" in seen["tied"]
     assert "(TrainableTokensWrapper) is part of a PEFT adapter" in seen["tokens"]
+
+
+#: Ranks of tensor, pipeline and expert parallelism, by the kind of model.
+SPLITS = {"llama": [(2, 1, 1), (1, 2, 1)], "qwen3": [(2, 1, 1), (1, 2, 1)]}
+SPLITS["qwen3_moe"] = [*SPLITS["llama"], (1, 1, 2)]
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("kind", SPLITS)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_models_of_megatron_core_are_pushed_in_parts(engine, kind, model_folder):
+    trained = model_folder(kind, 1)
+    with servers.start(engine, model_folder(kind, 0)) as started:
+        for split in SPLITS[kind]:
+            command = [*LAUNCHER, "tests.trainers.parallel", str(trained), started.url, *map(str, split)]
+            (said,) = run(*command, packages=PACKAGES)
+            assert said["loaded"], split
+            assert said["apart"] < 1e-3, split
+            check(said["seen"])
+            assert servers.greedy(started, list(b"count 7: "), 4)
 
 
 def check(found):

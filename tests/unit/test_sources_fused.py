@@ -1,5 +1,7 @@
 """Megatron's layout by a table: the checkpoint is assembled from what its ranks hold."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -80,3 +82,42 @@ def test_a_changed_or_missing_tensor_is_refused_by_name():
     del weights["a"]
     with pytest.raises(SourceError, match="a: no longer among the weights"):
         list(source.tensors())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_padding_is_left_out(size, dim):
+    """With four ranks the last holds nothing else."""
+    whole = torch.arange(36.0).view(6, 6)
+    padded = torch.cat([whole, torch.full_like(whole, 100.0)[:2] if dim == 0 else torch.full((6, 2), 100.0)], dim)
+    rules = [Rule("a", "b", dim, rows=6)]
+    sources = [
+        open_source(Fused({"a": padded.chunk(size, dim)[rank].clone()}, rules, rank, size)) for rank in range(size)
+    ]
+    made = plan([source.held for source in sources])
+    layout = Layout(made.manifest)
+    assert made.manifest[0].shape == (6, 6)
+    stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for source, one in zip(sources, orders_of(made, layout, Wanted([Subset(layout, {})])), strict=True):
+        write(source, one.write, stream, "xxh3_64")
+    assert torch.equal(layout.entries[0].view(stream), whole)
+    if size == 1:
+        assert torch.equal(next(sources[0].tensors()), whole)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Rule("a", "b", rows=9), r"a: 8 rows, fused or not, are not 9 rows of b and padding"),
+        (Rule("a", "b", rows=0), r"are not 0 rows"),
+        (Rule("a", {"b": None, "c": None}, rows=4), r"are not 4 rows"),
+    ],
+)
+def test_padding_that_cannot_be_is_refused(rule, said):
+    with pytest.raises(SourceError, match=said):
+        open_source(Fused({"a": torch.zeros(8, 2)}, [rule]))
+
+
+def test_the_adapter_for_megatron_says_what_is_missing():
+    with pytest.raises(ImportError, match="needs Megatron-Core: pip install megatron-core"):
+        importlib.import_module("weightsync.integrations.megatron")

@@ -29,12 +29,14 @@ class Rule:
     Along dimension ``dim`` the tensor is a sequence of units, each with the rows of every fused tensor in turn. In
     attention, a unit is a group: the rows of its queries, then of its key, then of its value. If the rows are None, the
     tensor is one unit with equal shares, as gate and up of an MLP. Units, or the rows of a tensor that is not fused,
-    are split among the ranks in order; with a ``dim`` of None every rank holds the whole tensor.
+    are split among the ranks in order; with a ``dim`` of None every rank holds the whole tensor. ``rows`` is the
+    checkpoint's size in ``dim`` of a tensor that is not fused, if the trainer has padded it.
     """
 
     name: str
     holds: str | Mapping[str, int | None] | None
     dim: int | None = 0
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,29 @@ def _parts(
         shape = list(spec.shape)
         if shape:
             shape[dim] = rows * count * ranks
-        whole = TensorSpec(name, spec.dtype, tuple(shape))
+        first = rank * rows * count
         # If nothing else is fused with this tensor, its units are adjacent and form one box.
         runs = [(0, size)] if rows == sum(unit) else [(number * sum(unit) + before, rows) for number in range(count)]
-        first = rank * rows * count
+        if rule.rows is not None:
+            shape[dim] = _without_padding(spec, rule, shape[dim])
+            runs = [(0, left)] if (left := min(size, rule.rows - first)) > 0 else []
+        whole = TensorSpec(name, spec.dtype, tuple(shape))
         boxes = tuple(_box(spec.shape, dim, first + number * length, length) for number, (_, length) in enumerate(runs))
         yield (
             HeldShards(whole, boxes, replicated=True),
-            _Part(dim, runs[0][1] if shape else 0, tuple(at for at, _ in runs)),
+            _Part(dim, runs[0][1] if shape and runs else 0, tuple(at for at, _ in runs)),
         )
         before += rows
+
+
+def _without_padding(spec: TensorSpec, rule: Rule, padded: int) -> int:
+    """The checkpoint's size, where the trainer has ``padded``."""
+    assert rule.rows is not None
+    if not isinstance(rule.holds, str) or not 0 < rule.rows <= padded:
+        raise SourceError(
+            f"{spec.name}: {padded} rows, fused or not, are not {rule.rows} rows of {rule.holds} and padding"
+        )
+    return rule.rows
 
 
 def _box(shape: Sequence[int], dim: int, start: int, length: int) -> Box:
