@@ -1,13 +1,12 @@
 """Megatron's layout by a table: the checkpoint is assembled from what its ranks hold."""
 
-import importlib
-
 import pytest
 import torch
 
 from tests.megatron import checkpoint, megatron
 from weightsync import Fused, Rule
 from weightsync.errors import SourceError
+from weightsync.integrations import megatron as megatron_core
 from weightsync.sources import open_source
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset, Wanted
@@ -120,4 +119,4 @@ def test_padding_that_cannot_be_is_refused(rule, said):
 
 def test_the_adapter_for_megatron_says_what_is_missing():
     with pytest.raises(ImportError, match="needs Megatron-Core: pip install megatron-core"):
-        importlib.import_module("weightsync.integrations.megatron")
+        megatron_core.weights(torch.nn.Linear(1, 1))

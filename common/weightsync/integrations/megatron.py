@@ -18,12 +18,6 @@ from torch import nn
 from weightsync.errors import SourceError
 from weightsync.sources.fused import Fused, Rule
 
-try:
-    from megatron.core import parallel_state
-except ImportError as error:
-    needed = "weightsync.integrations.megatron needs Megatron-Core: pip install megatron-core"
-    raise ImportError(f"{needed} ({error})") from error
-
 _OURS: Final = "decoder.layers.{layer}"
 _THEIRS: Final = "model.layers.{layer}"
 _LAYER: Final = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
@@ -47,28 +41,31 @@ def weights(model: nn.Module | Sequence[nn.Module], *, vocabulary: int | None = 
     ``vocabulary`` is the number of tokens in the checkpoint, if Megatron has padded it. Raises `SourceError` for what
     is no ``GPTModel``, and where ranks hold parts of a group of queries; pushing it does for parameters of other names.
     """
+    parallel = _parallel_state()
     chunks = [_unwrapped(chunk) for chunk in (model if isinstance(model, Sequence) else [model])]
-    config, rank, size = chunks[0].config, *_tensor_parallel()
+    config, rank = chunks[0].config, parallel.get_tensor_model_parallel_rank()
+    size = parallel.get_tensor_model_parallel_world_size()
     if config.num_query_groups % size:
         raise SourceError(
             f"{config.num_query_groups} groups of queries cannot be split over {size} tensor-parallel ranks in whole "
             "groups, which the checkpoint's names need; use fewer ranks"
         )
     tied = bool(chunks[0].share_embeddings_and_output_weights)
-    first = parallel_state.get_expert_model_parallel_rank() * _local_experts(config)
+    local = int(config.num_moe_experts or 0) // int(parallel.get_expert_model_parallel_world_size())
+    rules = _rules(config, tied, vocabulary)
+    if config.num_moe_experts:
+        rules += _experts(size, parallel.get_expert_tensor_parallel_world_size())
     found = {name: tensor for chunk in chunks for name, tensor in _named(chunk)}
-    return Fused(found, _rules(config, tied, vocabulary, size), rank, size, {"expert": first})
+    return Fused(found, rules, rank, size, {"expert": parallel.get_expert_model_parallel_rank() * local})
 
 
-def _tensor_parallel() -> tuple[int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-
-
-def _local_experts(config: Any) -> int:
-    return int(config.num_moe_experts or 0) // int(parallel_state.get_expert_model_parallel_world_size())
+def _parallel_state() -> Any:
+    try:
+        from megatron.core import parallel_state
+    except ImportError as error:
+        needed = "weightsync.integrations.megatron needs Megatron-Core: pip install megatron-core"
+        raise ImportError(f"{needed} ({error})") from error
+    return parallel_state
 
 
 def _unwrapped(model: Any) -> Any:
@@ -88,7 +85,7 @@ def _named(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{layer[1]}{numbers[int(layer[2])]}{layer[3]}" if layer else name, parameter
 
 
-def _rules(config: Any, tied: bool, vocabulary: int | None, size: int) -> list[Rule]:
+def _rules(config: Any, tied: bool, vocabulary: int | None) -> list[Rule]:
     return [
         Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", rows=vocabulary),
         Rule("output_layer.weight", None if tied else "lm_head.weight", rows=vocabulary),
@@ -97,7 +94,6 @@ def _rules(config: Any, tied: bool, vocabulary: int | None, size: int) -> list[R
         Rule(f"{_OURS}.self_attention.linear_proj.weight", f"{_THEIRS}.self_attn.o_proj.weight", dim=1),
         Rule(f"{_OURS}.mlp.linear_fc1.weight", _gate_and_up(f"{_THEIRS}.mlp")),
         Rule(f"{_OURS}.mlp.linear_fc2.weight", f"{_THEIRS}.mlp.down_proj.weight", dim=1),
-        *(_experts(size) if config.num_moe_experts else ()),
     ]
 
 
@@ -112,9 +108,8 @@ def _gate_and_up(mlp: str) -> Mapping[str, None]:
     return {f"{mlp}.gate_proj.weight": None, f"{mlp}.up_proj.weight": None}
 
 
-def _experts(size: int) -> Iterator[Rule]:
+def _experts(size: int, shared: int) -> Iterator[Rule]:
     """Of experts in modules of their own, and of Transformer Engine's in one module."""
-    shared = int(parallel_state.get_expert_tensor_parallel_world_size())
     if shared not in (1, size):
         raise SourceError(
             f"experts are split over {shared} ranks and other layers over {size}: use expert_tensor_parallel_size 1, "
