@@ -23,8 +23,8 @@ _YES, _NO = b"yes", b"no"
 #: Seconds between two counts, and after the last count until a replica is taken for dead.
 _COUNT_S: Final = 1.0
 _SILENT_S: Final = 20.0
-#: Seconds that a replica counts at most: more than loading takes, twice.
-_LONGEST_S: Final = 1300.0
+#: Seconds that a replica counts at most: more than a push may take.
+_LONGEST_S: Final = 90000.0
 #: Seconds of the shortest wait.
 _LEAST_S: Final = 0.01
 

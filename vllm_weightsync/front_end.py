@@ -204,9 +204,12 @@ class VllmFrontEnd:
 
     async def withdraw(self, push: str) -> None:
         """See `EngineFrontEnd`: engines in lockstep with this one need not wait for it."""
+        if self.lockstep is None:
+            return
         with contextlib.suppress(Exception):
-            for step in compat_agreement.STEPS:  # what is decided stays so
-                await self._all(step, push, yes=False, timeout_s=_TELL_S)
+            # What is decided stays so.
+            votes = (self._all(step, push, yes=False, timeout_s=_TELL_S) for step in compat_agreement.STEPS)
+            await asyncio.wait_for(asyncio.gather(*votes), _TELL_S)
 
     async def _begun(self, request: http.CommitRequest) -> http.CommitRequest:
         """Wait until all engines in lockstep are asked to commit; the request, with the time that is left."""

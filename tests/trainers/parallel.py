@@ -8,10 +8,12 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random
@@ -22,6 +24,7 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weightsync import Sender
+from weightsync.errors import SourceError
 from weightsync.integrations import megatron
 
 torch.cuda.current_device = lambda: torch.device("cpu")
@@ -218,6 +221,7 @@ def main():
     model.eval()  # in training it refuses experts with tensor parallelism and without sequence parallelism
     split = Split(model, theirs)
     split.load({name: tensor.float() for name, tensor in checkpoint.items()})
+    refused(model)
     told = {"apart": apart(model, folder, tp, pp), "seen": []}
     for _ in range(2):
         state = split.gathered(checkpoint)
@@ -236,6 +240,26 @@ def main():
     if dist.get_rank() == 0:
         print(json.dumps(told), flush=True)
     dist.destroy_process_group()
+
+
+def refused(model):
+    """Settings with which names and shapes fit, and values would not."""
+    for setting in megatron._OTHER_VALUES:
+        before = getattr(model.config, setting, None)
+        setattr(model.config, setting, 8)
+        assert setting in said(model)
+        setattr(model.config, setting, before)
+    wrapped = SimpleNamespace(module=model, ddp_config=DistributedDataParallelConfig(overlap_param_gather=True))
+    assert "overlap_param_gather" in said(wrapped)
+    assert "is not a GPTModel" in said(torch.nn.Linear(1, 1))
+
+
+def said(model):
+    try:
+        megatron.weights(model)
+    except SourceError as error:
+        return str(error)
+    return "nothing"
 
 
 @torch.no_grad()

@@ -261,28 +261,28 @@ class FrontEnd:
         return run.result()
 
     async def _commit(self, asked: http.CommitRequest) -> http.CommitReply:
-        try:
-            return await self._take_commit(asked)
-        except BaseException:
-            await self.front.withdraw(asked.push)
-            raise
-
-    async def _take_commit(self, asked: http.CommitRequest) -> http.CommitReply:
         if asked.instance not in ("", self.instance):
             raise EngineRestarted("the engine was restarted since the push was prepared", weights="unknown")
         deadline = Deadline(asked.timeout_s)
         async with self._exclusive("commit", deadline):
             self._lease.check(asked.owner)
-            if not asked.rollback and asked.push != self._push:
-                raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
-            with self._report.commit(asked) as committed:
-                if asked.rollback:
-                    if asked.push in self._aborted:
-                        raise TransferFailed(f"its sender aborted rollback {asked.push} before it arrived")
-                    self._machine.check("rollback")
-                reply = await self._apply(asked, deadline)
-                committed(reply)
-            return reply
+            try:
+                return await self._commit_owned(asked, deadline)
+            except BaseException:
+                await self.front.withdraw(asked.push)
+                raise
+
+    async def _commit_owned(self, asked: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
+        if not asked.rollback and asked.push != self._push:
+            raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
+        with self._report.commit(asked) as committed:
+            if asked.rollback:
+                if asked.push in self._aborted:
+                    raise TransferFailed(f"its sender aborted rollback {asked.push} before it arrived")
+                self._machine.check("rollback")
+            reply = await self._apply(asked, deadline)
+            committed(reply)
+        return reply
 
     async def _apply(self, asked: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
         try:

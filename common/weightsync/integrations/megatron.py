@@ -22,6 +22,12 @@ _OURS: Final = "decoder.layers.{layer}"
 _THEIRS: Final = "model.layers.{layer}"
 _LAYER: Final = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT: Final = f"{_THEIRS}.mlp.experts.{{expert}}"
+_OTHER_VALUES: Final = {
+    "layernorm_zero_centered_gamma": "the norms' weights are one less than the checkpoint's",
+    "rotary_interleaved": "the rows of queries and keys are in another order than the checkpoint's",
+    "moe_mlp_glu_interleave_size": "gate and up are in another order than the checkpoint's",
+    "moe_router_enable_expert_bias": "the router's bias has no place in the checkpoint",
+}
 #: Tensors that every rank of a tensor-parallel group holds whole. Transformer Engine has a norm in the layer after it.
 _WHOLE: Final = {
     f"{_OURS}.input_layernorm.weight": f"{_THEIRS}.input_layernorm.weight",
@@ -43,6 +49,7 @@ def weights(model: nn.Module | Sequence[nn.Module], *, vocabulary: int | None = 
     """
     parallel = _parallel_state()
     chunks = [_unwrapped(chunk) for chunk in (model if isinstance(model, Sequence) else [model])]
+    _check(chunks[0].config)
     config, rank = chunks[0].config, parallel.get_tensor_model_parallel_rank()
     size = parallel.get_tensor_model_parallel_world_size()
     if config.num_query_groups % size:
@@ -71,10 +78,22 @@ def _parallel_state() -> Any:
 def _unwrapped(model: Any) -> Any:
     """The ``GPTModel`` inside Megatron's wrappers."""
     while not hasattr(model, "decoder") and hasattr(model, "module"):
+        if getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False):
+            raise SourceError(
+                "overlap_param_gather: after a step each rank has new values of its own part alone, until the next "
+                "forward pass; train without it"
+            )
         model = model.module
     if not hasattr(model, "decoder"):
         raise SourceError(f"{type(model).__name__} is not a GPTModel of Megatron-Core: it has no decoder")
     return model
+
+
+def _check(config: Any) -> None:
+    """Raise `SourceError` for settings with which the same names and shapes mean other values."""
+    for setting, why in _OTHER_VALUES.items():
+        if getattr(config, setting, None):
+            raise SourceError(f"{setting}: {why}; such models cannot be pushed")
 
 
 def _named(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:

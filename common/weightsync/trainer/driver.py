@@ -27,6 +27,7 @@ from weightsync.sources import Source
 from weightsync.sources.iterator import IteratorSource
 from weightsync.trainer import buckets, metrics
 from weightsync.trainer.engines import Engines
+from weightsync.trainer.lockstep import in_lockstep
 from weightsync.trainer.model_push import ModelPush, Repeated
 from weightsync.trainer.outgoing import Sent
 from weightsync.trainer.progress import Shown, shown
@@ -200,12 +201,14 @@ class Driver:
         results: dict[str, EngineResult] = {}
         outdated, failed = self.engines.find_outdated(self.served, deadline)
         for url in outdated:
-            try:
-                # An engine in lockstep with one before is up to date by now.
-                if only in ("", url) and url not in results:
+            together = in_lockstep(url, self.engines.by_url)
+            if absent := sorted(together.keys() & failed.keys()):
+                failed[url] = failed[absent[0]]
+            elif only in ("", url) and url not in results:
+                try:
                     results |= self._catch_up(url, deadline)
-            except WeightSyncError as error:
-                failed[url] = error
+                except WeightSyncError as error:
+                    failed |= dict.fromkeys(together, error)
         if raised := {url: error for url, error in failed.items() if only in ("", url)}:
             raise joined(raised, {**self.engines.last_known(), **dict.fromkeys(results, "committed")})
         return results
