@@ -17,7 +17,7 @@ from weightsync.transports import registry
 from weightsync.transports.base import Peer
 
 CPU = torch.device("cpu")
-SOON_S = 10.0
+SOON_S = 60.0
 BUCKET = 64 << 10
 #: The URL of an engine with one rank that only needs an address. Over ipc_zmq any other URL works as well.
 HERE = "http://127.0.0.1:1"
