@@ -88,10 +88,13 @@ DEEP: Final[Names] = {
 def worker_rank(worker: Any) -> int:
     """The worker's rank among all workers of its engine; each replica has its own engine core, with ranks from 0."""
     parallel = worker.vllm_config.parallel_config
-    # A server that was started for some of the replicas has an engine of its own.
-    elsewhere = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
-    replica = parallel.data_parallel_rank_local if elsewhere else parallel.data_parallel_index
+    replica = parallel.data_parallel_rank_local if _has_some(parallel) else parallel.data_parallel_index
     return int(replica * parallel.world_size + worker.rank)
+
+
+def _has_some(parallel: Any) -> bool:
+    """Whether the server was started for some of the replicas; these are an engine of its own."""
+    return bool(parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb)
 
 
 def worker_device(worker: Any) -> torch.device:
@@ -250,8 +253,7 @@ def _applied_to_identity(module: Any) -> torch.Tensor:
 def replicas(engine_client: Any) -> int:
     """How many replicas the engine has: all (``--data-parallel-size``), or those of a server that has only some."""
     parallel = parallel_config(engine_client)
-    elsewhere = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
-    return int(parallel.data_parallel_size_local if elsewhere else parallel.data_parallel_size)
+    return int(parallel.data_parallel_size_local if _has_some(parallel) else parallel.data_parallel_size)
 
 
 def lockstep(engine_client: Any) -> Lockstep | None:

@@ -89,7 +89,7 @@ class Engines:
                 url_of[hello.instance] = client.url
             for client, hello in zip(self._clients, open_replies, strict=True):
                 self._register(client, hello)
-            check_lockstep({url: engine.hello for url, engine in self.by_url.items()})
+            check_lockstep(self.by_url)
         except WeightSyncError as error:
             error.settle(at_open)
             raise

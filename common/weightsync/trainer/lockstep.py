@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weightsync.errors import UnsupportedOption
-from weightsync.protocol.http import OpenReply
 from weightsync.protocol.lockstep import Lockstep
 from weightsync.trainer.engine import Engine
 
@@ -22,12 +21,12 @@ def in_lockstep(url: str, engines: Mapping[str, Engine]) -> dict[str, Engine]:
     }
 
 
-def check_lockstep(engines: Mapping[str, OpenReply]) -> None:
+def check_lockstep(engines: Mapping[str, Engine]) -> None:
     """Raise `UnsupportedOption` for engines, by URL, that step with an engine which is not among them."""
     by_name: dict[str, dict[str, Lockstep]] = {}
-    for url, hello in engines.items():
-        if hello.lockstep is not None:
-            by_name.setdefault(hello.lockstep.name, {})[url] = hello.lockstep
+    for url, engine in engines.items():
+        if (part := engine.hello.lockstep) is not None:
+            by_name.setdefault(part.name, {})[url] = part
     for members in by_name.values():
         replicas = next(iter(members.values())).replicas
         here = {part.first + number for part in members.values() for number in range(part.count)}

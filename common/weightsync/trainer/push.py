@@ -275,7 +275,7 @@ class Push(Change):
 
     def _prepare(self, outgoing: Outgoing) -> None:
         engines, deadline = self._engines, self._deadline
-        check_lockstep({url: engine.hello for url, engine in engines.by_url.items()})
+        check_lockstep(engines.by_url)
         connect(self._push_transfer, engines, deadline)
         # ZMQ sockets are not thread-safe, so requests are built here, not in the threads that send them.
         requests = {url: outgoing.request(url, engine.transport) for url, engine in engines.by_url.items()}
@@ -318,7 +318,7 @@ class Rollback(Change):
         request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
         self._begin(request.push, label, 0)
         with self._failures_handled(request.push):
-            check_lockstep({url: engine.hello for url, engine in self._engines.by_url.items()})
+            check_lockstep(self._engines.by_url)
             self._machine.move("rollback")
             commits = self._commit(request)
         self._committed(request.push, label)

@@ -159,7 +159,7 @@ def hash_copies(source: Source, copies: Sequence[Assignment], algorithm: str) ->
     for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
         for copy in wanted.get(index, ()):
             part = _cut(held.spec, held.boxes[copy.box], parts[copy.box], copy.part).resolve_neg()
-            if digest.algorithm_for(part.device) != algorithm:  # rank 0's, which every device's host can compute
+            if digest.algorithm_for(part.device) != algorithm:  # rank 0 has chosen it for its own device
                 part = part.cpu()
             digests.append((copy.tensor, copy.part, digest.hashed(algorithm, part).value()))
     return Work(tuple(digests), 0, 0.0, time.perf_counter() - start)
