@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import forked
-from tools import models, versions
+from tools import models, servers, versions
 from weightsync import testing
 
 #: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
@@ -65,6 +65,10 @@ def pytest_addoption(parser):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
+    if report.failed:
+        asked = (getattr(value, "server", value) for value in getattr(item, "funcargs", {}).values())
+        logs = [(f"End of the log of {one.url}", one.tail(80)) for one in asked if isinstance(one, servers.Server)]
+        report.sections += logs
     shows = item.get_closest_marker("shows")
     if shows is not None and (report.when == "call" or not report.passed):
         name, version = next(value for value in item.callspec.params.values() if value[0] in versions.NAMES)

@@ -46,9 +46,9 @@ def harness(model_folder, tmp_path_factory):
 
 def pushed(trainer, url, folder, version, transport):
     """Push; returns the trainer's report."""
-    options = {"transport": transport, "timeout_s": 10.0}
+    options = {"transport": transport, "timeout_s": 60.0}
     trainer.order(urls=[url], options=options, model=str(folder), version=version)
-    said = trainer.outcome(60.0)
+    said = trainer.outcome(120.0)
     assert said is not None, "the trainer ended"
     return said
 

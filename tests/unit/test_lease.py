@@ -70,6 +70,24 @@ async def test_time_in_which_an_engine_is_too_busy_for_renewals_does_not_end_a_p
         await trainer.commit("v2")
 
 
+@driven
+async def test_the_time_that_ranks_take_to_accept_a_push_does_not_end_it(made, monkeypatch):
+    monkeypatch.setattr(front_end, "_WATCH_S", 0.01)
+    front, trainer, _ = one_engine(made)
+    now, gate = [0.0], threading.Event()
+    front.front_end._lease = Lease(clock=lambda: now[0])
+    front.gates["update_weights_via_ipc_zmq"] = gate
+    staged = asyncio.ensure_future(trainer.stage("v1", 1))
+    while front.front_end._call._running != "update_weights_via_ipc_zmq":
+        await asyncio.sleep(0.01)
+    now[0] += 2 * lease.PUSH_TTL_S  # its trainer renews the lease of an engine that has accepted its push
+    gate.set()
+    await staged
+    await asyncio.sleep(0.1)  # ten looks at whether it lives
+    await trainer.commit("v1")
+    assert front.seen() == SERVING[1]
+
+
 @pytest.mark.parametrize(("says", "lapsed"), [(True, False), (False, True), (TransferFailed("not its own"), True)])
 @driven
 async def test_an_owner_is_probed_outside_the_event_loop_and_once_for_all_callers(says, lapsed):

@@ -230,6 +230,7 @@ class FrontEnd:
                 self._machine.check("prepare")
                 accepted = collect(await self._call(method, http.to_json(asked), deadline.left()), Accepted)
                 check_read(accepted, asked.manifest)
+                self._lease.renew(asked.owner)  # its trainer renews it from now on, and ranks may have taken long
             except BaseException as error:
                 await self._forget_after_failure(asked.push, deadline)  # a rank may have begun to receive
                 self._as_dirty(error)
