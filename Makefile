@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-parallel-broadcast faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-hosts faults scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -79,8 +79,8 @@ bench-metrics: env  ## what it costs to tell of a push in metrics and logs, as a
 bench-files: env  ## files of ours that a warm push into SGLang executes: make bench-files ARGS="--against COMMIT"
 	.venv/bin/python benchmarks/files.py $(ARGS)
 
-bench-parallel-broadcast: env  ## every process of a trainer broadcasts its share, beside rank 0 alone, over slow links; as root
-	.venv/bin/python benchmarks/parallel_broadcast.py $(ARGS)
+bench-hosts: env  ## pushes between hosts over slow links, beside one TCP stream; as root
+	.venv/bin/python benchmarks/hosts.py $(ARGS)
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)

@@ -32,12 +32,11 @@ from weightsync.trainer.buckets import choose
 from weightsync.trainer.outgoing import Outgoing
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
-from weightsync.transports.base import EngineEnd, Peer, PeerRanks
+from weightsync.transports.base import EngineEnd, Peer
 
 CPU = torch.device("cpu")
 DIGEST = digest.algorithm_for(CPU)
 _END_S = 5.0
-COMMAND = (sys.executable, "-m", "benchmarks.rank")
 
 
 # ---- the trainer's side ----------------------------------------------------------------------------------------------
@@ -61,16 +60,10 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class Rank:
     """A child process, as a context manager; to the transports it is the only rank of the engine ``url``."""
 
-    def __init__(
-        self,
-        number: int = 0,
-        variables: Mapping[str, str] | None = None,
-        host: str = "127.0.0.1",
-        command: Sequence[str] = COMMAND,
-    ):
-        self.url = f"http://{host}:{8001 + number}"  # nothing listens there: requests are sent as lines
+    def __init__(self, number: int = 0, variables: Mapping[str, str] | None = None):
+        self.url = f"http://127.0.0.1:{8001 + number}"  # nothing listens there: requests are sent as lines
         self._process = subprocess.Popen(
-            command,
+            (sys.executable, "-m", "benchmarks.rank"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **(variables or {})},
@@ -178,11 +171,10 @@ class Channel:
         *,
         variables: Mapping[str, str] | None = None,
         bucket_bytes: int | None = None,
-        helpers: PeerRanks | None = None,
     ):
         self._transport, self._ranks, self._kind, self._tensors = transport, ranks, kind, tensors
         self._name, self._variables = f"{transport}/{len(ranks)}/{kind}", variables or {}
-        self._transfer, self._pushes, self._last = Transfer(CPU, helpers), 0, 0.0
+        self._transfer, self._pushes, self._last = Transfer(CPU), 0, 0.0
         self._layout = Layout([spec_of(f"t{number}", tensor) for number, tensor in enumerate(tensors)])
         free = self._transfer.free_bytes()
         self.choice = choose(self._layout.nbytes, free, free, bucket_bytes, "full", False)

@@ -17,7 +17,7 @@ class Sources:
 
     def __init__(self, transport, size):
         make = registry.spec(transport).rank_helper
-        self.size, self.filled = size, False
+        self.senders, self.filled, self.addresses = range(size), False, frozenset()
         self._helpers = [make(rank) for rank in range(1, size)]
         # Like a trainer's other ranks, each helper serves one request at a time.
         self._threads = [ThreadPoolExecutor(1) for _ in self._helpers]
@@ -34,7 +34,7 @@ class Sources:
         found = hash_stream(layout, arena.bytes, algorithm, demand) if algorithm else {}
         return found, Work((), layout.payload_bytes, packer.gather_s, 0.0)
 
-    def ask(self, transport, message, deadline):
+    def ask(self, transport, messages, deadline):
         self.asked += 1
         self._over.set()
         self._over = over = threading.Event()
@@ -44,8 +44,8 @@ class Sources:
                 raise TransferFailed("rank 0 waits no more")
 
         self._jobs = [
-            thread.submit(one.help, message, self._stream, check)
-            for one, thread in zip(self._helpers, self._threads, strict=True)
+            self._threads[rank - 1].submit(self._helpers[rank - 1].help, message, self._stream, check)
+            for rank, message in messages.items()
         ]
 
     def answered(self, to, deadline):

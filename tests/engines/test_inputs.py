@@ -128,3 +128,22 @@ def test_two_fsdp2_ranks_push_masters_mixed_dtypes_iterators_and_a_part(served, 
             assert min(first["written"], second["written"]) > 0
         assert first.get("kept", []) == (sorted(b.keys() - part.keys()) if how == "shorter" else [])
         assert pair.all("close") == [None, None]
+
+
+def test_two_fsdp2_ranks_on_two_hosts_push_what_each_holds(served, trainers):
+    served.push(served.b)
+    want = served.digests()
+    pair = trainers(served.b)
+    pair.tell("elsewhere another", 1)
+    assert pair.hear(1) == [None]
+    assert pair.all("shard fsdp") == [None, None]
+    assert pair.build([served.server.url]) == [None, None]
+    for number in range(4):  # by the engine's loader, and by the load plan where there is one
+        pair.all("change")
+        first, second = pair.all("push")
+        assert first["version"] == second["version"] == served.state().version, first
+        assert (served.digests() == want) == bool(number % 2)
+        assert min(sum(one["broadcast"]) for one in (first, second)) > 0.3 * first["nbytes"]
+    assert pair.all("close") == [None, None]
+    pair.tell("elsewhere", 1)
+    assert pair.hear(1) == [None]

@@ -122,9 +122,9 @@ class Sending:
         size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
         others, path = self._others, path_of(self._folder, self._plan.push, bucket)
         if not bucket and others is not None and others.filled:
-            self._sources = others.size
+            self._sources = len(others.senders)
             asked = Write(self._folder, self._plan.push, self._sources, nbytes, size)
-            others.ask(NAME, http.to_json(asked), deadline)
+            others.ask(NAME, dict.fromkeys(others.senders[1:], http.to_json(asked)), deadline)
             self._session.watch = lambda: others.check(deadline)
         source = bucket % self._sources
         if source:

@@ -18,13 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trainer:
-    """A trainer of ``size`` `tests.sharded.trainer` processes."""
+    """A trainer of ``size`` `tests.sharded.trainer` processes. ``popen`` starts that of each rank; rank 0 listens at
+    ``address``."""
 
-    def __init__(self, folder, size=2):
+    def __init__(self, folder, size=2, address="127.0.0.1", popen=None):
         port = str(servers.free_port())
+        popen = popen or (lambda _, *command, **how: subprocess.Popen(command, **how))
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.sharded.trainer", str(rank), str(size), port, str(folder)],
+            popen(
+                rank,
+                *(sys.executable, "-m", "tests.sharded.trainer", str(rank), str(size), address, port, str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

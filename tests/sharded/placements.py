@@ -1,6 +1,7 @@
 """The boxes that the local parts of DTensors cover, checked in every rank of a process group of four."""
 
 import itertools
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,23 @@ from tests.unit.test_sources import hrm_text, llama, qwen3, qwen3_moe
 from weightsync.errors import SourceError
 from weightsync.sources import open_source
 from weightsync.sources.dtensor import boxes_of, local_of
+
+
+class Named:
+    """A source in the shape of vLLM's ``WeightSource``: describes everything and yields what this rank holds."""
+
+    def __init__(self, state, held):
+        self._state, self._held = state, held
+
+    def metadata(self):
+        return [SimpleNamespace(name=name, dtype=t.dtype, shape=t.shape) for name, t in self._state.items()]
+
+    def held_names(self):
+        return list(self._held)
+
+    def __iter__(self):
+        return ((name, self._held.get(name)) for name in self._state)
+
 
 MESHES = [(4,), (1, 4), (4, 1), (2, 2)]
 SHAPES = [(), (1,), (3,), (8,), (4, 4), (7, 5), (2, 3, 9), (0, 3)]

@@ -138,15 +138,6 @@ def test_the_earliest_deadline_applies_to_every_rank(pair, silent):
     assert second == first
 
 
-def test_a_trainer_on_two_hosts_is_refused_with_advice(start, engines):
-    trainer = start(2)
-    trainer.tell("elsewhere", 1)
-    assert fine(trainer.hear(1), 1)
-    for said in trainer.build(engines):
-        assert_failed(said, "UnsupportedOption", "trainer rank 1 runs on another host than rank 0", "push its folder")
-    trainer.stop()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_frozen_while_broadcasting_is_named(start, engines, untrained, expected, rank):
     trainer = start(2)

@@ -1,7 +1,7 @@
 """One rank of a sharded trainer, controlled by lines of its standard input.
 
-``python -m tests.sharded.trainer RANK SIZE PORT FOLDER`` answers each line, the name of a method of `Rank` and its
-argument, with a line of JSON.
+``python -m tests.sharded.trainer RANK SIZE ADDRESS PORT FOLDER`` answers each line, the name of a method of `Rank` and
+its argument, with a line of JSON.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,28 +25,16 @@ from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
 from weightsync.testing import ReferenceInProcess
+from weightsync.trainer import push_plan
 from weightsync.trainer.ranks import assembly
 from weightsync.transports.nccl.groups import Group
 
-
-class Named:
-    """A source in the shape of vLLM's ``WeightSource``: describes everything and yields what this rank holds."""
-
-    def __init__(self, state, held):
-        self._state, self._held = state, held
-
-    def metadata(self):
-        return [SimpleNamespace(name=name, dtype=t.dtype, shape=t.shape) for name, t in self._state.items()]
-
-    def held_names(self):
-        return list(self._held)
-
-    def __iter__(self):
-        return ((name, self._held.get(name)) for name in self._state)
-
-
 #: How torch gathers a DTensor, which only iterators may do here.
 FULL_TENSOR = DTensor.full_tensor
+
+
+#: How a process finds out which host it is on.
+HOST_ID = arenas.host_id
 
 
 def refused(*_, **__):
@@ -138,9 +125,13 @@ class Rank:
         """Ranks hold different names, as stages of a pipeline."""
         return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
 
+    def _swapped(self, _, state, rank):
+        """As `_stages`, where all ranks but 0 have changed places."""
+        return self._stages(_, state, rank % (self.size - 1) + 1 if rank else 0)
+
     def _named(self, model, state, rank):
         """The same as a source that lists the names it holds."""
-        return Named(state, self._stages(model, state, rank))
+        return placements.Named(state, self._stages(model, state, rank))
 
     def _columns(self, _, state, __):
         mesh = dist.init_device_mesh("cpu", (self.size,))
@@ -184,9 +175,13 @@ class Rank:
         tensor = list(self._state().values())[-1]
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)[int(number)] += 1
 
-    def elsewhere(self, _):
-        """From now on this rank reports another host."""
-        arenas.host_id = lambda: "another"
+    def elsewhere(self, host):
+        """From now on this rank reports another host; its own again if none is named."""
+        arenas.host_id = (lambda: host) if host else HOST_ID
+
+    def needs(self, minor):
+        """From now on engines of an older minor version of the protocol are too old for several hosts."""
+        push_plan.SEVERAL_HOSTS_MINOR = int(minor)
 
     def unreachable(self, _):
         """From now on this rank cannot reach a store."""
@@ -339,7 +334,8 @@ class Rank:
         return {"version": self.sender.rollback().version}
 
     def add(self, url):
-        return {"transport": self.sender.add_engine(url).transport}
+        caught_up = self.sender.add_engine(url)
+        return {"transport": caught_up.transport if caught_up is not None else ""}
 
     def own(self, _):
         """Add an engine of this process, which each rank would have."""
@@ -372,10 +368,10 @@ class Rank:
 
 
 def main():
-    rank, size, port, folder = sys.argv[1:]
+    rank, size, host, port, folder = sys.argv[1:]
     # Keeps what libraries print apart from the answers.
     answers, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://{host}:{port}"
     dist.init_process_group("gloo", init_method=address, rank=int(rank), world_size=int(size))
     here = Rank(folder)
     DTensor.full_tensor = refused

@@ -42,7 +42,9 @@ def test_every_part_that_engines_need_is_hashed_once_by_one_rank():
     ]
     for keeps in ([Subset(layout, {})], halves, [Subset(layout, {}), *halves]):
         demand, stream = Wanted(keeps), torch.zeros(layout.nbytes, dtype=torch.uint8)
-        orders = [told(Fill("arena", HANDLE, (), "xxh3_64", one)).orders for one in orders_of(made, layout, demand)]
+        orders = [
+            told(Fill("arena", HANDLE, (), "xxh3_64", one)).orders for one in orders_of(made, layout, demand, [0, 0])
+        ]
         written = [write(source, one.write, stream, "xxh3_64") for source, one in zip(ranks, orders, strict=True)]
         assert sum(work.nbytes for work in written) == layout.payload_bytes
         hashed = [told(WorkDone(hash_parts(one.hash, stream, "xxh3_64"))).work for one in orders]

@@ -150,10 +150,15 @@ def test_a_box_outside_the_tensor_is_refused():
 
 
 def test_a_shared_arena_holds_everything_or_is_refused():
-    choice = choose(10_000_000, 12_000_000, 0, None, "full", False, shared=True)
+    choice = choose(10_000_000, 12_000_000, 0, None, "full", False, shared=10_000_000)
     assert choice.slots * choice.bucket_bytes >= 10_000_000
-    asked = choose(10_000_000, 12_000_000, 0, 4096, "none", False, shared=True)
+    asked = choose(10_000_000, 12_000_000, 0, 4096, "none", False, shared=10_000_000)
     assert (asked.bucket_bytes, asked.staging) == (4096, "none")
     assert asked.slots * 4096 >= 10_000_000
     with pytest.raises(UnsupportedOption, match=r"takes 2\d+ bytes, and 12000000 are free"):
-        choose(10_000_000, 12_000_000, 0, None, "full", True, shared=True)
+        choose(10_000_000, 12_000_000, 0, None, "full", True, shared=10_000_000)
+    part = choose(10_000_000, 4_000_000, 0, None, "auto", True, shared=3_000_000, divided=True)
+    assert part.slots * part.bucket_bytes >= 10_000_000
+    assert part.reason == "the trainer's hosts hold all 10000000 bytes"
+    with pytest.raises(UnsupportedOption, match=r"takes 3000000 bytes, and 2000000 are free"):
+        choose(10_000_000, 2_000_000, 0, None, "full", False, shared=3_000_000, divided=True)

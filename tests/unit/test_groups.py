@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.manual import CPU
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.protocol import http
+from weightsync.protocol.http import TensorSpec
+from weightsync.tensors.domains import layout_of
+from weightsync.tensors.layout import ALIGN_BYTES, Layout
 from weightsync.transports import registry
 from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.messages import InitNcclGroup
@@ -76,19 +79,25 @@ def test_inconsistent_group_sizes_are_refused_by_name(changes, ranks, said):
 # --- which rank of a trainer sends what ------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 5), st.integers(0, 4000), st.integers(1, 300))
-def test_every_bucket_is_broadcast_by_one_sender(senders, nbytes, bucket_bytes):
-    places = [
-        place for sender in range(senders) for place in parallel_broadcast.places(sender, senders, nbytes, bucket_bytes)
-    ]
-    assert sorted(place.number for place in places) == list(range(-(-nbytes // bucket_bytes)))
+@given(st.integers(1, 5), st.integers(0, 40), st.integers(1, 9))
+def test_every_bucket_is_broadcast_by_one_sender(senders, size, bucket):
+    layout, bucket_bytes = Layout([TensorSpec("t", "uint8", (size * ALIGN_BYTES,))]), bucket * ALIGN_BYTES
+    by_sender = [parallel_broadcast.places(layout, bucket_bytes, sender, senders) for sender in range(senders)]
+    places = [place for own in by_sender for place in own]
+    assert sorted(place.number for place in places) == list(range(-(-layout.nbytes // bucket_bytes)))
     for number, start, end in places:
         assert start == number * bucket_bytes
-        assert end == min(start + bucket_bytes, nbytes)
-    for sender in range(senders):
-        numbers = [place.number for place in parallel_broadcast.places(sender, senders, nbytes, bucket_bytes)]
-        assert numbers == sorted(numbers)
-        assert all(number % senders == sender for number in numbers)
+        assert end == min(start + bucket_bytes, layout.nbytes)
+    for sender, own in enumerate(by_sender):
+        assert [place.number for place in own] == sorted(place.number for place in own)
+        assert all(place.number % senders == sender for place in own)
+
+
+def test_of_several_hosts_each_broadcasts_its_part_of_every_bucket():
+    rows = [(0, ((0, 0), (2, 1024))), (0, ((2, 0), (1, 1024))), (0, ((3, 0), (1, 1024)))]
+    layout = layout_of([TensorSpec("t", "uint8", (4, 1024))], ((rows[0],), (rows[2],), (), (rows[1],)))
+    by_sender = [parallel_broadcast.places(layout, 1536, sender, 4) for sender in range(4)]
+    assert by_sender == [((0, 0, 1536), (1, 1536, 2048)), ((2, 0, 1024),), (), ((1, 0, 1024),)]
 
 
 # --- settings with which NCCL would hang or crash ---------------------------------------------------------------------

@@ -89,7 +89,7 @@ GOLDEN_JSON = [
         b'{"push":"p","address":"ipc:///d/control","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
         b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false,"kept":[],'
-        b'"any_order":false}',
+        b'"any_order":false,"domains":[]}',
     ),
     (
         http.UpdateReply(version="7", instance="i", record_s=1.5, kept=({"w": "d"},)),

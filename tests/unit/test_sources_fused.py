@@ -22,7 +22,7 @@ def test_ranks_assemble_the_checkpoint(size):
     assert {one.name: one.shape for one in made.manifest} == {name: tuple(t.shape) for name, t in whole.items()}
     layout = Layout(made.manifest)
     stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    orders = orders_of(made, layout, Wanted([Subset(layout, {})]))
+    orders = orders_of(made, layout, Wanted([Subset(layout, {})]), [0] * len(made.pieces))
     for source, one in zip(sources, orders, strict=True):
         write(source, one.write, stream, "xxh3_64")
     for entry in layout.entries:
@@ -97,7 +97,9 @@ def test_padding_is_left_out(size, dim):
     layout = Layout(made.manifest)
     assert made.manifest[0].shape == (6, 6)
     stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for source, one in zip(sources, orders_of(made, layout, Wanted([Subset(layout, {})])), strict=True):
+    for source, one in zip(
+        sources, orders_of(made, layout, Wanted([Subset(layout, {})]), [0] * len(made.pieces)), strict=True
+    ):
         write(source, one.write, stream, "xxh3_64")
     assert torch.equal(layout.entries[0].view(stream), whole)
     if size == 1:

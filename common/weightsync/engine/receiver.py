@@ -20,7 +20,7 @@ from weightsync.engine.adapter import Adapter
 from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
-from weightsync.engine.stage import Staged, Stages
+from weightsync.engine.stage import Staged, Stages, check_several_hosts
 from weightsync.errors import (
     ApplyFailed,
     DigestMismatch,
@@ -165,7 +165,8 @@ class Receiver:
         self._supersede(request.push)
         self._disown(request.owner)
         self._machine.check("prepare")
-        layout = self._loading.accept(request.manifest, request.known, request.push, request.kept)
+        layout = self._loading.accept(request.manifest, request.known, request.push, request.kept, request.domains)
+        check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep and not request.any_order
         job = _Job(request, end, self._loading.subset(layout) if some else Subset(layout, {}))

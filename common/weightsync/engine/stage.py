@@ -9,15 +9,17 @@ from typing import Final
 
 import torch
 
-from weightsync.errors import DigestMismatch, TransferFailed
+from weightsync.errors import DigestMismatch, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors import digest, native_copy
 from weightsync.tensors.any_order import Arrival
+from weightsync.tensors.boxes import narrowed
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Hashes
 from weightsync.tensors.scattered import Scattered, Stream, key
 from weightsync.tensors.subset import Subset, place
+from weightsync.transports import registry
 from weightsync.transports.base import Bucket, Incoming
 
 
@@ -70,8 +72,7 @@ class _Prepared:
         self.buckets: list[Hashes | None] = []
         for bucket in range(subset.layout.buckets(request.bucket_bytes)):
             ended = [piece.entry for piece in subset.layout.pieces(bucket, request.bucket_bytes) if piece.last]
-            needed = [(entry, subset.box(entry.number)) for entry in ended if entry.nbytes]
-            needed = [(entry, box) for entry, box in needed if box is None or 0 not in box.shape]
+            needed = [(entry, box) for entry in ended for box in subset.hashed(entry.number)]
             places = [place(entry, box, entry.raw(stage).data_ptr()) for entry, box in needed]
             pieces = [found for found in places if found is not None]
             self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
@@ -187,6 +188,15 @@ class Stages:
         native_copy.release()
 
 
+def check_several_hosts(layout: Layout, request: UpdateRequest, transport: str) -> None:
+    """Raise `UnsupportedOption` for a push whose bytes lie on several hosts, if it cannot be received so."""
+    if layout.table and (request.stream or request.any_order or not registry.spec(transport).several_hosts):
+        raise UnsupportedOption(
+            f"{len(layout.table)} hosts hold this push, which takes a transport in which each of them sends, tensors "
+            "in order, and a stage"
+        )
+
+
 class _Check:
     """Verifies tensors by the digests that the trainer announced, unless verification is off."""
 
@@ -214,15 +224,14 @@ class _Check:
         start = time.perf_counter()
         announced = iter(bucket.digests)
         for entry, raw in ended:
-            needed = self._subset.of(entry, raw) if entry.nbytes else None
-            if needed is None:
-                continue
-            expected = next(announced, None)
-            if expected != digest.hashed(self.algorithm, needed).value():
-                raise DigestMismatch(
-                    f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
-                    f"({'its digest differs' if expected is not None else 'no digest came with it'})"
-                )
+            for box in self._subset.hashed(entry.number):
+                needed = raw if box is None else narrowed(raw.view(entry.dtype).view(entry.spec.shape), *box)
+                expected = next(announced, None)
+                if expected != digest.hashed(self.algorithm, needed).value():
+                    raise DigestMismatch(
+                        f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
+                        f"({'its digest differs' if expected is not None else 'no digest came with it'})"
+                    )
         if next(announced, None) is not None:
             raise DigestMismatch(f"rank {self._rank}: bucket {bucket.number} came with digests of unknown tensors")
         self.seconds += time.perf_counter() - start

@@ -61,6 +61,11 @@ def process_space() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
+def processes_id() -> str:
+    """As `process_space`, and different on different hosts."""
+    return f"{_boot()}:{process_space()}"
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that a stage could take on a device, in bytes."""
     if device.type == "cuda":

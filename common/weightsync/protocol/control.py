@@ -15,6 +15,8 @@ _T = TypeVar("_T")
 _encode_msgpack = msgspec.msgpack.Encoder()
 #: The protocol's minor version from which ranks know `BucketReady.begins`.
 ANY_ORDER_MINOR: Final = 3
+#: The minor version from which they know `http.UpdateRequest.domains`.
+SEVERAL_HOSTS_MINOR: Final = 5
 #: In place of a handle: the other side has it already, or does not need one.
 NO_HANDLE: Final = msgspec.Raw(b"\xc0")
 

@@ -17,7 +17,7 @@ from weightsync.protocol.lockstep import Lockstep
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 4)
+PROTOCOL: Final[tuple[int, int]] = (1, 5)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
@@ -142,7 +142,8 @@ class UpdateRequest(Message, frozen=True):
     ranks keep the version before. ``stream``: they fetch the bytes in the commit, for lack of memory for a stage.
     ``known`` is `layout.Layout.name`; an empty ``manifest`` is the one of that name in the push before. ``parts``:
     ranks may fetch and verify only their subsets. ``kept`` names expected tensors that stay as the engine has them.
-    ``any_order``: each `control.BucketReady` names the tensors that begin in its bucket.
+    ``any_order``: each `control.BucketReady` names the tensors that begin in its bucket. ``domains``: what each host of
+    the trainer holds of the stream, if several do, see `layout.Table`.
     """
 
     push: Text
@@ -164,6 +165,11 @@ class UpdateRequest(Message, frozen=True):
     parts: bool = False
     kept: tuple[Text, ...] = ()
     any_order: bool = False
+    domains: Annotated[tuple[tuple[tuple[int, tuple[Shape, Shape]], ...], ...], msgspec.Meta(max_length=1024)] = ()
+
+    def by_name(self) -> UpdateRequest:
+        """The request with the name of its manifest alone, for an engine that has it."""
+        return msgspec.structs.replace(self, manifest=(), domains=())
 
 
 class Handshake(Message, frozen=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,12 @@ def is_inside(box: Box, shape: Sequence[int]) -> bool:
     )
 
 
+def is_within(inner: Box, outer: Box) -> bool:
+    """Whether the first of two boxes of a tensor lies in the second."""
+    pairs = zip(*inner, *outer, strict=True)
+    return all(b <= a and a + n <= b + m for a, n, b, m in pairs)
+
+
 def hull(one: Box, other: Box) -> Box:
     """The smallest box that contains both boxes; an empty one lies in any box."""
     if 0 in one.shape or 0 in other.shape:
@@ -42,6 +49,48 @@ def hull(one: Box, other: Box) -> Box:
     start = tuple(map(min, one.start, other.start))
     ends = (max(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     return Box(start, tuple(end - a for a, end in zip(start, ends, strict=True)))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What lies in both boxes; None if that is nothing."""
+    low = tuple(map(max, one.start, other.start))
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+
+
+def innermost(shape: Sequence[int], box: Box) -> int:
+    """The last dimension in which a box is smaller than its tensor; -1 if it is the whole tensor."""
+    return max((at for at, (size, all_) in enumerate(zip(box.shape, shape, strict=True)) if size != all_), default=-1)
+
+
+def runs(shape: Sequence[int], itemsize: int, box: Box) -> Iterator[tuple[int, int]]:
+    """The contiguous runs of a box that is not empty: (offset in a contiguous tensor of ``shape``, bytes), in order."""
+    inner = innermost(shape, box)
+    if inner < 0:
+        yield 0, math.prod(shape) * itemsize
+        return
+    steps = [math.prod(shape[at + 1 :]) * itemsize for at in range(len(shape))]
+    nbytes = box.shape[inner] * steps[inner]
+    outer = (range(a, a + n) for a, n in zip(box.start[:inner], box.shape[:inner], strict=True))
+    for index in itertools.product(*outer):
+        yield sum(map(operator.mul, (*index, box.start[inner]), steps)), nbytes
+
+
+def joined(boxes: Sequence[Box]) -> list[Box]:
+    """The same elements in fewer boxes: neighbours that are equal but for one dimension become one. None overlap."""
+    found = sorted(boxes)
+    for dim in reversed(range(len(found[0].start) if found else 0)):
+        ends: dict[tuple[tuple[int, ...], tuple[int, ...], int], Box] = {}
+        for box in sorted(found, key=lambda box: box.start[dim]):
+            others = (*box.start[:dim], *box.start[dim + 1 :]), (*box.shape[:dim], *box.shape[dim + 1 :])
+            before, end = ends.pop((*others, box.start[dim]), None), box.start[dim] + box.shape[dim]
+            start = box.start if before is None else before.start
+            size = end - start[dim]
+            ends[(*others, end)] = Box(start, (*box.shape[:dim], size, *box.shape[dim + 1 :]))
+        found = sorted(ends.values())
+    return found
 
 
 def narrowed(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -123,10 +172,8 @@ class Cut(NamedTuple):
         """Intersections of the view with a process's local boxes, as boxes of the base tensor."""
         found = []
         for one in boxes:
-            low = tuple(map(max, one.box.start, self.box.start))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(*one.box, *self.box, strict=True))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                found.append(one.within(Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))))
+            if (common := overlap(one.box, self.box)) is not None:
+                found.append(one.within(common))
         return tuple(found)
 
     def seen(self, box: Box) -> Box:

@@ -18,8 +18,9 @@ from typing import Final, NamedTuple
 import torch
 
 from weightsync.errors import ManifestMismatch
-from weightsync.protocol.codec import to_json
+from weightsync.protocol.codec import Shape, to_json
 from weightsync.protocol.http import TensorSpec
+from weightsync.tensors.boxes import Box
 from weightsync.tensors.scattered import Stream
 
 #: Every tensor starts at a multiple of this many bytes in the stream, which suits every dtype and vector load.
@@ -123,12 +124,27 @@ class Piece(NamedTuple):
     last: bool
 
 
+Table = tuple[tuple[tuple[int, tuple[Shape, Shape]], ...], ...]
+"""The cells of each memory domain of a stream: number of the tensor, start and shape; empty if there is one domain."""
+
+
+class Cell(NamedTuple):
+    """A box of a tensor, which lies at byte ``at`` of the arena of a memory domain, by its number."""
+
+    domain: int
+    box: Box
+    at: int
+
+
 class Layout:
     """Where each tensor of a manifest lies in the stream. Raises `ManifestMismatch` for an invalid dtype or shape.
 
     Tensors start at multiples of `ALIGN_BYTES`. Every ``bucket_bytes`` a new bucket begins, even in the middle of a
     tensor; in a stage that holds the whole stream, every tensor is contiguous.
     """
+
+    #: What each memory domain holds of it, if there are several, see `Table`.
+    table: Table = ()
 
     def __init__(self, manifest: Sequence[TensorSpec]):
         self.specs = tuple(manifest)
@@ -150,6 +166,14 @@ class Layout:
     def name(self) -> str:
         """A hash of the manifest: equal layouts have equal names."""
         return hashlib.blake2b(to_json(self.specs), digest_size=16).hexdigest()
+
+    def cells(self, number: int) -> Sequence[Cell]:
+        """Where the parts of a tensor lie, if several memory domains hold the stream; otherwise nothing."""
+        return ()
+
+    def domain_bytes(self, domain: int) -> int:
+        """The size of a memory domain's arena; without several domains there is one, which holds the stream."""
+        return self.nbytes
 
     def buckets(self, bucket_bytes: int) -> int:
         """Number of buckets; 1 for an empty stream."""

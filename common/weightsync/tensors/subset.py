@@ -16,9 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
-import torch
-
-from weightsync.tensors.boxes import Box, is_inside, narrowed
+from weightsync.tensors.boxes import Box, innermost, is_inside, overlap, runs, whole
 from weightsync.tensors.layout import ALIGN_BYTES, Entry, Layout
 from weightsync.tensors.native_copy import Block
 
@@ -73,12 +71,20 @@ class Subset:
         """The box that is needed of a tensor, None for all of it."""
         return self._boxes.get(number)
 
-    def of(self, entry: Entry, raw: torch.Tensor) -> torch.Tensor | None:
-        """What is needed of a tensor whose bytes are ``raw``, as a view; None if nothing is."""
-        box = self._boxes.get(entry.number)
-        if box is None:
-            return raw
-        return None if 0 in box.shape else narrowed(raw.view(entry.dtype).view(entry.spec.shape), *box)
+    def hashed(self, number: int) -> tuple[Box | None, ...]:
+        """What is hashed of a tensor, each box by itself; None is the whole tensor. Nothing if nothing is needed.
+
+        That is what is needed of it, or, if several memory domains hold it, what is needed from each, in order.
+        """
+        entry, box = self.layout.entries[number], self._boxes.get(number)
+        if not entry.nbytes or (box is not None and 0 in box.shape):
+            return ()
+        cells = self.layout.cells(number)
+        if not cells:
+            return (box,)
+        needed = whole(entry.spec) if box is None else box
+        parts = (overlap(needed, cell.box) for cell in cells)
+        return tuple(None if part.shape == entry.spec.shape else part for part in parts if part is not None)
 
     def runs(self) -> list[tuple[int, int]]:
         """Where the subset lies in the stream: (offset, bytes) in order; a run may include padding between tensors."""
@@ -97,7 +103,7 @@ class Subset:
         if box is None:
             yield from [(entry.offset, entry.nbytes)] if entry.nbytes else []
         elif 0 not in box.shape:
-            yield from ((entry.offset + at, nbytes) for at, nbytes in _runs(entry, box))
+            yield from ((entry.offset + at, nbytes) for at, nbytes in runs(entry.spec.shape, entry.dtype.itemsize, box))
 
     def cut(self, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """The runs of every bucket: (offset in the stream, bytes), cut at the bounds of buckets."""
@@ -128,7 +134,7 @@ def widened(entry: Entry, box: Box) -> Box | None:
         return box
     best, least = None, _RUN_COST_BYTES + entry.nbytes
     while box.shape != shape:
-        inner = _inner(shape, box)
+        inner = innermost(shape, box)
         cost = math.prod(box.shape[:inner]) * _RUN_COST_BYTES + math.prod(box.shape) * itemsize
         if cost < least:
             best, least = box, cost
@@ -140,25 +146,9 @@ def place(entry: Entry, box: Box | None, address: int) -> Block | None:
     """Where a box of a tensor at ``address`` lies in host memory, or the whole tensor; None if it is not contiguous."""
     if box is None:
         return Block(address, entry.nbytes)
-    runs = _runs(entry, box)
-    (at, nbytes), more = next(runs), next(runs, None)
+    found = runs(entry.spec.shape, entry.dtype.itemsize, box)
+    (at, nbytes), more = next(found), next(found, None)
     return Block(address + at, nbytes) if more is None else None
-
-
-def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
-    """The contiguous runs of a box that is neither empty nor the whole: (offset in the tensor, bytes), in order."""
-    shape = entry.spec.shape
-    steps = [math.prod(shape[at + 1 :]) * entry.dtype.itemsize for at in range(len(shape))]
-    inner = _inner(shape, box)
-    nbytes = box.shape[inner] * steps[inner]
-    outer = (range(a, a + n) for a, n in zip(box.start[:inner], box.shape[:inner], strict=True))
-    for index in itertools.product(*outer):
-        yield sum(map(int.__mul__, (*index, box.start[inner]), steps)), nbytes
-
-
-def _inner(shape: Sequence[int], box: Box) -> int:
-    """The last dimension in which the box is smaller than the tensor."""
-    return max(at for at, (size, whole) in enumerate(zip(box.shape, shape, strict=True)) if size != whole)
 
 
 def _replaced(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
@@ -182,8 +172,7 @@ class Wanted:
 
     def boxes(self, number: int) -> set[Box | None]:
         """The boxes of a tensor that have to be hashed; None is the whole tensor."""
-        found = {subset.box(number) for subset in self._needs.values()}
-        return {box for box in found if box is None or 0 not in box.shape}
+        return {box for subset in self._needs.values() for box in subset.hashed(number)}
 
     def digests(self, numbers: Iterable[int], found: Found) -> Digests:
         """The digests to announce with a bucket in which the tensors ``numbers`` end; ``found`` has all digests."""
@@ -191,7 +180,12 @@ class Wanted:
         return {name: tuple(self._of(subset, ended, found)) for name, subset in self._needs.items()}
 
     def _of(self, subset: Subset, ended: Sequence[int], found: Found) -> Iterator[int]:
-        for number in ended:
+        if subset.layout.table:
+            for number in ended:
+                for box in subset.hashed(number):
+                    yield found[number, box]
+            return
+        for number in ended:  # the same for one domain, at half the time for each tensor
             box = subset.box(number)
             if box is None or 0 not in box.shape:
                 yield found[number, box]

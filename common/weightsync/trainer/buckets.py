@@ -75,27 +75,29 @@ def choose(
     asked: int | None,
     staged: Staging,
     keep: bool,
-    shared: bool = False,
+    shared: int | None = None,
+    divided: bool = False,
 ) -> Choice:
     """Choose buckets and staging for a stream of ``stream_bytes``.
 
     ``free_bytes`` is the memory for the arena, the minimum over the trainer and the ranks that use the same memory;
     ``rank_bytes`` is what each rank has for a stage. With ``asked`` the arena is two buckets of that size. Otherwise it
     is many buckets that hold the whole stream if that fits (twice with ``keep``), and two small buckets if not. An
-    arena ``shared`` by several trainer processes always holds the whole stream; raises `UnsupportedOption` if that
-    does not fit.
+    arena that several trainer processes share always holds ``shared`` bytes: the whole stream, or if that is
+    ``divided`` between hosts, what their host holds; raises `UnsupportedOption` if it does not fit.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
     part = min(half, _part(stream_bytes))
     times = 2 if keep else 1
     slots = 2
-    if shared:
+    if shared is not None:
         bucket_bytes = part if asked is None else align(asked)
         slots = max(2, -(-stream_bytes // bucket_bytes))
-        if slots * bucket_bytes * times > free_bytes:
+        takes = shared if divided else times * slots * bucket_bytes
+        if takes > free_bytes:
             raise UnsupportedOption(
-                "the ranks of a trainer assemble the model in shared memory, which takes "
-                f"{slots * bucket_bytes * times} bytes, and {free_bytes} are free; free some, or push from one process"
+                f"the ranks of a trainer assemble the model in shared memory, which takes {takes} bytes, and "
+                f"{free_bytes} are free; free some, or push from one process"
             )
     elif asked is not None:
         bucket_bytes = align(asked)
@@ -105,6 +107,8 @@ def choose(
         bucket_bytes = min(half, max(_MIN_BUCKET_BYTES, align(free_bytes // _BUCKET_SHARE)))
     if staged != "auto":
         return Choice(bucket_bytes, slots, staged, "asked for")
+    if divided:
+        return Choice(bucket_bytes, slots, "full", f"the trainer's hosts hold all {stream_bytes} bytes")
     if slots * bucket_bytes >= stream_bytes:
         return Choice(bucket_bytes, slots, "full", f"the trainer's arena holds all {stream_bytes} bytes")
     if stream_bytes * times <= rank_bytes * _HOLD_SHARE:

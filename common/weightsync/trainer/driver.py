@@ -37,6 +37,7 @@ from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.reading import Reading
 from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports import registry
 
 
 class Asked(NamedTuple):
@@ -69,7 +70,9 @@ class Driver:
         machine: Machine[str],
         deadline: Deadline,
     ):
-        self.engines = Engines(targets, key, options.pause, options.transport, deadline)
+        several_hosts = ranks is not None and bool(ranks.addresses)
+        pick = functools.partial(registry.pick, options.transport, several_hosts=several_hosts)
+        self.engines = Engines(targets, key, options.pause, pick, deadline)
         self._planner = Planner(self.engines, options, ranks)
         self._options, self._ranks, self._machine = options, ranks, machine
         self._transfer: Transfer | None = None

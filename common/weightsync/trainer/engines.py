@@ -53,17 +53,17 @@ _MAX_THREADS: Final = 1 << 16
 
 Commit = Future[http.CommitReply | WeightSyncError]
 _T = TypeVar("_T")
+Pick = Callable[[str, http.OpenReply], tuple[str, str]]
 
 
 class Engines:
-    """All engines, which know this sender as ``owner``. Building opens each of them. Raises `WeightSyncError`."""
+    """All engines, which know this sender as ``owner``; ``pick``, see `registry.pick`, chooses their transports.
+    Building opens each of them. Raises `WeightSyncError`."""
 
-    def __init__(
-        self, targets: Sequence[Target], token: str, pause: http.PauseMode, transport: str, deadline: Deadline
-    ):
+    def __init__(self, targets: Sequence[Target], token: str, pause: http.PauseMode, pick: Pick, deadline: Deadline):
         self.owner = secrets.token_hex(8)
         self.holder = processes.this_process()
-        self._pause, self._transport = pause, transport
+        self._pause, self._pick = pause, pick
         self._clients = [EngineClient(target, token) for target in targets]
         self._token = token
         self._threads = DaemonThread("weightsync-engine", _MAX_THREADS)
@@ -97,7 +97,7 @@ class Engines:
     def _register(self, client: EngineClient, hello: http.OpenReply) -> None:
         if reason := hello.pause_refused.get(self._pause):
             raise UnsupportedOption(f"{client.url} ({hello.engine}) cannot pause with {self._pause!r}: {reason}")
-        transport, reason = registry.pick(self._transport, client.url, hello)
+        transport, reason = self._pick(client.url, hello)
         self.by_url[client.url] = Engine(client, hello, hello.version, transport, reason, hello.stopped)
 
     @property
@@ -291,7 +291,7 @@ class Engines:
         """Prepare one engine; a manifest that it already has is sent as its name."""
         if request.known and engine.manifest == request.known:
             try:
-                return engine.client.prepare(msgspec.structs.replace(request, manifest=()), engine.transport, deadline)
+                return engine.client.prepare(request.by_name(), engine.transport, deadline)
             except ManifestUnknown:
                 logger.debug("%s no longer has the manifest; it is sent in full", engine.client.url)
         engine.manifest = ""

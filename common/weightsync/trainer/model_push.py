@@ -52,8 +52,8 @@ class ModelPush:
     """A push of ``plan``, whose tensors are read as ``reading`` says; ``ranks`` are those of the trainer, if several.
 
     If they are to be read early, they are copied before any engine is asked, which then waits for no engine. That takes
-    an arena that holds everything, and that no engine keeps a version in: before an engine has accepted the push it may
-    still go back to that version.
+    one arena that holds everything, and that no engine keeps a version in: before an engine has accepted the push it
+    may still go back to that version.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ModelPush:
         outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
         if plan.shared is not None:
             self._finish("in place")
-        elif self._reading.early and outgoing.is_whole and not plan.request.keep:
+        elif self._reading.early and outgoing.is_whole and not plan.request.keep and not plan.layout.table:
             self._copied = outgoing, self._reading.run(lambda: self._copy(outgoing))
             self._finish("copied")
         return outgoing

@@ -13,7 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
-from weightsync.protocol.control import ANY_ORDER_MINOR
+from weightsync.protocol.control import ANY_ORDER_MINOR, SEVERAL_HOSTS_MINOR
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
@@ -23,7 +23,8 @@ from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
-from weightsync.tensors.layout import ALIGN_BYTES, Layout, listed
+from weightsync.tensors.domains import layout_of
+from weightsync.tensors.layout import ALIGN_BYTES, Layout, Table, listed
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Engines
@@ -135,6 +136,7 @@ class Planner:
         Raises `SourceError`, `ManifestMismatch`, or `UnsupportedOption` if memory does not suffice.
         """
         manifest, assembled = source.specs, False
+        table: Table = ()
         if self._ranks is not None:
             split = self._ranks.planned(source)
             if not again and not isinstance(source, _NOT_COMPARED):
@@ -142,15 +144,17 @@ class Planner:
             # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
             assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
-            manifest = split.manifest
+            manifest, table = split.manifest, self._ranks.divided(split) if assembled else ()
         if not manifest:
             raise SourceError("the mapping holds no tensors; there is nothing to send")
         manifest, sources, kept = self._fit(manifest, allow_missing, deadline)
         identity = None if assembled else source.identity()
         shared = None if assembled or sources else self._share(source, transfer, identity)
-        layout = self._layout_of(manifest, assembled)
+        layout = self._layout_of(manifest, assembled, table)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
         self._check_kept(kept)
+        if table:
+            self._check_several_hosts(choice)
         request = self._request(transfer, source, layout, choice, kept)
         return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
 
@@ -244,11 +248,25 @@ class Planner:
             self._checked = identity, transfer.device, shared
         return shared
 
-    def _layout_of(self, manifest: tuple[http.TensorSpec, ...], assembled: bool) -> Layout:
-        if self._layout is None or self._layout.specs != manifest or assembled != self._assembled:
-            self._layout, self._assembled = Layout(manifest), assembled
-            self._chosen = None
-        return self._layout
+    def _check_several_hosts(self, choice: Choice) -> None:
+        """Raise `UnsupportedOption` if an engine cannot take a push from several hosts."""
+        for url, engine in self._engines.by_url.items():
+            if engine.hello.protocol < (http.PROTOCOL[0], SEVERAL_HOSTS_MINOR):
+                raise UnsupportedOption(
+                    f"{url} runs weightsync {engine.hello.package_version}, which cannot be pushed to from several "
+                    "hosts; update it"
+                )
+        if choice.staging == "none":
+            raise UnsupportedOption(
+                f"the trainer's ranks on several hosts push into a stage, which is excluded: {choice.reason}"
+            )
+
+    def _layout_of(self, manifest: tuple[http.TensorSpec, ...], assembled: bool, table: Table = ()) -> Layout:
+        known = self._layout
+        if known is None or (known.specs, known.table, self._assembled) != (manifest, table, assembled):
+            self._layout, self._assembled, self._chosen = layout_of(manifest, table), assembled, None
+            return self._layout
+        return known
 
     def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
         """Buckets and staging; kept for as long as the layout is, or until `choose_again`."""
@@ -262,7 +280,8 @@ class Planner:
                 options.bucket_bytes,
                 options.staging,
                 options.keep,
-                self._assembled,
+                layout.domain_bytes(0) if self._assembled else None,
+                bool(layout.table),
             )
         return self._chosen
 
@@ -290,4 +309,5 @@ class Planner:
             # The engine's own loader, which these use, needs every tensor in full.
             parts=choice.staging != "none" and options.verify != "deep",
             kept=kept,
+            domains=layout.table,
         )

@@ -23,7 +23,7 @@ from weightsync.trainer.buckets import Staging
 from weightsync.trainer.driver import Asked, Driver
 from weightsync.trainer.join_server import JoinServer
 from weightsync.trainer.push_plan import Options
-from weightsync.trainer.ranks import Coordinator, ranks
+from weightsync.trainer.ranks import Coordinator, Follower, ranks
 from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.ranks.conversation import Act
 from weightsync.trainer.reading import Reading
@@ -77,8 +77,8 @@ class Sender:
     sender with the same arguments and makes the same calls; all ranks return the same result, or raise the same error.
     Only rank 0 talks to the engines. Each rank sends what it holds: nothing is gathered, and no collective is started.
     A plain tensor that several ranks hold, as with DistributedDataParallel, is sent by the lowest of them; a rank may
-    hold nothing. `close` does not wait for the other ranks. All ranks must be on one host, whose shared memory holds
-    the whole model.
+    hold nothing. `close` does not wait for the other ranks. The shared memory of each host holds what its ranks send,
+    and ranks on several hosts take a transport in which each host sends. ``address`` is that of rank 0's host.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Sender:
             keep_previous,
             bucket_bytes,
             progress,
-            "" if address is None else own_address(address),
+            "" if address is None else address,
             check_replicas,
         )
         self._options.check()
@@ -123,6 +123,8 @@ class Sender:
         #: The module or mapping that was pushed last: opening it again costs less.
         self._known: Source | Remembered | None = None
         self._ranks = ranks(group, self._options.of_all_ranks([one for one in targets if isinstance(one, str)]))
+        if address is not None and not isinstance(self._ranks, Follower):  # it is that of rank 0's host
+            self._options = self._options._replace(address=own_address(address))
         for found in targets:
             self._check_target(found)
         #: Calls of the trainer and requests to the join server wait for each other.

@@ -15,7 +15,7 @@ from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
-from weightsync.tensors.layout import Layout
+from weightsync.tensors.layout import ALIGN_BYTES, Layout
 from weightsync.trainer.outgoing import Outgoing, Packed
 from weightsync.transports import registry
 from weightsync.transports.base import PeerRanks, TrainerEnd
@@ -96,6 +96,8 @@ class Transfer:
     def _make_arenas(self, plan: UpdateRequest, layout: Layout) -> None:
         nbytes = plan.slots * plan.bucket_bytes
         count = 2 if plan.keep and layout.nbytes <= nbytes else 1
+        if layout.table:  # ranks keep versions in stages of their own
+            nbytes, count = max(layout.domain_bytes(0), ALIGN_BYTES), 1
         same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.shared is None
         if same and all(map(arenas.reachable, self._arenas)):
             return
@@ -143,7 +145,8 @@ class Transfer:
     def served(self, push: Outgoing) -> None:
         """Note that a push is served. With two arenas, the next push goes into the other one."""
         again, self._current = self._served is not None, None
-        if push.is_whole and self.shared is None:  # shared parameters change with the next training step
+        # Shared parameters change with the next training step, and other hosts' arenas are not this sender's.
+        if push.is_whole and self.shared is None and not push.layout.table:
             self._served = push
         if not again:
             self._arenas.reverse()

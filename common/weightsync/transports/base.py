@@ -7,7 +7,7 @@ engine end, in a thread that never touches the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, NamedTuple, Protocol
@@ -140,16 +140,23 @@ class Incoming(Protocol):
 class PeerRanks(Protocol):
     """The other ranks of a multi-process trainer, through which rank 0's trainer end gets help during a push."""
 
-    size: int
-    """How many ranks the trainer has, rank 0 included."""
     filled: bool
-    """Whether every rank has mapped the memory that holds the whole stream of this push."""
+    """Whether every rank has mapped the memory that it sends from in this push."""
+    addresses: Set[str]
+    """Of the ranks' hosts, if there are several: the addresses of the others."""
 
-    def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
-        """Send a JSON message to every rank's `RankHelper`. Raises `TransferFailed` or `PushTimeout`."""
+    @property
+    def senders(self) -> Sequence[int]:
+        """The ranks that send, rank 0 first: all of them, or on several hosts the lowest of each.
+
+        On several hosts the number of a sender is that of its memory domain, see `domains.DividedLayout`.
+        """
+
+    def ask(self, transport: str, messages: Mapping[int, bytes], deadline: Deadline) -> None:
+        """Send JSON messages to ranks' `RankHelper`, by rank. Raises `TransferFailed` or `PushTimeout`."""
 
     def answered(self, to: str, deadline: Deadline) -> None:
-        """Wait until every rank has done what it was asked; ``to`` describes that in errors ("to join the group").
+        """Wait until they have done what they were asked; ``to`` describes that in errors ("to join the group").
 
         Raises the error of a rank that failed, or `TransferFailed` or `PushTimeout`, naming the ranks.
         """
@@ -221,6 +228,8 @@ class TransportSpec:
     """Makes an `EngineEnd` from the device of the weights."""
     rank_helper: Callable[[int], RankHelper] | None = None
     """Makes the `RankHelper` of a trainer rank from its number; None if rank 0 alone sends."""
+    several_hosts: bool = False
+    """Whether a trainer's hosts can each send what they hold of the stream, see `domains.DividedLayout`."""
     handshake: type[Handshake] | None = None
     """The message that its set-up method takes; None if there is no such method. See `registry`."""
     check_handshake: Callable[[Any, int], None] = lambda handshake, ranks: None

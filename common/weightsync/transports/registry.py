@@ -29,6 +29,8 @@ from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.http import Handshake
 from weightsync.transports.base import TransportSpec
 
+#: Why a transport without `TransportSpec.several_hosts` is not used.
+_SEVERAL: Final = "the trainer's ranks are on several hosts"
 logger = logging.getLogger(__name__)
 
 _GROUP: Final = "weightsync.transports"
@@ -146,19 +148,24 @@ def setup_method(name: str) -> str:
     raise UnsupportedOption(f"the transport {name} has a handshake, but registers no method for it in {_SETUP_GROUP}")
 
 
-def pick(asked: str, url: str, hello: http.OpenReply) -> tuple[str, str]:
+def pick(asked: str, url: str, hello: http.OpenReply, several_hosts: bool = False) -> tuple[str, str]:
     """The transport to use with an engine, and why; ``asked`` is a name or ``"auto"``.
 
-    Raises `UnsupportedOption` if ``asked`` cannot reach the engine, or no transport can.
+    ``several_hosts``: the trainer is on several. Raises `UnsupportedOption` if ``asked`` cannot be used, or none can.
     """
     on_engine = set(names()).intersection(*(rank.transports for rank in hello.ranks))
     if asked == "auto":
-        return _best(url, hello, on_engine)
+        return _best(url, hello, on_engine, several_hosts)
     if asked in names():
         place, advice = spec(asked).apart(hello)
         if place:
             others = ", ".join(f'"{found.name}"' for found in _by_preference() if found.name != asked)
             raise UnsupportedOption(f'{url} runs on {place}{advice}, or pass transport={others} or "auto"')
+    if several_hosts and not spec(asked).several_hosts:
+        others = ", ".join(f'"{found.name}"' for found in _by_preference() if found.several_hosts)
+        raise UnsupportedOption(
+            f'{asked} takes a trainer on one host, and {_SEVERAL}; pass transport={others} or "auto"'
+        )
     if asked not in on_engine:
         raise UnsupportedOption(f"{url} has no transport {asked}, only {', '.join(sorted(on_engine))}")
     if lacks := spec(asked).lacks():
@@ -171,9 +178,12 @@ def _by_preference() -> list[TransportSpec]:
     return [found for _, found in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _best(url: str, hello: http.OpenReply, on_engine: set[str]) -> tuple[str, str]:
+def _best(url: str, hello: http.OpenReply, on_engine: set[str], several_hosts: bool) -> tuple[str, str]:
     rejected: list[str] = []
     for found in _by_preference():
+        if several_hosts and not found.several_hosts:
+            rejected += [] if _SEVERAL in rejected else [_SEVERAL]
+            continue
         place, _ = found.apart(hello)
         lacking = "the trainer" if found.lacks() else "" if found.name in on_engine else "the engine"
         if not place and not lacking:

@@ -32,7 +32,8 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.protocol.states import PLAN, Machine, PlanState
-from weightsync.tensors.layout import Layout, listed, named
+from weightsync.tensors.domains import layout_of
+from weightsync.tensors.layout import Layout, Table, listed, named
 from weightsync.tensors.scattered import Stream, spans
 from weightsync.tensors.subset import Subset
 
@@ -56,6 +57,7 @@ class Loading:
         self._manifest: Sequence[TensorSpec] = ()
         #: What the last push left as the engine had it.
         self._kept: tuple[str, ...] = ()
+        self._domains: Table = ()
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
         self._dependencies: Dependencies | None = None
@@ -94,7 +96,12 @@ class Loading:
     # --- what is complete
 
     def accept(
-        self, manifest: Sequence[TensorSpec], known: str = "", push: str = "", kept: tuple[str, ...] = ()
+        self,
+        manifest: Sequence[TensorSpec],
+        known: str = "",
+        push: str = "",
+        kept: tuple[str, ...] = (),
+        domains: Table = (),
     ) -> Layout:
         """Return the layout of a complete push. Raises `ManifestMismatch`, naming tensors, if it is not complete.
 
@@ -105,22 +112,23 @@ class Loading:
         if known and not manifest:
             if self._layout is None or self._layout.name != known:
                 raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
-            manifest = self._manifest
+            manifest, domains = self._manifest, self._domains
         self._checked_push = ""
-        layout = self._layout if manifest == self._manifest and kept == self._kept else None
+        same = (manifest, kept, domains) == (self._manifest, self._kept, self._domains)
+        layout = self._layout if same else None
         if layout is not None and not self._record_if_changed(layout, push):
             return layout
         self._layout = None
         if layout is None:
             self._complete.check(manifest, kept)
-            layout = Layout(manifest)
+            layout = layout_of(manifest, domains)
             self._compared.clear()
             self._record(layout)
         stays = self._complete.check_recorded(self._plan, self._hooks, manifest, self._why, kept)
         found = self._accepted
         unwritten = {name: bits for name, bits in found.unwritten.items() if name not in stays.parameters}
         self._accepted = structs.replace(found, unwritten=unwritten, kept=stays.digests)
-        self._manifest, self._kept, self._layout = manifest, kept, layout
+        self._manifest, self._kept, self._domains, self._layout = manifest, kept, domains, layout
         return layout
 
     def expected(self) -> ExpectedReply:

@@ -1,9 +1,12 @@
 """A trainer of several processes: the messages between its ranks, and which rank writes which bytes.
 
-Rank 0 makes an arena in shared memory, the other ranks map it, and every rank copies its cells (see `assignment`) to
+Rank 0 makes an arena in shared memory, the other ranks map it, and every rank copies its pieces (see `assignment`) to
 their place in the assembled tensors. A tensor that only one rank writes is hashed by that rank while it is copied. The
 other tensors are hashed after all ranks have written, each by one rank. Then rank 0 announces the buckets over every
 transport, so the engines verify only after all ranks have written.
+
+On several hosts each is a memory domain, see `tensors.domains`: its lowest rank makes the arena for what its ranks hold
+of the stream, and sends that. What is hashed by itself there is a domain's part of a tensor.
 
 If one rank raises, rank 0 makes every rank raise. A rank whose process has ended is noticed within a second, a frozen
 one at the deadline. A frozen rank may still write when it continues, but that arena is not used again before this rank

@@ -1,4 +1,4 @@
-"""The work of each rank of a sharded trainer: write its pieces into the arena that all ranks map, and hash.
+"""The work of each rank of a sharded trainer: write its pieces into the arena that the ranks of its host map, and hash.
 
 Nothing is gathered: every byte of the model is copied once, from a rank that holds it to where the engines read it.
 """
@@ -19,9 +19,9 @@ from weightsync.memory import arenas
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources import Source
 from weightsync.tensors import digest
-from weightsync.tensors.boxes import Box, narrowed
+from weightsync.tensors.boxes import Box, is_within, narrowed, whole
 from weightsync.tensors.casting import cast
-from weightsync.tensors.layout import DTYPES, Layout, listed
+from weightsync.tensors.layout import DTYPES, Cell, Layout, listed
 from weightsync.tensors.subset import Wanted
 from weightsync.trainer.ranks.assignment import Assignment, Plan, spread
 
@@ -30,12 +30,14 @@ CheckReplicas = Literal["first", "always"]
 
 
 class Order(NamedTuple):
-    """One piece to write: ``part`` of tensor ``tensor``, which begins at byte ``at`` of the stream. It is read from box
-    number ``box`` of the rank's ``held`` entry. ``exclusive``: no other rank writes into the tensor, and all of it is
-    to be hashed, so the rank that writes it also hashes it. The tensor crosses as ``dtype``."""
+    """One piece to write: ``part`` of tensor ``tensor``. Box ``of`` of that tensor begins at byte ``at`` of the arena.
+
+    It is read from box number ``box`` of the rank's ``held`` entry. ``exclusive``: no other rank writes into ``of``,
+    and all of that is to be hashed, so the rank that writes it also hashes it. The tensor crosses as ``dtype``."""
 
     tensor: int
     at: int
+    of: Box
     held: int
     box: int
     part: Box
@@ -44,11 +46,13 @@ class Order(NamedTuple):
 
 
 class HashPart(NamedTuple):
-    """What to hash once all have written: a ``box``, or all, of the tensor that begins at byte ``at`` of the stream."""
+    """What to hash once all have written: a ``box``, or all, of a tensor whose box ``of`` begins at byte ``at`` of the
+    arena."""
 
     tensor: int
     spec: TensorSpec
     at: int
+    of: Box
     box: Box | None
 
 
@@ -70,36 +74,58 @@ class Work(NamedTuple):
     not_finite: int = 0
 
 
-def orders_of(plan: Plan, layout: Layout, demand: Wanted) -> list[Orders]:
-    """Every rank's work. What is not hashed while it is written goes to the rank that has the least to hash."""
-    providers, entries = plan.providers(), layout.entries
-    wanted = [demand.boxes(entry.number) if entry.nbytes else set() for entry in entries]
-    later = [
-        HashPart(entry.number, entry.spec, entry.offset, box)
-        for entry in entries
-        for box in sorted(wanted[entry.number], key=lambda box: box or ())
-        if box is not None or len(providers[entry.number]) > 1
+def orders_of(plan: Plan, layout: Layout, demand: Wanted, domain_of: Sequence[int]) -> list[Orders]:
+    """Every rank's work; ``domain_of`` has the memory domain of each.
+
+    What is not hashed while it is written goes to the rank of its domain that has the least to hash.
+    """
+    # With one domain, pieces are written into the tensors in its arena.
+    wholes = [Cell(0, whole(entry.spec), entry.offset) for entry in layout.entries] if not layout.table else []
+    placed = [
+        [(piece, wholes[piece.tensor] if wholes else _cell_of(layout, piece, domain_of[rank])) for piece in own]
+        for rank, own in enumerate(plan.pieces)
     ]
-    everyone = range(len(plan.pieces))
-    hashing = spread([(_nbytes(part.spec, part.box), everyone) for part in later], everyone)
+    writers: dict[tuple[int, Cell], set[int]] = {}
+    for rank, own in enumerate(placed):
+        for piece, cell in own:
+            writers.setdefault((piece.tensor, cell), set()).add(rank)
+    later: list[tuple[HashPart, int]] = []
+    at_once: set[tuple[int, Cell]] = set()
+    for (number, cell), ranks in sorted(writers.items()):
+        spec = layout.entries[number].spec
+        for box in sorted(demand.boxes(number), key=lambda box: box or ()):
+            if (box or whole(spec)) == cell.box and len(ranks) == 1:
+                at_once.add((number, cell))
+            elif is_within(box or whole(spec), cell.box):
+                later.append((HashPart(number, spec, cell.at, cell.box, box), cell.domain))
+    ranks_of = {domain: [rank for rank, found in enumerate(domain_of) if found == domain] for domain in domain_of}
+    work = [(_nbytes(part.spec, part.box), ranks_of[domain]) for part, domain in later]
+    hashing = spread(work, range(len(plan.pieces)))
     return [
         Orders(
             tuple(
                 Order(
-                    p.tensor,
-                    entries[p.tensor].offset,
-                    p.held,
-                    p.box,
-                    p.part,
-                    len(providers[p.tensor]) == 1 and None in wanted[p.tensor],
-                    entries[p.tensor].spec.dtype,
+                    piece.tensor,
+                    cell.at,
+                    cell.box,
+                    piece.held,
+                    piece.box,
+                    piece.part,
+                    (piece.tensor, cell) in at_once,
+                    layout.entries[piece.tensor].spec.dtype,
                 )
-                for p in pieces
+                for piece, cell in own
             ),
-            tuple(part for part, hashed_by in zip(later, hashing, strict=True) if hashed_by == rank),
+            tuple(part for (part, _), hashed_by in zip(later, hashing, strict=True) if hashed_by == rank),
         )
-        for rank, pieces in enumerate(plan.pieces)
+        for rank, own in enumerate(placed)
     ]
+
+
+def _cell_of(layout: Layout, piece: Assignment, domain: int) -> Cell:
+    """The cell into which a rank of this domain writes a piece."""
+    cells = layout.cells(piece.tensor)
+    return next(cell for cell in cells if cell.domain == domain and is_within(piece.part, cell.box))
 
 
 @torch.no_grad()
@@ -113,38 +139,40 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     wanted: dict[int, list[Order]] = {}
     for order in orders:
         wanted.setdefault(order.held, []).append(order)
-    pieces = Counter(order.tensor for order in orders)
-    digests: dict[int, int] = {}
+    pieces = Counter((order.tensor, order.of) for order in orders)
+    digests: dict[tuple[int, Box], int] = {}
     arenas.synchronize(source.device)
     # Every tensor is read, needed or not: making one may be a collective operation of all ranks.
     for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
         for order in wanted.get(index, ()):
             part = _cut(held.spec, held.boxes[order.box], parts[order.box], order.part)
             crossing = structs.replace(held.spec, dtype=order.dtype)
-            region = stream[order.at : order.at + _nbytes(crossing)]
-            target = narrowed(region.view(DTYPES[order.dtype]).view(held.spec.shape), *order.part)
+            region = stream[order.at : order.at + _nbytes(crossing, order.of)]
+            target = narrowed(region.view(DTYPES[order.dtype]).view(order.of.shape), *_within(order.part, order.of))
             nbytes += target.nbytes
             if target.dtype != part.dtype:
                 not_finite += cast(held.spec.name, target, part)
                 continue
             plain = target.is_contiguous() and part.is_contiguous() and not part.is_neg()
-            at_once = algorithm and order.exclusive and pieces[order.tensor] == 1
+            at_once = algorithm and order.exclusive and pieces[order.tensor, order.of] == 1
             if not plain or part.device.type != "cpu":
                 target.copy_(part)
             elif not at_once:
                 arenas.copy(target, part)
             else:
                 # The trainer's own tensor is hashed, so that a fault in copying shows too.
-                digests[order.tensor], seconds = _copy_and_hash(target, part, algorithm)
+                digests[order.tensor, order.of], seconds = _copy_and_hash(target, part, algorithm)
                 hashing_s += seconds
     hash_start = time.perf_counter()
+    shapes = {order.tensor: source.held[order.held].spec.shape for order in orders}
     for order in orders:
-        if algorithm and order.exclusive and order.tensor not in digests:
-            size = _nbytes(structs.replace(source.held[order.held].spec, dtype=order.dtype))
-            digests[order.tensor] = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
+        if algorithm and order.exclusive and (order.tensor, order.of) not in digests:
+            size = math.prod(order.of.shape) * DTYPES[order.dtype].itemsize
+            found = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
+            digests[order.tensor, order.of] = found
     hashing_s += time.perf_counter() - hash_start
-    found = tuple((tensor, None, value) for tensor, value in digests.items())
-    return Work(found, nbytes, time.perf_counter() - start - hashing_s, hashing_s, not_finite)
+    hashed = ((tensor, None if of.shape == shapes[tensor] else of, value) for (tensor, of), value in digests.items())
+    return Work(tuple(hashed), nbytes, time.perf_counter() - start - hashing_s, hashing_s, not_finite)
 
 
 @torch.no_grad()
@@ -186,9 +214,9 @@ def hash_parts(parts: Sequence[HashPart], stream: torch.Tensor, algorithm: str) 
     """Hash parts of ``stream`` after all ranks have written."""
     start = time.perf_counter()
     digests = []
-    for tensor, spec, at, box in parts:
-        region = stream[at : at + _nbytes(spec)].view(DTYPES[spec.dtype]).view(spec.shape)
-        found = digest.hashed(algorithm, region if box is None else narrowed(region, *box))
+    for tensor, spec, at, of, box in parts:
+        region = stream[at : at + _nbytes(spec, of)].view(DTYPES[spec.dtype]).view(of.shape)
+        found = digest.hashed(algorithm, region if box is None else narrowed(region, *_within(box, of)))
         digests.append((tensor, box, found.value()))
     return Work(tuple(digests), 0, 0.0, time.perf_counter() - start)
 
@@ -203,7 +231,12 @@ def _cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Te
             f"{spec.name} changed while it was sent: {spec.dtype} {list(box.shape)} became {local.dtype} "
             f"{list(local.shape)}"
         )
-    return narrowed(local, [a - b for a, b in zip(part.start, box.start, strict=True)], part.shape)
+    return narrowed(local, *_within(part, box))
+
+
+def _within(part: Box, of: Box) -> Box:
+    """A box of a tensor as a box of ``of``, another one that it lies in."""
+    return Box(tuple(a - b for a, b in zip(part.start, of.start, strict=True)), part.shape)
 
 
 def _copy_and_hash(target: torch.Tensor, part: torch.Tensor, algorithm: str) -> tuple[int, float]:

@@ -16,7 +16,7 @@ from weightsync.trainer.reading import Reading
 #: Seconds that the other ranks wait for the outcome past their deadline, and seconds by which rank 0's deadline is
 #: earlier: only rank 0 knows which rank is missing, and it may still have to ask the engines how a commit ended.
 GRACE_S: Final = 1.0
-EARLIER_S: Final = 0.5
+_EARLIER_S: Final = 0.5
 #: Seconds that a closing rank 0 waits for the others to read the last outcome: the store may end with rank 0.
 HEARD_S: Final = 2.0
 #: Seconds between two polls.
@@ -25,6 +25,11 @@ _T = TypeVar("_T")
 
 Act = Callable[[Source | None, Deadline], _T]
 """What a call does with the engines; runs in rank 0."""
+
+
+def earlier(deadline: Deadline) -> float:
+    """Seconds by which rank 0's deadline is earlier than the others'."""
+    return min(_EARLIER_S, deadline.seconds / 10)
 
 
 class Ranks(ABC):

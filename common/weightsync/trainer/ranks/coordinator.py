@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -27,15 +27,18 @@ from weightsync.errors import (
 from weightsync.memory import arenas
 from weightsync.memory.arenas import ShmArena
 from weightsync.protocol import http
+from weightsync.protocol.handles import ShmHandle
 from weightsync.sources import Source
 from weightsync.tensors import digest
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.domains import divide
 from weightsync.tensors.held import HeldShards
-from weightsync.tensors.layout import Layout
+from weightsync.tensors.layout import Layout, Table
 from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import CheckReplicas, Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
-from weightsync.trainer.ranks.conversation import EARLIER_S, HEARD_S, POLL_S, Act, Ranks
+from weightsync.trainer.ranks.conversation import HEARD_S, POLL_S, Act, Ranks, earlier
 from weightsync.trainer.ranks.messages import (
     Assist,
     Compare,
@@ -44,6 +47,7 @@ from weightsync.trainer.ranks.messages import (
     Hash,
     Iterate,
     Outcome,
+    Provide,
     Release,
     ToRank,
     Welcome,
@@ -58,6 +62,13 @@ _COMPARE_EVERY: Final = 100
 #: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible.
 _ENDS_S: Final = 0.3
 _T = TypeVar("_T")
+
+
+def _moment(greeting: Greeting) -> float:
+    """When a rank's deadline passes, by this host's clock. That of another host counts from when its greeting is read,
+    until its first reply, see `WorkDone`."""
+    here = greeting.host == arenas.host_id()
+    return greeting.moment if here else time.monotonic() + greeting.left_s
 
 
 class Coordinator(Ranks):
@@ -78,6 +89,16 @@ class Coordinator(Ranks):
         self._orders: list[Orders] = []
         #: The layout that the orders are for.
         self._layout: Layout | None = None
+        #: The memory domain of each rank: the number of its host, in order of their lowest ranks.
+        self._domain_of = [0] * size
+        #: The addresses of the other ranks' hosts, if there are several.
+        self.addresses: Set[str] = frozenset()
+        #: The last plan that was divided, and its table.
+        self._divided: tuple[Plan, Table] | None = None
+        #: Arenas of other domains: handle by domain and the name of rank 0's arena.
+        self._provided: dict[tuple[int, str], ShmHandle] = {}
+        #: The ranks that were asked last.
+        self._asked: Sequence[int] = ()
         #: Whether every rank has mapped the arena that `fill` has filled in this push.
         self.filled = False
         #: Replies of the other ranks to the last message to each.
@@ -110,6 +131,7 @@ class Coordinator(Ranks):
             result = act(self._source, deadline)
         except BaseException as error:
             self._ordered.clear()
+            self._provided.clear()
             if isinstance(error, WeightSyncError) and not error.engines:
                 error.settle(dict(engines(deadline)))
             self._send_outcome(Outcome(failure=remote_error_of(error)))
@@ -130,9 +152,7 @@ class Coordinator(Ranks):
                 greetings[rank] = self._begin(rank, http.from_json(body, Greeting))
         if not self._session:
             self._welcome(greetings, deadline)
-        deadline.advance(
-            min(greeting.moment for greeting in greetings.values()) - min(EARLIER_S, deadline.seconds / 10)
-        )
+        deadline.advance(min(map(_moment, greetings.values())) - earlier(deadline))
         for rank, greeting in greetings.items():
             if greeting.what != what:
                 raise WrongState(
@@ -151,19 +171,16 @@ class Coordinator(Ranks):
             # It may not have read the outcome of the last call.
             self._messages.drop(self._last.pop(rank), Deadline(HEARD_S))
         self._nonces[rank], self._count[rank] = greeting.nonce, 0
-        if greeting.space == arenas.process_space():
+        if greeting.space == arenas.processes_id():
             self._messages.pids[rank] = greeting.pid
         return greeting
 
     def _welcome(self, greetings: Mapping[int, Greeting], deadline: Deadline) -> None:
-        here = arenas.host_id()
+        hosts = [arenas.host_id(), *(greeting.host for _, greeting in sorted(greetings.items()))]
+        first = list(dict.fromkeys(hosts))
+        self._domain_of = [first.index(host) for host in hosts]
+        self.addresses = frozenset(greetings[rank].address for rank in self._others if self._domain_of[rank])
         for rank, greeting in greetings.items():
-            if greeting.host != here:
-                raise UnsupportedOption(
-                    f"trainer rank {rank} runs on another host than rank 0 (or in a container with its own /dev/shm): "
-                    "the ranks of a trainer assemble the model in memory that they share, so all must be on one host; "
-                    "for a trainer of several hosts, save a checkpoint and push its folder from a separate process"
-                )
             for name, value in self._options.items():
                 other = greeting.options.get(name, "of an earlier release" if name == "weightsync" else value)
                 if other != value:
@@ -173,7 +190,7 @@ class Coordinator(Ranks):
                     )
         self._session = secrets.token_hex(8)
         for rank in self._others:
-            self._send(rank, Welcome(self._session, os.getpid(), arenas.process_space()), deadline)
+            self._send(rank, Welcome(self._session, os.getpid(), arenas.processes_id()), deadline)
 
     def planned(self, source: Source) -> Plan:
         """Which rank provides what, by what each rank holds according to its greeting. Raises `SourceError`."""
@@ -181,6 +198,24 @@ class Coordinator(Ranks):
             self._held[0] = source.held
             self._plan, self._orders = plan([self._held[rank] for rank in range(self.size)]), []
         return self._plan
+
+    @property
+    def senders(self) -> Sequence[int]:
+        """See `base.PeerRanks`."""
+        lowest = [self._domain_of.index(domain) for domain in range(max(self._domain_of) + 1)]
+        return lowest if len(lowest) > 1 else range(self.size)
+
+    def divided(self, split: Plan) -> Table:
+        """What each host provides of a plan; empty if rank 0's provides all."""
+        if not self.addresses:
+            return ()
+        if self._divided is not None and self._divided[0] is split:
+            return self._divided[1]
+        held: list[list[tuple[int, Box]]] = [[] for _ in range(max(self._domain_of) + 1)]
+        for rank, pieces in enumerate(split.pieces):
+            held[self._domain_of[rank]] += [(piece.tensor, piece.part) for piece in pieces]
+        self._divided = split, divide(held)
+        return self._divided[1]
 
     def compare(self, source: Source, how: CheckReplicas, deadline: Deadline) -> None:
         """Compare what several ranks hold, at the first push and every hundredth, or always.
@@ -199,7 +234,7 @@ class Coordinator(Ranks):
                 hashed = [assembly.hash_copies(source, copies[0], algorithm)]
             except (RuntimeError, OSError, ValueError) as error:
                 raise SourceError(f"the weights could not be read: {error}") from error
-            hashed += self._await_replies("to hash what other ranks hold too", deadline)
+            hashed += self._work("to hash what other ranks hold too", deadline)
             assembly.check_equal(self._plan.manifest, hashed)
         self._compared, self._since = self._plan, 1
 
@@ -213,22 +248,26 @@ class Coordinator(Ranks):
         algorithm: str,
         demand: Wanted,
     ) -> tuple[Found, Work]:
-        """Have every rank write its part into the arena and hash; return the digests, and the slowest rank's times.
+        """Have every rank write its part into its host's arena and hash; the digests, and the slowest rank's times.
 
         ``alive`` names the arenas that are in use. Raises `TransferFailed` or `PushTimeout` that names the rank, and
         what a rank has raised.
         """
         assert self._plan is not None, "planned() is called first"
         if not self._orders or self._demand != demand.names or self._layout is not layout:
-            self._orders, self._demand = assembly.orders_of(self._plan, layout, demand), set(demand.names)
+            self._orders, self._demand = (
+                assembly.orders_of(self._plan, layout, demand, self._domain_of),
+                set(demand.names),
+            )
             self._layout = layout
-        handle, orders = arena.handle(), self._orders
+        orders, handles = self._orders, self._provide(arena, layout, alive, deadline)
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
+            handle = handles.get(self._domain_of[rank])
             self._send(rank, Fill(arena.name, handle, alive, algorithm, new), deadline)
-        stream = arena.bytes[: layout.nbytes]
+        stream = arena.bytes[: layout.domain_bytes(0)]
         written = [assembly.write(source, orders[0].write, stream, algorithm)]
-        written += self._await_replies("to write its part into the arena", deadline)
+        written += self._work("to write its part into the arena", deadline)
         self._ordered = {rank: orders[rank] for rank in self._others}
         nbytes = sum(work.nbytes for work in written)
         if nbytes != layout.payload_bytes:
@@ -238,12 +277,35 @@ class Coordinator(Ranks):
             for rank in self._others:
                 self._send(rank, Hash(), deadline)
             hashed = [assembly.hash_parts(orders[0].hash, stream, algorithm)]
-            hashed += self._await_replies("to hash its part of the arena", deadline)
+            hashed += self._work("to hash its part of the arena", deadline)
         self.filled = True
         found = {(tensor, box): value for work in (*written, *hashed) for tensor, box, value in work.digests}
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
         return found, Work((), nbytes, gather_s, digest_s, sum(work.not_finite for work in written))
+
+    def _provide(
+        self, arena: ShmArena, layout: Layout, alive: tuple[str, ...], deadline: Deadline
+    ) -> dict[int, ShmHandle]:
+        """The arena of each domain that holds a part of the stream."""
+        sizes = {domain: layout.domain_bytes(domain) for domain in range(1, len(layout.table))}
+        self._provided = {
+            key: handle
+            for key, handle in self._provided.items()
+            if key[1] in alive and handle.nbytes == sizes.get(key[0])
+        }
+        asked = {
+            self._domain_of.index(domain): domain
+            for domain, nbytes in sizes.items()
+            if nbytes and (domain, arena.name) not in self._provided
+        }
+        for rank, domain in asked.items():
+            self._send(rank, Provide(arena.name, sizes[domain], alive), deadline)
+        for rank, done in self._await_replies("to make an arena for its host", deadline, list(asked)).items():
+            assert done.handle is not None, "the reply to Provide has the arena"
+            self._provided[asked[rank], arena.name] = done.handle
+        others = {domain: self._provided[domain, arena.name] for domain, nbytes in sizes.items() if nbytes}
+        return {0: arena.handle(), **others}
 
     def together(self, read: Callable[[], _T], deadline: Deadline) -> _T:
         """Read an iterator, while every other rank reads its own. Raises what a rank has raised."""
@@ -259,20 +321,21 @@ class Coordinator(Ranks):
             self._send(rank, Release(), deadline)
         self._await_replies("to go on", deadline)
 
-    def ask(self, transport: str, message: bytes, deadline: Deadline) -> None:
+    def ask(self, transport: str, messages: Mapping[int, bytes], deadline: Deadline) -> None:
         """See `base.PeerRanks`."""
-        for rank in self._others:
+        for rank, message in messages.items():
             self._send(rank, Assist(transport, msgspec.Raw(message)), deadline)
+        self._asked = list(messages)
 
     def answered(self, to: str, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""
-        self._await_replies(to, deadline)
+        self._await_replies(to, deadline, self._asked)
 
     def check(self, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""
-        keys, to = self._reply_keys(), "to help"
+        keys, to = self._reply_keys(self._asked), "to help"
         self._messages.poll(keys, self._replies, deadline, to)
-        self._read_replies()
+        self._read_replies(self._asked)
         self._messages.check(keys, self._replies, deadline, to)
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
@@ -285,21 +348,29 @@ class Coordinator(Ranks):
         message = f"{error}; {self._messages.describe(faulty)} was to send its part"
         return type(error)(message, weights=error.weights, engines=error.engines)
 
-    def _reply_keys(self) -> dict[int, str]:
-        return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in self._others}
+    def _reply_keys(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in ranks}
 
-    def _await_replies(self, to: str, deadline: Deadline) -> list[Work]:
-        self._messages.take(self._reply_keys(), self._replies, deadline, to)
-        return self._read_replies()
+    def _await_replies(self, to: str, deadline: Deadline, ranks: Sequence[int] | None = None) -> dict[int, WorkDone]:
+        """Wait until all ranks have replied, or only these. Raises what a rank has raised."""
+        asked = self._others if ranks is None else ranks
+        if asked:
+            self._messages.take(self._reply_keys(asked), self._replies, deadline, to)
+        replies = self._read_replies(asked)
+        for rank, done in replies.items():
+            if self._domain_of[rank] and done.left_s is not None:  # its clock is another
+                deadline.advance(time.monotonic() + done.left_s - earlier(deadline))
+        return replies
 
-    def _read_replies(self) -> list[Work]:
-        found: list[Work] = []
-        for rank, body in sorted(self._replies.items()):
-            done = http.from_json(body, WorkDone)
+    def _work(self, to: str, deadline: Deadline) -> list[Work]:
+        """As `_await_replies`, for what all ranks have done."""
+        return [done.work for done in self._await_replies(to, deadline).values() if done.work is not None]
+
+    def _read_replies(self, ranks: Sequence[int]) -> dict[int, WorkDone]:
+        found = {rank: http.from_json(self._replies[rank], WorkDone) for rank in ranks if rank in self._replies}
+        for rank, done in found.items():
             if done.failure is not None:
                 raise as_exception(done.failure, f"trainer rank {rank}: ")
-            if done.work is not None:
-                found.append(done.work)
         return found
 
     def _send(self, rank: int, message: ToRank, deadline: Deadline) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas
 from weightsync.protocol import http
+from weightsync.protocol.handles import ShmHandle
 from weightsync.sources.iterator import IteratorSource
 from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks import assembly
@@ -34,6 +35,7 @@ from weightsync.trainer.ranks.messages import (
     Hash,
     Iterate,
     Outcome,
+    Provide,
     Release,
     ToRank,
     Welcome,
@@ -54,10 +56,12 @@ class Follower(Ranks):
     def __init__(self, group: str, options: Mapping[str, str], rank: int):
         super().__init__(group, options)
         self._rank = rank
-        #: What rank 0 knows that this rank holds, the orders that it sent last, and the mapped arenas by name.
+        #: What rank 0 knows that this rank holds, the orders that it sent last, and the mapped arenas by rank 0's name.
         self._known: tuple[HeldShards, ...] | None = None
         self._orders: Orders | None = None
-        self._arenas: dict[str, torch.Tensor] = {}
+        self._arenas: dict[str, tuple[ShmHandle | None, torch.Tensor]] = {}
+        #: Those of them that this rank has made for its host.
+        self._own: dict[str, arenas.ShmArena] = {}
         self._filling: tuple[torch.Tensor, str] | None = None
         self._helpers: dict[str, RankHelper] = {}
 
@@ -78,11 +82,13 @@ class Follower(Ranks):
             what,
             os.getpid(),
             arenas.host_id(),
-            arenas.process_space(),
+            arenas.processes_id(),
             deadline.moment,
             None if held == self._known else held,
             remote_error_of(failure) if failure is not None else None,
             {} if self._session else self._options,
+            deadline.left(),
+            "" if self._session else self._messages.address(),
         )
         self._known, known = None, held if held is not None else self._known
         self._messages.put(key, http.to_json(greeting), until, "trainer rank 0")
@@ -95,18 +101,20 @@ class Follower(Ranks):
                 message: ToRank = msgspec.json.decode(bodies[0], type=ToRank)
                 if isinstance(message, Outcome):
                     if message.failure is not None:
+                        self._let_go()
                         raise as_exception(message.failure) from failure
                     self._known = known
                     result: _T = msgspec.json.decode(message.result, type=kind)
                     return result
                 if isinstance(message, Welcome):
                     self._session = message.session
-                    if message.space == arenas.process_space():
+                    if message.space == arenas.processes_id():
                         self._messages.pids[0] = message.pid
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
                     done, failure = self._attempt(message, reading, lambda: self._still_wanted(after, until))  # noqa: B023 - called here
+                    done = msgspec.structs.replace(done, left_s=deadline.left())
                     self._messages.put(last, http.to_json(done), until, "trainer rank 0")
                 number += 1
         except BaseException as error:
@@ -124,12 +132,17 @@ class Follower(Ranks):
             raise TransferFailed(f"{self._messages.describe([0])}: it was to finish the push")
 
     def _attempt(
-        self, message: Fill | Hash | Compare | Iterate | Release | Assist, reading: Reading, check: Callable[[], None]
+        self,
+        message: Provide | Fill | Hash | Compare | Iterate | Release | Assist,
+        reading: Reading,
+        check: Callable[[], None],
     ) -> tuple[WorkDone, Exception | None]:
         try:
             if isinstance(message, Assist):
                 self._help(message, check)
                 return WorkDone(), None
+            if isinstance(message, Provide):
+                return WorkDone(handle=self._provide(message)), None
             if isinstance(message, Release):
                 reading.finish()
                 return WorkDone(), None
@@ -157,17 +170,41 @@ class Follower(Ranks):
             raise SourceError("rank 0 pushes an iterator, and this rank does not; give every rank one")
         self._source.drain()
 
+    def _provide(self, message: Provide) -> ShmHandle:
+        self._drop_others(message.alive)
+        self._filling = None
+        if message.arena in self._own:  # of another size
+            self._own.pop(message.arena).close()
+            del self._arenas[message.arena]
+        own = self._own[message.arena] = arenas.ShmArena(message.nbytes)
+        self._arenas[message.arena] = own.handle(), own.bytes
+        return own.handle()
+
+    def _let_go(self) -> None:
+        """Unmap all arenas: the next push has others, for which there may be no memory beside these."""
+        self._filling = None
+        self._drop_others(())
+
+    def _drop_others(self, alive: Sequence[str]) -> None:
+        for name in self._arenas.keys() - set(alive):
+            del self._arenas[name]
+            if name in self._own:
+                self._own.pop(name).close()
+
     def _work(self, message: Fill | Hash | Compare) -> Work:
         if isinstance(message, Compare):
             assert self._source is not None, "only a push compares"
             return assembly.hash_copies(self._source, message.copies, message.algorithm)
         if isinstance(message, Fill):
-            for name in self._arenas.keys() - set(message.alive):
-                del self._arenas[name]
-            if message.arena not in self._arenas:
-                self._arenas[message.arena] = arenas.attach(message.handle)
+            self._drop_others(message.alive)
+            handle, name = message.handle, message.arena
+            if name not in self._arenas or self._arenas[name][0] != handle:
+                nothing = torch.empty(0, dtype=torch.uint8)
+                self._arenas[name] = handle, nothing if handle is None else arenas.attach(handle)
+                if handle is None and name in self._own:
+                    self._own.pop(name).close()
             self._orders = message.orders if message.orders is not None else self._orders
-            self._filling = self._arenas[message.arena], message.algorithm
+            self._filling = self._arenas[name][1], message.algorithm
         assert self._filling is not None, "Fill, with the arena, is sent first"
         assert self._orders is not None, "the first Fill has the orders"
         stream, algorithm = self._filling
@@ -178,8 +215,7 @@ class Follower(Ranks):
 
     def close(self) -> None:
         """Release memory and connection; idempotent."""
-        self._filling = None
-        self._arenas.clear()
+        self._let_go()
         while self._helpers:
             self._helpers.popitem()[1].close()
         self._messages.close()

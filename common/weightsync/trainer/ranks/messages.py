@@ -27,6 +27,7 @@ from weightsync.protocol.http import Message
 from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks.assembly import Orders, Work
 from weightsync.trainer.ranks.assignment import Assignment
+from weightsync.transports.control.sockets import local_address
 
 _PREFIX: Final = "weightsync"
 #: Seconds between two polls of the store, at first and at most.
@@ -54,8 +55,9 @@ class RemoteError(Message, frozen=True):
 class Greeting(Message, frozen=True):
     """rank -> 0: this rank has been called to do ``what``; ``nonce`` names its conversation.
 
-    Its deadline is ``moment``, by its host's `time.monotonic`. ``held`` is what it holds; None if that is the same as
-    in the last push, or if the call sends nothing. ``options`` are those of a sender that is being built.
+    Its deadline is ``moment``, by its host's `time.monotonic`, ``left_s`` seconds after the greeting. ``held`` is what
+    it holds; None if that is the same as in the last push, or if the call sends nothing. ``options`` are those of a
+    sender that is being built, and ``address`` is that of its host on the way to the store.
     """
 
     nonce: str
@@ -67,6 +69,8 @@ class Greeting(Message, frozen=True):
     held: tuple[HeldShards, ...] | None = None
     failure: RemoteError | None = None
     options: dict[str, str] = msgspec.field(default_factory=dict)
+    left_s: float = 0.0
+    address: str = ""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -77,14 +81,23 @@ class Welcome(Message, frozen=True, tag="welcome"):
     space: str
 
 
+class Provide(Message, frozen=True, tag="provide"):
+    """0 -> lowest rank of another host: make an arena for its ranks. It has the name of rank 0's, see `Fill`."""
+
+    arena: str
+    nbytes: int
+    alive: tuple[str, ...]
+
+
 class Fill(Message, frozen=True, tag="fill"):
     """0 -> rank: write into the arena; without ``orders``, those of the last push hold.
 
-    ``alive`` names the arenas that are still in use, ``algorithm`` is the digest, empty for none.
+    ``arena`` is the name of rank 0's; ``handle`` is that of the arena on the rank's host, None if that host provides
+    nothing. ``alive`` names the arenas that are still in use, ``algorithm`` is the digest, empty for none.
     """
 
     arena: str
-    handle: ShmHandle
+    handle: ShmHandle | None
     alive: tuple[str, ...]
     algorithm: str
     orders: Orders | None = None
@@ -124,13 +137,15 @@ class Outcome(Message, frozen=True, tag="over"):
 
 
 class WorkDone(Message, frozen=True):
-    """rank -> 0: the request is done, or has failed."""
+    """rank -> 0: the request is done, or has failed. ``left_s`` is what is left of the rank's deadline."""
 
     work: Work | None = None
     failure: RemoteError | None = None
+    handle: ShmHandle | None = None
+    left_s: float | None = None
 
 
-ToRank = Welcome | Fill | Hash | Compare | Iterate | Release | Assist | Outcome
+ToRank = Welcome | Provide | Fill | Hash | Compare | Iterate | Release | Assist | Outcome
 
 
 class Messages:
@@ -148,6 +163,16 @@ class Messages:
         self._thread = DaemonThread("weightsync-store")
         #: Ends the thread.
         self.close = self._thread.close
+
+    def address(self) -> str:
+        """The address of this host on the way to the store; empty if that is unknown, or not on the network."""
+        store = self._group_store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        try:
+            return local_address(store.host)
+        except (AttributeError, TransferFailed):
+            return ""
 
     @property
     def _store(self) -> Any:

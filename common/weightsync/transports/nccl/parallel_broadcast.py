@@ -1,6 +1,7 @@
 """Parallel broadcast: several trainer ranks send at once, each in a process group of its own with all engine ranks.
 
-Of n trainer ranks, rank k modulo n broadcasts bucket k, provided that they share the memory that holds the stream.
+Of n ranks that share the memory that holds the stream, rank k modulo n broadcasts bucket k. On several hosts one rank
+of each broadcasts what its host holds of every bucket.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.protocol.http import Message
+from weightsync.tensors.domains import DividedLayout
+from weightsync.tensors.layout import Layout
 from weightsync.transports.control.sockets import LOOK_UP_S, local_address
 from weightsync.transports.nccl.groups import FAILED, JOINED, MADE, Group, Joining, await_keys
 from weightsync.transports.nccl.messages import InitNcclGroup
@@ -29,33 +32,35 @@ LOOK_S: Final = 0.001
 _END_S: Final = 1.0
 
 
-class Make(Message, frozen=True, tag="make"):
-    """rank 0 -> rank: join your group."""
-
-    asked: InitNcclGroup
-
-
-class Send(Message, frozen=True, tag="send"):
-    """rank 0 -> rank: broadcast your buckets of the stream, of ``nbytes`` bytes, within ``timeout_s``."""
-
-    nbytes: int
-    bucket_bytes: int
-    timeout_s: float
-
-
 class Place(NamedTuple):
-    """Where bucket ``number`` lies in the stream: bytes ``start`` to ``end``, exclusive."""
+    """What is broadcast of bucket ``number``: bytes ``start`` to ``end``, exclusive, of the sender's arena."""
 
     number: int
     start: int
     end: int
 
 
-def places(sender: int, senders: int, nbytes: int, bucket_bytes: int) -> list[Place]:
-    """The buckets that one of several trainer ranks broadcasts, in order; empty buckets are not broadcast."""
-    step = senders * bucket_bytes
-    starts = range(sender * bucket_bytes, nbytes, step)
-    return [Place(start // bucket_bytes, start, min(start + bucket_bytes, nbytes)) for start in starts]
+class Make(Message, frozen=True, tag="make"):
+    """rank 0 -> rank: join your group, that of sender ``number``."""
+
+    asked: InitNcclGroup
+    number: int
+
+
+class Send(Message, frozen=True, tag="send"):
+    """rank 0 -> rank: broadcast these ``places`` of your arena, in order, within ``timeout_s``."""
+
+    places: tuple[Place, ...]
+    timeout_s: float
+
+
+def places(layout: Layout, bucket_bytes: int, sender: int, senders: int) -> tuple[Place, ...]:
+    """What one of several trainer ranks broadcasts, in order; nothing of a bucket of which it would be no bytes."""
+    if isinstance(layout, DividedLayout):
+        spans = [layout.span(sender, number, bucket_bytes) for number in range(layout.buckets(bucket_bytes))]
+        return tuple(Place(number, *span) for number, span in enumerate(spans) if span[0] < span[1])
+    starts = range(sender * bucket_bytes, layout.nbytes, senders * bucket_bytes)
+    return tuple(Place(start // bucket_bytes, start, min(start + bucket_bytes, layout.nbytes)) for start in starts)
 
 
 def group_of(init: InitNcclGroup, sender: int) -> InitNcclGroup:
@@ -111,16 +116,15 @@ class BroadcastHelper:
     def __init__(self, rank: int):
         self._rank = rank
         self._joining: Joining | None = None
-        self._senders = 1
 
     def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
         """Join this rank's group, or broadcast its buckets. Raises `TransferFailed` or `PushTimeout`."""
         message: Make | Send = msgspec.json.decode(body, type=Make | Send)
         if isinstance(message, Make):
             self.close()
-            init = group_of(message.asked, self._rank)
+            init = group_of(message.asked, message.number)
             here, deadline = local_address(init.master_address), Deadline(init.timeout_s)
-            self._joining, self._senders = Joining(init, 0, here), init.senders
+            self._joining = Joining(init, 0, here)
             try:
                 while not self._joining.done.wait(LOOK_UP_S):
                     check()
@@ -130,6 +134,8 @@ class BroadcastHelper:
             except BaseException:
                 self.close()
                 raise
+            return
+        if not message.places:
             return
         if stream is None or self._joining is None:
             raise TransferFailed(f"trainer rank {self._rank} was asked to broadcast without a group or a filled stream")
@@ -161,7 +167,7 @@ class BroadcastHelper:
                     f"bucket {number} could not be broadcast by trainer rank {self._rank}: {error}"
                 ) from error
 
-        own = places(self._rank, self._senders, message.nbytes, message.bucket_bytes)
+        own = message.places
         for index, place in enumerate(own):
             if len(works) == IN_FLIGHT:
                 finish_oldest(own[index - IN_FLIGHT].number)

@@ -14,6 +14,7 @@ SPEC: Final = TransportSpec(
     trainer_end=trainer.NcclTrainerEnd,
     engine_end=engine.NcclEngineEnd,
     rank_helper=parallel_broadcast.BroadcastHelper,
+    several_hosts=True,
     handshake=InitNcclGroup,
     check_handshake=groups.check_world,
     preference=30,

@@ -67,9 +67,10 @@ class NcclTrainerEnd:
         if on_gpus:
             groups.preflight(groups.settings(), device_uuid(self._device), named)
         check_ways(self._given_address, engines)
-        found = {self._given_address or local_address(host_of(url)) for url in engines}
-        # A loopback address only if there is no other.
-        self._here = min(found, key=lambda address: address.startswith(("127.", "::1")))
+        others = filter(None, self._helpers.addresses if self._helpers is not None else ())
+        found = {self._given_address or local_address(host) for host in (*map(host_of, engines), *others)}
+        # A loopback address only if there is no other; of several always the same.
+        self._here = min(found, key=lambda address: (address.startswith(("127.", "::1")), address))
         family = sockets.AF_INET6 if ":" in self._here else sockets.AF_INET
         listening = sockets.create_server((self._here, 0), family=family, backlog=1024)
         port = int(listening.getsockname()[1])
@@ -93,7 +94,7 @@ class NcclTrainerEnd:
             backend="nccl" if on_gpus else "gloo",
             timeout_s=timeout_s,
             members=members,
-            senders=self._helpers.size if self._helpers is not None else 1,
+            senders=len(self._helpers.senders) if self._helpers is not None else 1,
         )
         handshakes: dict[str, Handshake] = {}
         offset = 1
@@ -113,7 +114,9 @@ class NcclTrainerEnd:
         with _blaming(lambda: helpers):
             try:
                 if helpers is not None:
-                    helpers.ask(NAME, http.to_json(parallel_broadcast.Make(self._init)), deadline)
+                    init, senders = self._init, enumerate(helpers.senders)
+                    asked = {rank: parallel_broadcast.Make(init, number) for number, rank in senders if rank}
+                    helpers.ask(NAME, {rank: http.to_json(make) for rank, make in asked.items()}, deadline)
                 watch = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
                 self._group = parallel_broadcast.make(self._store, self._init, self._here, self._names, deadline, watch)
                 if helpers is not None:
@@ -173,8 +176,9 @@ class BroadcastSending:
         self.works: list[Any] = []
         #: The last bucket known to have been sent, with all before it.
         self._sent = -1
-        #: How many trainer ranks send.
+        #: How many trainer ranks send, and what this one does, by bucket: everything if it is None.
         self._senders = 1
+        self._own: dict[int, parallel_broadcast.Place] | None = None
 
     def await_ranks(self) -> None:
         """See `base.Sending`."""
@@ -194,18 +198,39 @@ class BroadcastSending:
 
     def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
-        size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
+        session = self._session
         with self._blaming():
-            if not bucket and (helpers := self._helpers) is not None and helpers.filled:
-                self._senders = helpers.size
-                helpers.ask(NAME, http.to_json(parallel_broadcast.Send(nbytes, size, deadline.left())), deadline)
-                self._session.watch = lambda: helpers.check(deadline)
-            sender = bucket % self._senders
-            self._session.announce(bucket, digests, sender, begins)
-            slot = (bucket % self._plan.slots) * size
-            data = self._arena.bytes[slot : slot + min(size, nbytes - bucket * size)]
-            own = not sender and data.numel()
-            self.works.append(self._group.broadcast(data, deadline.left()) if own else None)
+            if not bucket:
+                self._begin()
+            session.announce(bucket, digests, bucket % self._senders, begins)
+            self.works.append(self._broadcast(bucket))
+
+    def _begin(self) -> None:
+        """Have the trainer's other ranks send too, if they can."""
+        helpers, plan, deadline = self._helpers, self._plan, self._session.deadline
+        # Of several hosts only those that have a part of the stream can send.
+        if helpers is None or not helpers.filled or (helpers.addresses and not self._layout.table):
+            return
+        self._senders = len(helpers.senders)
+        asked = {
+            rank: parallel_broadcast.places(self._layout, plan.bucket_bytes, number, self._senders)
+            for number, rank in enumerate(helpers.senders)
+        }
+        self._own = {place.number: place for place in asked.pop(0)}
+        messages = {rank: parallel_broadcast.Send(own, deadline.left()) for rank, own in asked.items()}
+        helpers.ask(NAME, {rank: http.to_json(send) for rank, send in messages.items()}, deadline)
+        self._session.watch = lambda: helpers.check(deadline)
+
+    def _broadcast(self, bucket: int) -> Any:
+        """Start to broadcast this rank's part of a bucket; None if there is none."""
+        size, deadline = self._plan.bucket_bytes, self._session.deadline
+        if self._own is not None:
+            place = self._own.get(bucket)
+            start, end = place[1:] if place is not None else (0, 0)
+        else:
+            start = (bucket % self._plan.slots) * size
+            end = start + min(size, self._layout.nbytes - bucket * size)
+        return self._group.broadcast(self._arena.bytes[start:end], deadline.left()) if start < end else None
 
     def _await_broadcasts(self, bucket: int) -> None:
         """Wait until rank 0 has broadcast a bucket and all before it; other trainer ranks are not checked."""

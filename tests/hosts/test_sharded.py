@@ -1,0 +1,93 @@
+"""A trainer whose two ranks are on two hosts, and engines on these and on a third."""
+
+import contextlib
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.hosts.programs import served
+from tests.sharded.conftest import Trainer
+from tests.sharded.test_faults import assert_failed
+from tests.sharded.test_push import assert_pushed, fine
+from tools import models
+from weightsync.tensors.layout import digest_of
+
+#: Seconds; the limit of a push when the network is cut.
+LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def changed(model_folder):
+    """The digest of model 1 after one change."""
+    state = models.load_reference(model_folder("llama", 1)).state_dict()
+    return digest_of((name, tensor.neg()) for name, tensor in state.items())
+
+
+@pytest.fixture(scope="module")
+def ranks(network, model_folder):
+    """Rank 0 on the host "trainer", rank 1 on the host "a"."""
+    hosts = [network.hosts[name] for name in ("trainer", "a")]
+
+    def popen(rank, *command, **how):
+        return hosts[rank].popen(*command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
+
+    trainer = Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
+    yield trainer
+    trainer.stop()
+
+
+@pytest.fixture
+def everywhere(near, far):
+    """Every engine."""
+    return [near, *far]
+
+
+@pytest.mark.parametrize("how", ["fsdp", "columns", "stages"])
+def test_every_engine_gets_what_two_hosts_hold(ranks, everywhere, digest, changed, how):
+    assert fine(ranks.all(f"shard {how}"))
+    assert fine(ranks.build([engine.url for engine in everywhere]))
+    for want in (digest(1), changed, digest(1)):
+        assert all(assert_pushed(ranks))
+        assert [served(engine) for engine in everywhere] == [want] * 3
+        ranks.all("change")
+    said = ranks.all("push")
+    assert [bool(one["broadcast"]) for one in said] == [True, True]
+    assert fine(ranks.all("close"))
+
+
+def test_engines_on_the_host_of_rank_0_alone(network, ranks, near, digest):
+    assert fine(ranks.all("shard fsdp"))
+    for options in ({}, {"address": network.hosts["trainer"].address}):
+        assert fine(ranks.build([near.url], **options))
+        assert all(assert_pushed(ranks))
+        assert served(near) == digest(1)
+        assert fine(ranks.all("close"))
+
+
+def test_a_link_that_is_cut_during_a_push_leaves_every_engine_unchanged(network, ranks, everywhere, digest, changed):
+    assert fine(ranks.all("shard fsdp"))
+    ranks.all("change")
+    assert fine(ranks.build([engine.url for engine in everywhere], timeout_s=LIMIT_S, bucket_bytes=8192))
+    assert all(assert_pushed(ranks))
+    ranks.all("change")
+    ranks.tell("push", 0)
+    ranks.tell(f"stall {int(signal.SIGSTOP)}", 1)
+    stopped = psutil.Process(ranks.processes[1].pid)
+    while stopped.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    with contextlib.ExitStack() as cut:
+        cut.enter_context(network.cut("a"))
+        os.kill(stopped.pid, signal.SIGCONT)
+        begin = time.monotonic()
+        first, second = ranks.hear()
+        assert time.monotonic() - begin < LIMIT_S + 5
+    assert first["error"] in ("PushTimeout", "TransferFailed", "EngineUnreachable"), first
+    assert set(first["engines"].values()) <= {"unchanged", "unknown"}
+    assert_failed(second, second["error"], engines="unknown")
+    assert [served(engine) for engine in everywhere] == [changed] * 3
+    assert all(assert_pushed(ranks))
+    assert [served(engine) for engine in everywhere] == [digest(1)] * 3
+    assert fine(ranks.all("close"))

@@ -1,0 +1,205 @@
+"""The stream of a trainer on several hosts: which bytes each holds, and where they go."""
+
+import itertools
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.engine.stage import check_several_hosts
+from weightsync.errors import ManifestMismatch, UnsupportedOption
+from weightsync.protocol import http
+from weightsync.protocol.http import TensorSpec
+from weightsync.tensors import digest
+from weightsync.tensors.boxes import Box, joined, narrowed
+from weightsync.tensors.domains import DividedLayout, divide, layout_of
+from weightsync.tensors.held import HeldShards
+from weightsync.tensors.layout import ALIGN_BYTES, Layout
+from weightsync.tensors.subset import Subset, Wanted
+from weightsync.trainer.ranks.assembly import hash_parts, orders_of, write
+from weightsync.trainer.ranks.assignment import plan
+
+
+@st.composite
+def divisions(draw):
+    """Tensors that are cut into cells, and the number of the host of each cell."""
+    hosts, specs, held = draw(st.integers(1, 4)), [], []
+    for number in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+        specs.append(TensorSpec(f"t{number}", draw(st.sampled_from(["uint8", "float32"])), shape))
+        cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+        for cell in itertools.product(*(itertools.pairwise(ends) for ends in cuts)):
+            box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+            held.append((draw(st.integers(0, hosts - 1)), number, box))
+    return specs, [[(number, box) for at, number, box in held if at == host] for host in range(hosts)]
+
+
+def filled(layout, table):
+    """A stream whose tensors have elements that all differ, and the arena of each host."""
+    stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    arenas = [torch.zeros(layout.domain_bytes(host), dtype=torch.uint8) for host in range(len(table))]
+    for entry in layout.entries:
+        entry.view(stream).copy_(torch.arange(entry.nbytes // entry.dtype.itemsize).view(entry.spec.shape) % 251 + 1)
+        for cell in layout.cells(entry.number):
+            part = narrowed(entry.view(stream), *cell.box).contiguous().view(-1).view(torch.uint8)
+            arenas[cell.domain][cell.at : cell.at + part.numel()] = part
+    return stream, arenas
+
+
+@given(divisions(), st.sampled_from([512, 1024, 4096]))
+def test_the_arenas_of_all_hosts_make_up_the_stream(division, bucket_bytes):
+    specs, held = division
+    table = divide(held)
+    layout = layout_of(specs, table)
+    if not any(held[1:]):
+        assert type(layout) is Layout
+        return
+    stream, arenas = filled(layout, table)
+    made, times = torch.zeros_like(stream), torch.zeros_like(stream)
+    for host, by_bucket in enumerate(layout.cut(bucket_bytes)):
+        for bucket, runs in enumerate(by_bucket):
+            low, high = layout.span(host, bucket, bucket_bytes)
+            for at, there, nbytes in runs:
+                assert low <= there
+                assert there + nbytes <= high
+                assert bucket * bucket_bytes <= at
+                assert at + nbytes <= (bucket + 1) * bucket_bytes
+                made[at : at + nbytes] = arenas[host][there : there + nbytes]
+                times[at : at + nbytes] += 1
+    assert torch.equal(made, stream)
+    assert times.sum().item() == layout.payload_bytes
+    assert times.max().item() == 1
+
+
+@given(divisions())
+def test_boxes_that_are_joined_hold_the_same_elements(division):
+    specs, held = division
+    for number, spec in enumerate(specs):
+        for boxes in held:
+            own = [box for at, box in boxes if at == number]
+            before, after = (torch.zeros(spec.shape, dtype=torch.int8) for _ in range(2))
+            for into, those in ((before, own), (after, joined(own))):
+                for box in those:
+                    narrowed(into, *box).add_(1)
+            assert torch.equal(before, after)
+            assert len(joined(own)) <= len(own)
+    everything = joined([box for boxes in held for at, box in boxes if at == 0])
+    assert everything == [Box((0,) * len(specs[0].shape), specs[0].shape)]
+
+
+@given(divisions(), st.data())
+def test_every_host_hashes_its_part_of_what_a_rank_needs(division, data):
+    """What the trainer's ranks, one a host, hash is what an engine's rank asks for, part by part."""
+    specs, held = division
+    layout = layout_of(specs, divide(held))
+    whole = {entry.number: torch.arange(entry.nbytes // entry.dtype.itemsize) % 251 for entry in layout.entries}
+    whole = {n: t.to(layout.entries[n].dtype).view(specs[n].shape) for n, t in whole.items()}
+    boxes = {}
+    for number, spec in enumerate(specs):
+        if data.draw(st.booleans()):
+            start = tuple(data.draw(st.integers(0, size - 1)) for size in spec.shape)
+            shape = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(spec.shape, start, strict=True))
+            boxes[number] = Box(start, shape)
+    sources = [Held(specs, own, whole) for own in held]
+    split = plan([source.held for source in sources])
+    order = [specs.index(spec) for spec in split.manifest]
+    layout = layout_of(split.manifest, divide([[(p.tensor, p.part) for p in pieces] for pieces in split.pieces]))
+    subset = Subset(layout, {order.index(number): box for number, box in boxes.items()})
+    found = {}
+    for rank, orders in enumerate(orders_of(split, layout, Wanted([subset]), range(len(held)))):
+        size = layout.domain_bytes(rank) if rank < max(1, len(layout.table)) else 0
+        arena = torch.zeros(size, dtype=torch.uint8)
+        for work in (write(sources[rank], orders.write, arena, "xxh3_64"), hash_parts(orders.hash, arena, "xxh3_64")):
+            found |= {(tensor, box): value for tensor, box, value in work.digests}
+    for entry in layout.entries:
+        for box in subset.hashed(entry.number):
+            part = whole[order[entry.number]]
+            part = part if box is None else narrowed(part, *box)
+            assert found.pop((entry.number, box)) == digest.hashed("xxh3_64", part).value()
+    assert not found
+
+
+class Held:
+    """A source of the boxes that a trainer's rank holds: pairs of a tensor's number and a box."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, specs, boxes, whole):
+        by_number = {}
+        for number, box in boxes:
+            by_number.setdefault(number, []).append(box)
+        self.held = tuple(HeldShards(specs[number], tuple(found)) for number, found in by_number.items())
+        self._parts = [[narrowed(whole[n], *box).clone() for box in found] for n, found in by_number.items()]
+
+    def parts(self):
+        return iter(self._parts)
+
+
+SPECS = (TensorSpec("a", "float32", (4, 2)), TensorSpec("b", "float32", (3,)))
+TOP, BOTTOM, B = (0, ((0, 0), (2, 2))), (0, ((2, 0), (2, 2))), (1, ((0,), (3,)))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (((TOP, B), ()), "a: the domains do not hold each element of it exactly once"),
+        (((TOP, B), (TOP,)), "a: the domains do not hold each element of it exactly once"),
+        (((TOP,), (BOTTOM,)), "b: the domains do not hold each element of it exactly once"),
+        (((TOP, BOTTOM), (B, B)), "b: the domains do not hold each element of it exactly once"),
+        (((TOP, B), (BOTTOM, (2, ((0,), (1,))))), r"domain 1 holds \[0:1\] of tensor 2, which is no part of it"),
+        (((TOP, B), ((0, ((2, 0), (3, 2))),)), r"domain 1 holds \[2:5, 0:2\] of tensor 0, which is no part of it"),
+        (((TOP, B), ((0, ((2,), (2,))),)), r"domain 1 holds \[2:4\] of tensor 0, which is no part of it"),
+        (((TOP, B), (BOTTOM, (0, ((2, 0), (0, 2))))), r"domain 1 holds \[2:2, 0:2\] of tensor 0"),
+    ],
+)
+def test_a_table_that_is_not_the_whole_stream_once_is_refused(table, said):
+    with pytest.raises(ManifestMismatch, match=said):
+        layout_of(SPECS, table)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((1 << 40, 2), "2199023255552 separate places of the whole tensors, and 1048576 are supported: split tensors"),
+        ((10**24, 2), "2000000000000000000000000 separate places"),
+        ((1 << 20, 2), "2097152 separate places"),
+    ],
+)
+def test_more_pieces_than_ranks_can_copy_are_refused_at_once(shape, said):
+    columns = [(0, ((0, at), (shape[0], 1))) for at in range(2)]
+    with pytest.raises(ManifestMismatch, match=said):
+        layout_of([TensorSpec("w", "uint8", shape)], ((columns[0],), (columns[1],)))
+    with pytest.raises(ManifestMismatch, match="w: the domains do not hold each element of it exactly once"):
+        layout_of([TensorSpec("w", "uint8", shape)], ((columns[0],) * 3, (columns[1],)))
+
+
+def test_more_hosts_than_a_message_may_name_are_refused():
+    body = b'{"push":"p","address":"","secret":"s","bucket_bytes":512,"timeout_s":1,"manifest":[],"domains":[%s]}'
+    assert len(http.from_json(body % b",".join([b"[]"] * 1024), http.UpdateRequest).domains) == 1024
+    with pytest.raises(msgspec.MsgspecError, match="domains"):
+        http.from_json(body % b",".join([b"[]"] * 1025), http.UpdateRequest)
+
+
+@pytest.mark.parametrize("change", [{"stream": True}, {"any_order": True}, {"transport": "ipc_zmq"}, {}])
+def test_a_rank_refuses_what_it_cannot_receive_from_several_hosts(change):
+    transport = change.pop("transport", "nccl")
+    request = http.UpdateRequest("p", "", "s", 512, 1.0, SPECS, **change)
+    check_several_hosts(layout_of(SPECS, ()), request, transport)
+    divided = layout_of(SPECS, ((TOP, B), (BOTTOM,)))
+    if transport == "nccl" and not change:
+        check_several_hosts(divided, request, transport)
+        return
+    with pytest.raises(UnsupportedOption, match="2 hosts hold this push, which takes a transport in which each"):
+        check_several_hosts(divided, request, transport)
+
+
+def test_another_division_is_another_layout():
+    one, other = layout_of(SPECS, ((TOP, B), (BOTTOM,))), layout_of(SPECS, ((BOTTOM, B), (TOP,)))
+    assert len({one.name, other.name, Layout(SPECS).name}) == 3
+    assert isinstance(one, DividedLayout)
+    assert [one.domain_bytes(host) for host in (0, 1)] == [2 * ALIGN_BYTES, ALIGN_BYTES]
+    assert Subset(one, {}).hashed(0) == (Box((0, 0), (2, 2)), Box((2, 0), (2, 2)))
+    assert Subset(one, {}).hashed(1) == (None,)
+    assert Subset(one, {0: Box((1, 0), (1, 2))}).hashed(0) == (Box((1, 0), (1, 2)),)
