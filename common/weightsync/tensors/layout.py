@@ -193,6 +193,16 @@ class Layout:
                 yield Piece(entry, start - entry.offset, start - low, max(0, min(end, high) - start), end <= high)
 
 
+def cut_run(at: int, nbytes: int, bucket_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """What each bucket has of ``nbytes`` bytes from ``at`` on: number of the bucket, offset in the stream, bytes."""
+    end = at + nbytes
+    while at < end:
+        bucket = at // bucket_bytes
+        upto = min(end, (bucket + 1) * bucket_bytes)
+        yield bucket, at, upto - at
+        at = upto
+
+
 def named(items: Iterable[str]) -> tuple[str, ...]:
     """The first few names in order, each shortened if it is long."""
     names = sorted(items)[:_LISTED]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 from weightsync.tensors.boxes import Box, innermost, is_inside, overlap, runs, whole
-from weightsync.tensors.layout import ALIGN_BYTES, Entry, Layout
+from weightsync.tensors.layout import ALIGN_BYTES, Entry, Layout, cut_run
 from weightsync.tensors.native_copy import Block
 
 #: Every separate piece of a transfer costs as much time as this many bytes: 2.6 microseconds over shared memory and 6.8
@@ -118,12 +118,8 @@ class Subset:
     def _cut_at(self, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         cut: list[list[tuple[int, int]]] = [[] for _ in range(self.layout.buckets(bucket_bytes))]
         for run_at, run_bytes in self.runs():
-            at, end = run_at, run_at + run_bytes
-            while at < end:
-                bucket = at // bucket_bytes
-                upto = min(end, (bucket + 1) * bucket_bytes)
-                cut[bucket].append((at, upto - at))
-                at = upto
+            for bucket, at, nbytes in cut_run(run_at, run_bytes, bucket_bytes):
+                cut[bucket].append((at, nbytes))
         return cut
 
 

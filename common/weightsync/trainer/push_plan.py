@@ -201,11 +201,18 @@ class Planner:
                 "which names an iterator lacks is known at its end: allow_missing takes memory for an arena that holds "
                 "everything, and excludes keep_previous and bucket_bytes; or push a module or a mapping"
             )
+        self._check_protocol(
+            ANY_ORDER_MINOR,
+            "takes an iterator's tensors only from an arena that holds all of them, without keep_previous and "
+            "bucket_bytes",
+        )
+
+    def _check_protocol(self, minor: int, older: str) -> None:
+        """Raise `UnsupportedOption` if an engine speaks an older minor version, which does what ``older`` says."""
         for url, engine in self._engines.by_url.items():
-            if engine.hello.protocol < (http.PROTOCOL[0], ANY_ORDER_MINOR):
+            if engine.hello.protocol < (http.PROTOCOL[0], minor):
                 raise UnsupportedOption(
-                    f"{url} runs weightsync {engine.hello.package_version}, which takes an iterator's tensors only "
-                    "from an arena that holds all of them, without keep_previous and bucket_bytes; update it"
+                    f"{url} runs weightsync {engine.hello.package_version}, which {older}; update it"
                 )
 
     def placed(self, plan: PushPlan, found: Placed, deadline: Deadline, allow_missing: Sequence[str]) -> PushPlan:
@@ -250,12 +257,7 @@ class Planner:
 
     def _check_several_hosts(self, choice: Choice) -> None:
         """Raise `UnsupportedOption` if an engine cannot take a push from several hosts."""
-        for url, engine in self._engines.by_url.items():
-            if engine.hello.protocol < (http.PROTOCOL[0], SEVERAL_HOSTS_MINOR):
-                raise UnsupportedOption(
-                    f"{url} runs weightsync {engine.hello.package_version}, which cannot be pushed to from several "
-                    "hosts; update it"
-                )
+        self._check_protocol(SEVERAL_HOSTS_MINOR, "cannot be pushed to from several hosts")
         if choice.staging == "none":
             raise UnsupportedOption(
                 f"the trainer's ranks on several hosts push into a stage, which is excluded: {choice.reason}"

@@ -54,10 +54,8 @@ class Loading:
         self._adapter = adapter
         self._complete = Complete(adapter)
         self._hooks: LoaderHooks | None = None
-        self._manifest: Sequence[TensorSpec] = ()
         #: What the last push left as the engine had it.
         self._kept: tuple[str, ...] = ()
-        self._domains: Table = ()
         self._layout: Layout | None = None
         self._plan: LoadPlan | None = None
         self._dependencies: Dependencies | None = None
@@ -112,10 +110,11 @@ class Loading:
         if known and not manifest:
             if self._layout is None or self._layout.name != known:
                 raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
-            manifest, domains = self._manifest, self._domains
+            manifest, domains = self._layout.specs, self._layout.table
         self._checked_push = ""
-        same = (manifest, kept, domains) == (self._manifest, self._kept, self._domains)
-        layout = self._layout if same else None
+        layout = self._layout
+        if layout is not None and (tuple(manifest), kept, domains) != (layout.specs, self._kept, layout.table):
+            layout = None
         if layout is not None and not self._record_if_changed(layout, push):
             return layout
         self._layout = None
@@ -128,7 +127,7 @@ class Loading:
         found = self._accepted
         unwritten = {name: bits for name, bits in found.unwritten.items() if name not in stays.parameters}
         self._accepted = structs.replace(found, unwritten=unwritten, kept=stays.digests)
-        self._manifest, self._kept, self._domains, self._layout = manifest, kept, domains, layout
+        self._kept, self._layout = kept, layout
         return layout
 
     def expected(self) -> ExpectedReply:

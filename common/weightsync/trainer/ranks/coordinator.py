@@ -255,11 +255,8 @@ class Coordinator(Ranks):
         """
         assert self._plan is not None, "planned() is called first"
         if not self._orders or self._demand != demand.names or self._layout is not layout:
-            self._orders, self._demand = (
-                assembly.orders_of(self._plan, layout, demand, self._domain_of),
-                set(demand.names),
-            )
-            self._layout = layout
+            self._orders = assembly.orders_of(self._plan, layout, demand, self._domain_of)
+            self._demand, self._layout = set(demand.names), layout
         orders, handles = self._orders, self._provide(arena, layout, alive, deadline)
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
