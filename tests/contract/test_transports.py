@@ -292,7 +292,7 @@ def test_an_agent_outlives_its_writes(child):
     """UCX would complete a WRITE with memory that NIXL has freed, which crashes the trainer, at once or later."""
     assert child.push(numbers(), 4 << 20) == RIGHT
     (end,) = child.transfer._ends.values()
-    agent, memory = weakref.ref(end.agent.nixl.agent), weakref.ref(next(iter(end._registered.values())))
+    agent, memory = weakref.ref(end.host.agent.nixl.agent), weakref.ref(next(iter(end.host._registered.values())))
     del end
 
     def frozen():

@@ -54,7 +54,7 @@ def test_every_engine_gets_what_two_hosts_hold(ranks, everywhere, digest, change
         assert [served(engine) for engine in everywhere] == [want] * 3
         ranks.all("change")
     said = ranks.all("push")
-    assert [bool(one["broadcast"]) for one in said] == [True, True]
+    assert [bool(one["sent"]) for one in said] == [True, True]
     assert fine(ranks.all("close"))
 
 

@@ -154,7 +154,7 @@ def test_a_rank_frozen_while_broadcasting_is_named(start, engines, untrained, ex
     assert trainer.hear(rank)[0]["error"] in ("PushTimeout", "TransferFailed")  # whichever it notices first
     trainer.all("close")
     assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192))
-    assert all(one["broadcast"] for one in trainer.all("push"))
+    assert all(one["sent"] for one in trainer.all("push"))
     assert served(engines) == [expected, expected]
     trainer.stop()
 
@@ -186,7 +186,7 @@ def test_a_rank_killed_while_broadcasting_is_named(start, pair, engines, untrain
     trainer.stop()
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))
-    assert all(one["broadcast"] for one in pair.all("push"))
+    assert all(one["sent"] for one in pair.all("push"))
     assert served(engines) == [expected, expected]
     assert fine(pair.all("close"))
 
@@ -200,7 +200,7 @@ def test_a_rank_that_cannot_create_its_broadcast_group_is_named(ready, engines, 
     ready.tell("reachable", 1)
     assert fine(ready.hear(1), 1)
     assert fine(ready.build(engines, transport="nccl"))
-    assert all(one["broadcast"] for one in ready.all("push"))
+    assert all(one["sent"] for one in ready.all("push"))
     assert served(engines) == [expected, expected]
 
 

@@ -131,20 +131,20 @@ def test_every_rank_broadcasts_its_share(engines, pair, expected, changed):
     assert fine(pair.all("shard fsdp"))
     assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192))
     for want in (expected, changed):
-        first, second = (one["broadcast"] for one in pair.all("push"))
+        first, second = (one["sent"] for one in pair.all("push"))
         assert abs(len(first) - len(second)) <= 1
         assert len(first) > 10
         assert sum(first) + sum(second) >= sum(one["written"] for one in pair.all("push"))
         assert served(engines) == [want, want]
         pair.all("change")
     assert fine(pair.all(f"remove {engines[0]}"))
-    assert all(one["broadcast"] for one in pair.all("push"))  # over new groups
+    assert all(one["sent"] for one in pair.all("push"))  # over new groups
     assert pair.all(f"add {engines[0]}") == [{"transport": "nccl"}] * 2
     assert len(set(served(engines))) == 1
     assert fine(pair.all("close"))
     assert fine(pair.build(engines, transport="nccl", bucket_bytes=8192, staging="none"))
     pair.all("change")
-    assert all(one["broadcast"] for one in pair.all("push"))
+    assert all(one["sent"] for one in pair.all("push"))
     assert len({*served(engines), expected, changed}) == 2
     assert fine(pair.all("close"))
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import NamedTuple
 
 import pytest
 
@@ -17,27 +18,57 @@ from .test_push import assert_pushed, fine
 PADDING = 100 * ALIGN_BYTES
 
 
-def on_two_hosts(trainer):
-    """Have the second half of the ranks report another host."""
+class Way(NamedTuple):
+    """A transport, and whether the engines are on the host of the first half of the ranks. Over NIXL engines read from
+    their own host, and the other writes."""
+
+    transport: str
+    first: bool = True
+
+    def sending(self, rank, written):
+        """Whether a rank sends, which has ``written`` so many bytes with those of its host."""
+        lowest = rank in (0, 2) and written > 0
+        return lowest and (self.transport == "nccl" or self.first == (rank == 2))
+
+
+WAYS = {"nccl": Way("nccl"), "nixl": Way("nixl"), "nixl-second": Way("nixl", first=False)}
+
+
+def on_two_hosts(trainer, way=WAYS["nccl"]):
+    """Have half of the ranks report another host than that of the engines."""
     size = len(trainer.processes)
-    far = range(size // 2, size)
-    trainer.tell("elsewhere another", *far)
-    assert fine(trainer.hear(*far), len(far))
+    for rank in range(size):
+        trainer.tell("elsewhere " + ("another" if way.first == (rank >= size // 2) else ""), rank)
+    assert fine(trainer.hear(), size)
     return trainer
 
 
+@pytest.fixture(params=["nccl", "nixl"])
+def transport(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def spread(start):
+def ranks(start):
+    return start(4)
+
+
+@pytest.fixture
+def spread(ranks):
     """Four ranks on two hosts."""
-    return on_two_hosts(start(4))
+    return on_two_hosts(ranks)
 
 
 @pytest.fixture
 def ready(engines, spread, untrained):
-    """The four, with FSDP2 shards and a sender with a short deadline."""
-    assert fine(spread.all("shard fsdp"), 4)
-    assert fine(spread.build(engines, timeout_s=8.0), 4)
-    yield spread
+    """Return the four with FSDP2 shards, and a sender with a short deadline."""
+
+    def build(transport):
+        assert fine(spread.all("shard fsdp"), 4)
+        assert fine(spread.build(engines, timeout_s=8.0, transport=transport), 4)
+        return spread
+
+    yield build
     for process in spread.processes:
         os.kill(process.pid, signal.SIGCONT)
     spread.all("close")
@@ -57,10 +88,12 @@ HOWS = ["fsdp", "hsdp", "mesh", "columns", "parts", "stages", "half", "named", "
 
 
 @pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("how", HOWS)
-def test_every_host_holds_and_sends_its_part(engines, spread, expected, changed, how):
+def test_every_host_holds_and_sends_its_part(engines, ranks, expected, changed, how, way):
+    spread = on_two_hosts(ranks, way)
     assert fine(spread.all(f"shard {how}"), 4)
-    assert fine(spread.build(engines), 4)
+    assert fine(spread.build(engines, transport=way.transport), 4)
     for digest in (expected,) if how == "named" else (expected, changed, expected):
         said = spread.all("push")
         nbytes = said[0]["nbytes"]
@@ -70,7 +103,8 @@ def test_every_host_holds_and_sends_its_part(engines, spread, expected, changed,
         assert [len(one) for one in arenas] == [1, 0, int(hosts[1] > 0), 0]
         for arena, written in zip((arenas[0], arenas[2]), hosts, strict=True):
             assert written <= sum(arena) <= written + PADDING
-        assert [bool(one["broadcast"]) for one in said] == [True, False, hosts[1] > 0, False]
+        sending = [way.sending(rank, hosts[rank // 2]) for rank in range(4)]
+        assert [bool(one["sent"]) for one in said] == sending
         if how != "named":
             spread.all("change")
     assert fine(spread.all("close"), 4)
@@ -78,19 +112,19 @@ def test_every_host_holds_and_sends_its_part(engines, spread, expected, changed,
 
 
 @pytest.mark.usefixtures("untrained")
-def test_replicas_are_sent_by_rank_0_alone(engines, spread, expected):
+def test_replicas_are_sent_by_rank_0_alone(engines, spread, expected, transport):
     assert fine(spread.all("shard replicas"), 4)
-    assert fine(spread.build(engines), 4)
+    assert fine(spread.build(engines, transport=transport), 4)
     said = spread.all("push")
-    assert [bool(one["broadcast"]) for one in said] == [True, False, False, False]
+    assert [bool(one["sent"]) for one in said] == [transport == "nccl", False, False, False]
     assert served(engines) == [expected, expected]
     assert fine(spread.all("close"), 4)
 
 
 @pytest.mark.parametrize("options", [{"bucket_bytes": 8192}, {"keep_previous": True}, {"verify": "deep"}])
-def test_options_hold_on_several_hosts(engines, spread, untrained, expected, changed, options):
+def test_options_hold_on_several_hosts(engines, spread, untrained, expected, changed, options, transport):
     assert fine(spread.all("shard mesh"), 4)
-    assert fine(spread.build(engines, **options), 4)
+    assert fine(spread.build(engines, transport=transport, **options), 4)
     assert_pushed(spread)
     assert served(engines) == [expected, expected]
     spread.all("change")
@@ -105,9 +139,9 @@ def test_options_hold_on_several_hosts(engines, spread, untrained, expected, cha
     assert fine(spread.all("close"), 4)
 
 
-def test_pushes_in_the_background_iterators_and_new_engines(engines, spread, untrained, expected, changed):
+def test_pushes_in_the_background_iterators_and_new_engines(engines, spread, untrained, expected, changed, transport):
     assert fine(spread.all("shard fsdp"), 4)
-    assert fine(spread.build(engines[:1]), 4)
+    assert fine(spread.build(engines[:1], transport=transport), 4)
     said = spread.all("push_async")
     assert {one["read"] for one in said} == {"sent"}
     assert served(engines) == [expected, untrained]
@@ -124,14 +158,14 @@ def test_pushes_in_the_background_iterators_and_new_engines(engines, spread, unt
 
 
 @pytest.mark.usefixtures("untrained")
-def test_a_trainer_with_nothing_on_the_host_of_rank_0(engines, start, expected):
+def test_a_trainer_with_nothing_on_the_host_of_rank_0(engines, start, expected, transport):
     trainer = start(3)
     trainer.tell("elsewhere another", 1, 2)
     assert fine(trainer.hear(1, 2), 2)
     trainer.tell("shard nothing", 0)
     trainer.tell("shard stages", 1, 2)
     assert fine(trainer.hear(), 3)
-    assert fine(trainer.build(engines), 3)
+    assert fine(trainer.build(engines, transport=transport), 3)
     for said in trainer.all("push"):
         assert_failed(said, "ManifestMismatch", "missing: ")
     trainer.tell("shard nothing", 0)
@@ -143,13 +177,13 @@ def test_a_trainer_with_nothing_on_the_host_of_rank_0(engines, start, expected):
 
 
 @pytest.mark.usefixtures("untrained")
-def test_what_each_host_holds_may_change_between_pushes(engines, start, expected, changed):
+def test_what_each_host_holds_may_change_between_pushes(engines, start, expected, changed, transport):
     trainer = start(4)
     trainer.tell("elsewhere second", 1, 2)
     trainer.tell("elsewhere third", 3)
     assert fine(trainer.hear(1, 2, 3), 3)
     assert fine(trainer.all("shard stages"), 4)
-    assert fine(trainer.build(engines), 4)
+    assert fine(trainer.build(engines, transport=transport), 4)
     sizes = []
     for how in ("stages", "swapped", "stages", "fsdp", "replicas", "swapped"):
         assert fine(trainer.all(f"shard {how}"), 4)
@@ -165,10 +199,9 @@ def test_what_each_host_holds_may_change_between_pushes(engines, start, expected
     trainer.stop()
 
 
-@pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
-def test_transports_that_take_one_host_are_refused(engines, spread, transport):
-    for said in spread.build(engines, transport=transport):
-        words = f"{transport} takes a trainer on one host", 'pass transport="nccl" or "auto"'
+def test_transports_that_take_one_host_are_refused(engines, spread):
+    for said in spread.build(engines, transport="ipc_zmq"):
+        words = "ipc_zmq takes a trainer on one host", 'pass transport="nixl", "nccl" or "auto"'
         assert_failed(said, "UnsupportedOption", *words)
 
 
@@ -188,8 +221,9 @@ def assert_named(said, rank):
     assert all(any(name in one["message"] for name in named) for one in said), said
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_a_rank_that_fails_or_freezes_while_writing_is_named(ready, engines, untrained, expected, rank):
+@pytest.mark.parametrize(("transport", "rank"), [("nccl", 1), ("nccl", 2), ("nccl", 3), ("nixl", 2)])
+def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, untrained, expected, transport, rank):
+    ready = ready(transport)
     others = [other for other in range(4) if other != rank]
     for word, wrong in (("lose", "the disk is gone"), (f"halt {int(signal.SIGSTOP)}", "which is stopped")):
         ready.tell("push", *others)
@@ -207,11 +241,12 @@ def test_a_rank_that_fails_or_freezes_while_writing_is_named(ready, engines, unt
 
 
 @pytest.mark.parametrize("action", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_ends_or_freezes_while_broadcasting_is_named(start, engines, untrained, rank, action):
-    trainer = on_two_hosts(start(4))
+@pytest.mark.parametrize(("way", "rank"), [("nccl", 0), ("nccl", 2), ("nixl-second", 0), ("nixl", 2)])
+def test_a_rank_that_ends_or_freezes_while_it_sends_is_named(start, engines, untrained, rank, action, way):
+    way = WAYS[way]
+    trainer = on_two_hosts(start(4), way)
     assert fine(trainer.all("shard fsdp"), 4)
-    assert fine(trainer.build(engines, timeout_s=8.0, bucket_bytes=8192), 4)
+    assert fine(trainer.build(engines, timeout_s=8.0, bucket_bytes=8192, transport=way.transport), 4)
     others = [other for other in range(4) if other != rank]
     trainer.tell(f"stall {int(action)}", rank)
     trainer.tell("push", *others)
@@ -221,9 +256,9 @@ def test_a_rank_that_ends_or_freezes_while_broadcasting_is_named(start, engines,
     assert_named(said, rank)
     assert served(engines) == [untrained, untrained]
     trainer.stop()
-    other = on_two_hosts(start(2))
+    other = on_two_hosts(start(2), way)
     assert fine(other.all("shard fsdp"))
-    assert fine(other.build(engines, timeout_s=60.0))
+    assert fine(other.build(engines, timeout_s=60.0, transport=way.transport))
     assert_pushed(other)
     other.stop()
 
@@ -239,11 +274,11 @@ def test_copies_that_differ_between_hosts_are_found(engines, spread, untrained):
     assert fine(spread.all("close"), 4)
 
 
-def test_an_engine_that_does_not_know_several_hosts_is_refused(engines, spread):
+def test_an_engine_that_does_not_know_several_hosts_is_refused(engines, spread, transport):
     assert fine(spread.all("shard fsdp"), 4)
     spread.tell("needs 99", 0)
     assert fine(spread.hear(0), 1)
-    assert fine(spread.build(engines), 4)
+    assert fine(spread.build(engines, transport=transport), 4)
     for said in spread.all("push"):
         assert_failed(said, "UnsupportedOption", "cannot be pushed to from several hosts; update it")
     assert fine(spread.all("close"), 4)

@@ -28,6 +28,7 @@ from weightsync.testing import ReferenceInProcess
 from weightsync.trainer import push_plan
 from weightsync.trainer.ranks import assembly
 from weightsync.transports.nccl.groups import Group
+from weightsync.transports.nixl.agents import Transfers
 
 #: How torch gathers a DTensor, which only iterators may do here.
 FULL_TENSOR = DTensor.full_tensor
@@ -56,17 +57,26 @@ class Rank:
             return work
 
         assembly.write = counting
-        #: Bytes of each broadcast of this rank; what happens before the second; by how much torch ends them earlier.
-        self.broadcast, self.happens, self.sooner_s = [], None, 0.0
-        broadcast = Group.broadcast
+        #: Bytes of each broadcast, and the number of each bucket written, of this rank; what happens before the second;
+        #: by how much torch ends broadcasts earlier.
+        self.sent, self.happens, self.sooner_s = [], None, 0.0
+        broadcast, post = Group.broadcast, Transfers.post
 
-        def noting(group, tensor, timeout_s):
-            self.broadcast.append(tensor.nbytes)
-            if self.happens is not None and len(self.broadcast) == 2:
-                self.happens()
+        def broadcasting(group, tensor, timeout_s):
+            self._note(tensor.nbytes)
             return broadcast(group, tensor, timeout_s - self.sooner_s)
 
-        Group.broadcast = noting
+        def writing(transfers, bucket, *rest):
+            if transfers.moves(bucket):
+                self._note(bucket)
+            return post(transfers, bucket, *rest)
+
+        Group.broadcast, Transfers.post = broadcasting, writing
+
+    def _note(self, sent):
+        self.sent.append(sent)
+        if self.happens is not None and len(self.sent) == 2:
+            self.happens()
 
     def shard(self, how):
         """Load the model and split it in the way that ``how`` names."""
@@ -237,7 +247,7 @@ class Rank:
         return self._push(self._once_opened(lambda: os.kill(os.getpid(), int(signal))))
 
     def stall(self, signal):
-        """Push and get a signal while broadcasting."""
+        """Push and get a signal while sending."""
         self.happens = lambda: os.kill(os.getpid(), int(signal))
         try:
             return self._push(self.weights)
@@ -262,7 +272,7 @@ class Rank:
 
     def _push(self, weights):
         self.written.clear()
-        self.broadcast.clear()
+        self.sent.clear()
         with CommDebugMode() as comm:
             result = self.sender.push(weights)
         assert comm.get_total_counts() == 0
@@ -270,7 +280,7 @@ class Rank:
             "version": result.version,
             "nbytes": result.nbytes,
             "written": sum(self.written),
-            "broadcast": self.broadcast,
+            "sent": self.sent,
             "cast": result.cast,
         }
 

@@ -13,7 +13,7 @@ from weightsync.errors import ManifestMismatch, UnsupportedOption
 from weightsync.protocol import http
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors import digest
-from weightsync.tensors.boxes import Box, joined, narrowed
+from weightsync.tensors.boxes import Box, joined, narrowed, whole
 from weightsync.tensors.domains import DividedLayout, divide, layout_of
 from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import ALIGN_BYTES, Layout
@@ -34,6 +34,13 @@ def divisions(draw):
             box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
             held.append((draw(st.integers(0, hosts - 1)), number, box))
     return specs, [[(number, box) for at, number, box in held if at == host] for host in range(hosts)]
+
+
+@st.composite
+def boxes_of(draw, spec):
+    """Any box of a tensor, empty ones too."""
+    start = tuple(draw(st.integers(0, size)) for size in spec.shape)
+    return Box(start, tuple(draw(st.integers(0, size - at)) for size, at in zip(spec.shape, start, strict=True)))
 
 
 def filled(layout, table):
@@ -69,8 +76,31 @@ def test_the_arenas_of_all_hosts_make_up_the_stream(division, bucket_bytes):
                 made[at : at + nbytes] = arenas[host][there : there + nbytes]
                 times[at : at + nbytes] += 1
     assert torch.equal(made, stream)
-    assert times.sum().item() == layout.payload_bytes
     assert times.max().item() == 1
+    for entry in layout.entries:
+        assert entry.raw(times).all()
+
+
+@given(divisions(), st.sampled_from([512, 1024, 4096]), st.data())
+def test_every_host_knows_what_a_rank_needs_of_it(division, bucket_bytes, data):
+    specs, held = division
+    table = divide(held)
+    if not table:
+        return
+    layout = layout_of(specs, table)
+    subset = Subset(layout, {number: data.draw(boxes_of(spec)) for number, spec in enumerate(specs)})
+    stream, arenas = filled(layout, table)
+    made = torch.zeros_like(stream)
+    for host, arena in enumerate(arenas):
+        needed = layout.needed(host, subset, bucket_bytes)
+        for bucket, runs in enumerate(needed):
+            for at, there, nbytes in runs:
+                assert bucket * bucket_bytes <= at < at + nbytes <= (bucket + 1) * bucket_bytes
+                made[at : at + nbytes] = arena[there : there + nbytes]
+    wanted = torch.zeros_like(stream)
+    for at, nbytes in subset.runs():
+        wanted[at : at + nbytes] = stream[at : at + nbytes]
+    assert torch.equal(made, wanted)
 
 
 @given(divisions())
@@ -135,6 +165,18 @@ class Held:
 
     def parts(self):
         return iter(self._parts)
+
+
+def test_runs_are_connected_over_padding_alone():
+    specs = [TensorSpec(name, "uint8", (128,)) for name in "ab"]
+    low, high = Box((0,), (64,)), Box((64,), (64,))
+    # In the arena of the second host, b's half follows a's as in the stream, where another's lies between them.
+    split = layout_of(specs, divide([[(0, low), (1, low)], [(0, high), (1, high)]]))
+    assert split.cut(4096)[1] == [[(64, 0, 64), (576, 512, 64)]]
+    third = layout_of(specs, divide([[(0, low)], [(0, high), (1, whole(specs[1]))]]))
+    assert third.cut(4096)[1] == [[(64, 0, 64), (512, 512, 128)]]
+    whole_ones = layout_of(specs, divide([[], [(0, whole(specs[0])), (1, whole(specs[1]))]]))
+    assert whole_ones.cut(4096)[1] == [[(0, 0, 640)]]
 
 
 SPECS = (TensorSpec("a", "float32", (4, 2)), TensorSpec("b", "float32", (3,)))

@@ -62,13 +62,15 @@ class Offer(Message, frozen=True, tag="offer"):
     """sender -> rank: bucket k lies in slot k modulo `http.UpdateRequest.slots` of this arena.
 
     ``handle`` is the arena's handle, see `raw_handle`: none if this rank has it, or if the sender moves the bytes.
-    ``alive`` names all arenas that the sender still has; the rank unmaps the others.
+    ``alive`` names all arenas that the sender still has; the rank unmaps the others. ``others`` are the handles of the
+    other memory domains' arenas, if there are several, see `http.UpdateRequest.domains`.
     """
 
     push: str
     arena: str
     handle: msgspec.Raw = NO_HANDLE
     alive: tuple[str, ...] = ()
+    others: tuple[msgspec.Raw, ...] = ()
 
 
 class BucketReady(Message, frozen=True, tag="filled"):
@@ -102,13 +104,15 @@ class BucketDone(Message, frozen=True, tag="taken"):
 class WriteWindow(Message, frozen=True, tag="room"):
     """rank -> sender: you may write each bucket k below ``upto`` to slot k modulo ``slots`` of my memory.
 
-    ``handle`` is the handle of that memory, see `raw_handle`: none if only ``upto`` has grown.
+    ``handle`` is the handle of that memory, see `raw_handle`: none if only ``upto`` has grown. ``domains`` are the
+    memory domains that are to write; the rank reads from the others.
     """
 
     push: str
     slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
     upto: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
     handle: msgspec.Raw = NO_HANDLE
+    domains: tuple[int, ...] = (0,)
 
 
 class Prepared(Message, frozen=True, tag="prepared"):

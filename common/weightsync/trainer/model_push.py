@@ -89,6 +89,8 @@ class ModelPush:
         if isinstance(plan.source, IteratorSource) and not plan.request.any_order:
             return self._place(plan.source, transfer)
         outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
+        if plan.ranks is not None and plan.layout.table:
+            outgoing.provide(plan.ranks, self._deadline)
         if plan.shared is not None:
             self._finish("in place")
         elif self._reading.early and outgoing.is_whole and not plan.request.keep and not plan.layout.table:

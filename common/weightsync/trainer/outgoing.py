@@ -130,6 +130,18 @@ class Outgoing:
         packing.remember()
         return packing.sent
 
+    @property
+    def _assembled(self) -> tuple[arenas.ShmArena, tuple[str, ...]]:
+        """The arena, which several processes fill, and the names of all arenas in use."""
+        assert isinstance(self.arena, arenas.ShmArena), "several processes can fill an arena in host memory only"
+        every = [self.arena, *self._others]
+        return self.arena, tuple(arena.name for arena in every if isinstance(arena, arenas.ShmArena))
+
+    def provide(self, ranks: Coordinator, deadline: Deadline) -> None:
+        """Have the trainer's other hosts make arenas for what they hold of the stream. Raises what they raise."""
+        arena, alive = self._assembled
+        ranks.provide(arena, self.layout, alive, deadline)
+
     def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress) -> Sent:
         """As `send`, with the trainer's ranks filling an arena that holds all. Also raises what they raise."""
         return self._fill(ranks, source, deadline, self.plan.digest)._replace(verify_s=self._announce_all(progress))
@@ -141,9 +153,8 @@ class Outgoing:
     def _fill(self, ranks: Coordinator, source: Source, deadline: Deadline, algorithm: str) -> Sent:
         size = self.plan.bucket_bytes
         assert self.layout.nbytes <= self.plan.slots * size, "the arena holds the whole stream"
-        assert isinstance(self.arena, arenas.ShmArena), "several processes can fill an arena in host memory only"
-        alive = tuple(arena.name for arena in [self.arena, *self._others] if isinstance(arena, arenas.ShmArena))
-        found, work = ranks.fill(source, deadline, self.layout, self.arena, alive, algorithm, self.demand)
+        arena, alive = self._assembled
+        found, work = ranks.fill(source, deadline, self.layout, arena, alive, algorithm, self.demand)
         if algorithm:
             self.announced = self.demand.by_bucket(self.layout, size, found)
         return Sent(work.gather_s, work.digest_s, 0.0, work.not_finite)

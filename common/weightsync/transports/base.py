@@ -155,9 +155,10 @@ class PeerRanks(Protocol):
     def ask(self, transport: str, messages: Mapping[int, bytes], deadline: Deadline) -> None:
         """Send JSON messages to ranks' `RankHelper`, by rank. Raises `TransferFailed` or `PushTimeout`."""
 
-    def answered(self, to: str, deadline: Deadline) -> None:
+    def answered(self, to: str, deadline: Deadline) -> Mapping[int, bytes]:
         """Wait until they have done what they were asked; ``to`` describes that in errors ("to join the group").
 
+        Returns the reply of each `RankHelper`, by rank; ``b"null"`` if it had none.
         Raises the error of a rank that failed, or `TransferFailed` or `PushTimeout`, naming the ranks.
         """
 
@@ -171,11 +172,15 @@ class PeerRanks(Protocol):
 class RankHelper(Protocol):
     """A transport's code in a trainer rank other than rank 0."""
 
-    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
-        """Serve one message of rank 0's `TrainerEnd`; ``stream`` is the memory that was filled last (1-D uint8).
+    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> bytes | None:
+        """Serve one message of rank 0's `TrainerEnd`, and return the reply, JSON, if there is one.
 
-        ``check`` raises once rank 0 no longer waits for this rank. Raises `WeightSyncError`.
+        ``stream`` is the memory that was filled last, or is to be filled next (1-D uint8). ``check`` raises once rank 0
+        no longer waits for this rank. Raises `WeightSyncError`.
         """
+
+    def forget(self) -> None:
+        """Release every reference to that memory, which is about to be freed."""
 
     def close(self) -> None:
         """Release everything; idempotent."""

@@ -272,7 +272,7 @@ PATCHES = {
     "weightsync.transports.control.trainer": trainer_control,
     "weightsync.transports.ipc_zmq": incoming("MappedIncoming"),
     "weightsync.transports.nccl.engine": incoming("BroadcastIncoming"),
-    "weightsync.transports.nixl.incoming": incoming("Reading", "Written"),
+    "weightsync.transports.nixl.incoming": incoming("NixlIncoming"),
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
     "weightsync.engine.front_end": front_end,

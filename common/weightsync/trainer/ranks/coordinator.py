@@ -250,14 +250,17 @@ class Coordinator(Ranks):
     ) -> tuple[Found, Work]:
         """Have every rank write its part into its host's arena and hash; the digests, and the slowest rank's times.
 
-        ``alive`` names the arenas that are in use. Raises `TransferFailed` or `PushTimeout` that names the rank, and
-        what a rank has raised.
+        `provide` is called first, if there are several hosts. ``alive`` names the arenas that are in use. Raises
+        `TransferFailed` or `PushTimeout` that names the rank, and what a rank has raised.
         """
         assert self._plan is not None, "planned() is called first"
         if not self._orders or self._demand != demand.names or self._layout is not layout:
             self._orders = assembly.orders_of(self._plan, layout, demand, self._domain_of)
             self._demand, self._layout = set(demand.names), layout
-        orders, handles = self._orders, self._provide(arena, layout, alive, deadline)
+        orders, handles = self._orders, {0: arena.handle()}
+        for domain in range(1, len(layout.table)):
+            if layout.domain_bytes(domain):
+                handles[domain] = self._provided[domain, arena.name]
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
             handle = handles.get(self._domain_of[rank])
@@ -281,10 +284,8 @@ class Coordinator(Ranks):
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
         return found, Work((), nbytes, gather_s, digest_s, sum(work.not_finite for work in written))
 
-    def _provide(
-        self, arena: ShmArena, layout: Layout, alive: tuple[str, ...], deadline: Deadline
-    ) -> dict[int, ShmHandle]:
-        """The arena of each domain that holds a part of the stream."""
+    def provide(self, arena: ShmArena, layout: Layout, alive: tuple[str, ...], deadline: Deadline) -> None:
+        """Have each other domain that holds a part of the stream make an arena for it. Raises as `fill`."""
         sizes = {domain: layout.domain_bytes(domain) for domain in range(1, len(layout.table))}
         self._provided = {
             key: handle
@@ -301,8 +302,6 @@ class Coordinator(Ranks):
         for rank, done in self._await_replies("to make an arena for its host", deadline, list(asked)).items():
             assert done.handle is not None, "the reply to Provide has the arena"
             self._provided[asked[rank], arena.name] = done.handle
-        others = {domain: self._provided[domain, arena.name] for domain, nbytes in sizes.items() if nbytes}
-        return {0: arena.handle(), **others}
 
     def together(self, read: Callable[[], _T], deadline: Deadline) -> _T:
         """Read an iterator, while every other rank reads its own. Raises what a rank has raised."""
@@ -324,9 +323,9 @@ class Coordinator(Ranks):
             self._send(rank, Assist(transport, msgspec.Raw(message)), deadline)
         self._asked = list(messages)
 
-    def answered(self, to: str, deadline: Deadline) -> None:
+    def answered(self, to: str, deadline: Deadline) -> dict[int, bytes]:
         """See `base.PeerRanks`."""
-        self._await_replies(to, deadline, self._asked)
+        return {rank: bytes(done.body) for rank, done in self._await_replies(to, deadline, self._asked).items()}
 
     def check(self, deadline: Deadline) -> None:
         """See `base.PeerRanks`."""

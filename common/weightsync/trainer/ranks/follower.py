@@ -139,8 +139,7 @@ class Follower(Ranks):
     ) -> tuple[WorkDone, Exception | None]:
         try:
             if isinstance(message, Assist):
-                self._help(message, check)
-                return WorkDone(), None
+                return WorkDone(body=msgspec.Raw(self._help(message, check) or b"null")), None
             if isinstance(message, Provide):
                 return WorkDone(handle=self._provide(message)), None
             if isinstance(message, Release):
@@ -153,7 +152,7 @@ class Follower(Ranks):
         except Exception as error:
             return WorkDone(failure=remote_error_of(error)), error
 
-    def _help(self, message: Assist, check: Callable[[], None]) -> None:
+    def _help(self, message: Assist, check: Callable[[], None]) -> bytes | None:
         if message.transport not in self._helpers:
             make = registry.spec(message.transport).rank_helper
             if make is None:
@@ -161,7 +160,7 @@ class Follower(Ranks):
             self._helpers[message.transport] = make(self._rank)
         stream = self._filling[0] if self._filling is not None else None
         try:
-            self._helpers[message.transport].help(bytes(message.body), stream, check)
+            return self._helpers[message.transport].help(bytes(message.body), stream, check)
         except (RuntimeError, OSError) as error:
             raise TransferFailed(f"it could not help {message.transport}: {error}") from error
 
@@ -174,10 +173,10 @@ class Follower(Ranks):
         self._drop_others(message.alive)
         self._filling = None
         if message.arena in self._own:  # of another size
-            self._own.pop(message.arena).close()
-            del self._arenas[message.arena]
+            self._drop(message.arena)
         own = self._own[message.arena] = arenas.ShmArena(message.nbytes)
         self._arenas[message.arena] = own.handle(), own.bytes
+        self._filling = own.bytes, ""
         return own.handle()
 
     def _let_go(self) -> None:
@@ -187,9 +186,14 @@ class Follower(Ranks):
 
     def _drop_others(self, alive: Sequence[str]) -> None:
         for name in self._arenas.keys() - set(alive):
-            del self._arenas[name]
-            if name in self._own:
-                self._own.pop(name).close()
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._arenas.pop(name)
+        if name in self._own:
+            for helper in self._helpers.values():
+                helper.forget()
+            self._own.pop(name).close()
 
     def _work(self, message: Fill | Hash | Compare) -> Work:
         if isinstance(message, Compare):
@@ -199,10 +203,10 @@ class Follower(Ranks):
             self._drop_others(message.alive)
             handle, name = message.handle, message.arena
             if name not in self._arenas or self._arenas[name][0] != handle:
+                if name in self._own:  # its host provides nothing any more
+                    self._drop(name)
                 nothing = torch.empty(0, dtype=torch.uint8)
                 self._arenas[name] = handle, nothing if handle is None else arenas.attach(handle)
-                if handle is None and name in self._own:
-                    self._own.pop(name).close()
             self._orders = message.orders if message.orders is not None else self._orders
             self._filling = self._arenas[name][1], message.algorithm
         assert self._filling is not None, "Fill, with the arena, is sent first"

@@ -137,12 +137,16 @@ class Outcome(Message, frozen=True, tag="over"):
 
 
 class WorkDone(Message, frozen=True):
-    """rank -> 0: the request is done, or has failed. ``left_s`` is what is left of the rank's deadline."""
+    """rank -> 0: the request is done, or has failed. ``left_s`` is what is left of the rank's deadline.
+
+    ``body`` is a transport's own message, see `Assist`.
+    """
 
     work: Work | None = None
     failure: RemoteError | None = None
     handle: ShmHandle | None = None
     left_s: float | None = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
 ToRank = Welcome | Provide | Fill | Hash | Compare | Iterate | Release | Assist | Outcome

@@ -8,7 +8,7 @@ import secrets
 import socket as sockets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed
+from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.memory import forks
 from weightsync.protocol import control, directories
 from weightsync.protocol.control import (
@@ -34,7 +34,7 @@ from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
-from weightsync.transports.base import Peer
+from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import (
     FINAL_MESSAGE_S,
     LOOK_UP_S,
@@ -299,3 +299,15 @@ class PushSession:
         # Ranks with equal subsets share one object, so that its runs are computed once.
         self.needs[peer] = self._control.subsets.setdefault(subset.name, subset)
         return True
+
+
+@contextlib.contextmanager
+def blaming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
+    """Extend an error raised inside with the trainer ranks that have stopped, among those ``helping`` by then."""
+    try:
+        yield
+    except WeightSyncError as error:
+        extended = helpers.blamed(error) if (helpers := helping()) is not None else error
+        if extended is error:
+            raise
+        raise extended from error

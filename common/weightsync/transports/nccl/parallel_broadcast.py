@@ -175,6 +175,9 @@ class BroadcastHelper:
         while works:
             finish_oldest(own[-len(works)].number)
 
+    def forget(self) -> None:
+        """See `base.RankHelper`; between two messages there is none."""
+
     def close(self, works: Sequence[Any] = ()) -> None:
         """Leave the group; idempotent."""
         if self._joining is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket as sockets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed, WeightSyncError
+from weightsync.errors import TransferFailed
 from weightsync.memory.arenas import Arena
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.protocol import http
@@ -28,7 +28,7 @@ from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import check_ways, host_of, local_address
-from weightsync.transports.control.trainer import PushSession, TrainerControl
+from weightsync.transports.control.trainer import PushSession, TrainerControl, blaming
 from weightsync.transports.nccl import groups, parallel_broadcast
 from weightsync.transports.nccl.findings import NAME
 from weightsync.transports.nccl.groups import Group
@@ -111,7 +111,7 @@ class NcclTrainerEnd:
         if self._group is not None or self._init is None:
             return
         helpers = self._helpers
-        with _blaming(lambda: helpers):
+        with blaming(lambda: helpers):
             try:
                 if helpers is not None:
                     init, senders = self._init, enumerate(helpers.senders)
@@ -270,16 +270,4 @@ class BroadcastSending:
         self._leave()
 
     def _blaming(self) -> contextlib.AbstractContextManager[None]:
-        return _blaming(lambda: self._helpers if self._senders > 1 else None)
-
-
-@contextlib.contextmanager
-def _blaming(helping: Callable[[], PeerRanks | None]) -> Iterator[None]:
-    """Extend an error raised inside with the trainer ranks that have stopped, among those ``helping`` by then."""
-    try:
-        yield
-    except WeightSyncError as error:
-        extended = helpers.blamed(error) if (helpers := helping()) is not None else error
-        if extended is error:
-            raise
-        raise extended from error
+        return blaming(lambda: self._helpers if self._senders > 1 else None)

@@ -283,25 +283,25 @@ class Transfers:
 
 
 class ConnectionWarmUp(threading.Thread):
-    """Sends a notification and waits for the reply, because NIXL connects on first use."""
+    """Sends each of a trainer's agents a notification and waits for the replies, because NIXL connects on first use."""
 
     #: A thread inside NIXL during interpreter shutdown would crash the process.
     running: ClassVar[set[ConnectionWarmUp]] = set()
 
-    def __init__(self, agent: Agent, trainer: str, timeout_s: float):
+    def __init__(self, agent: Agent, trainers: Sequence[str], timeout_s: float):
         super().__init__(name="weightsync-warm-up", daemon=True)
-        self._agent, self._trainer, self._cancelled = agent, trainer, threading.Event()
+        self._agent, self._silent, self._cancelled = agent, set(trainers), threading.Event()
         self._until = time.monotonic() + timeout_s
         self.running.add(self)
         self.start()
 
     def run(self) -> None:
-        """Run until the reply arrives, the time is up or `end` is called."""
+        """Run until all replies are there, the time is up or `end` is called."""
         with contextlib.suppress(WeightSyncError):  # the trainer, which waits too, reports it
-            self._agent.notify(self._trainer, WARM, "the trainer")
-            while time.monotonic() < self._until and not self._cancelled.is_set():
-                if self._trainer in self._agent.notifications():
-                    break
+            for trainer in self._silent:
+                self._agent.notify(trainer, WARM, "the trainer")
+            while self._silent and time.monotonic() < self._until and not self._cancelled.is_set():
+                self._silent -= self._agent.notifications().keys()
                 time.sleep(SPIN_S)
         self.running.discard(self)
 

@@ -1,9 +1,9 @@
-"""One push as a rank receives it over NIXL: by its own READs, or by WRITEs of the trainer."""
+"""One push as a rank receives it over NIXL: by its own READs, by WRITEs of the trainer's hosts, or by both."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ import torch
 from weightsync.protocol import control
 from weightsync.protocol.control import BucketDone, BucketReady, WriteWindow
 from weightsync.protocol.http import UpdateRequest
+from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Bucket
 from weightsync.transports.control.engine import RankSession
@@ -19,31 +20,53 @@ from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S, Transfers, translated
 from weightsync.transports.nixl.messages import NixlHandle
 
-#: Transfers under way at once: enough to hide the latency of one message.
+#: Transfers from or to one host under way at once: enough to hide the latency of one message.
 IN_FLIGHT: Final = 2
 
 
-class Link(Protocol):
-    """What a push uses of `engine.Link`."""
+class Way(Protocol):
+    """What a push uses of `link.Way`."""
 
-    def reads(self, arena: str, request: UpdateRequest, subset: Subset, stage: torch.Tensor | None) -> Transfers:
-        """The READs of what this rank needs of every bucket."""
+    @property
+    def agent(self) -> str:
+        """The agent of one of the sender's hosts."""
+
+    @property
+    def written(self) -> bool:
+        """Whether that writes to this rank, which otherwise reads."""
+
+
+class Link(Protocol):
+    """What a push uses of `link.Link`."""
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """One for each of the sender's hosts."""
+
+    def reads(
+        self, domain: int, arena: str, request: UpdateRequest, subset: Subset, stage: torch.Tensor | None
+    ) -> Transfers:
+        """The READs of what this rank needs of every bucket from one memory domain."""
 
     def memory(self, request: UpdateRequest, stage: torch.Tensor | None) -> torch.Tensor:
         """The memory that receives the buckets."""
 
     def opened(self, memory: torch.Tensor) -> NixlHandle:
-        """The handle with which the trainer can write to ``memory``."""
+        """The handle with which the sender can write to ``memory``."""
 
-    def notifications(self) -> list[bytes]:
-        """The notifications from the trainer's agent since the last call."""
+    def notifications(self) -> dict[str, list[bytes]]:
+        """The notifications since the last call, by agent."""
 
     def arrived(self) -> None:
         """Note that the last bucket is here, and no transfer is under way."""
 
 
-class _Push:
-    """The base of `Reading` and `Written`, see `base.Incoming`."""
+class NixlIncoming:
+    """See `base.Incoming`.
+
+    READs are posted once their bucket is announced, while the one before is still under way. Who is to write is told
+    where; NIXL notifies of every bucket written.
+    """
 
     whole: torch.Tensor | None = None
 
@@ -52,6 +75,88 @@ class _Push:
         self._layout = subset.layout
         self.arena = arena
         self._announced: list[BucketReady] = []
+        self._reads: list[Transfers] = []
+        #: The buckets of which each host has written what this rank needs, by the host's agent.
+        self._written: dict[str, set[int]] = {}
+
+    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
+        """See `base.Incoming`."""
+        count = self._layout.buckets(self._request.bucket_bytes)
+        memory, slots = self._link.memory(self._request, stage), count if stage is not None else IN_FLIGHT
+        self._begin(stage, memory, slots)
+        # Without a stage the other buffer is still being read.
+        ahead = IN_FLIGHT if stage is not None else 1
+        posted = 0
+        for number in range(count):
+            while posted <= number or not self._is_here(number):
+                self._session.check(f"bucket {number} to arrive from {self._late(number)}")
+                while posted < min(len(self._announced), number + ahead):
+                    self._post(posted)
+                    posted += 1
+                self._note_written()
+                self._receive(0.0 if posted > number or self._written else LOOK_UP_S)
+            # Of several hosts none knows what the others have sent, and of what is not read NIXL notifies nobody.
+            if self._layout.table or (self._reads and not self._reads[0].moves(number)):
+                self._session.taken(number)
+            yield self._bucket(number, memory, slots)
+            if self._written and number + slots < count:
+                self._session.send(WriteWindow(self._request.push, slots, number + 1 + slots))
+
+    def _begin(self, stage: torch.Tensor | None, memory: torch.Tensor, slots: int) -> None:
+        """Prepare the READs, and say who is to write."""
+        domains = []
+        for domain, way in enumerate(self._link.ways[: max(1, len(self._layout.table))]):
+            if self._layout.table and not self._layout.domain_bytes(domain):
+                continue
+            if way.written:
+                domains.append(domain)
+                self._written[way.agent] = self._idle(domain)
+                continue
+            with self._session.explained():
+                self._reads.append(self._link.reads(domain, self.arena, self._request, self._subset, stage))
+        if domains or self._layout.table:
+            window = control.raw_handle(self._link.opened(memory)) if domains else control.NO_HANDLE
+            self._session.send(WriteWindow(self._request.push, slots, slots, window, tuple(domains)))
+
+    def _idle(self, domain: int) -> set[int]:
+        """The buckets of which this rank needs nothing from a domain."""
+        size = self._request.bucket_bytes
+        if not isinstance(self._layout, DividedLayout):
+            return self._subset.idle(size)
+        needed = self._layout.needed(domain, self._subset, size)
+        return {number for number, runs in enumerate(needed) if not runs}
+
+    def _post(self, bucket: int) -> None:
+        done = control.pack(BucketDone(push=self._request.push, index=bucket))
+        for reads in self._reads:
+            with self._session.explained(), translated(self._what(bucket, reads)):
+                reads.post(bucket, done)
+
+    def _is_here(self, bucket: int) -> bool:
+        for reads in self._reads:
+            with self._session.explained(), translated(self._what(bucket, reads)):
+                if not reads.done(bucket):
+                    return False
+        return all(bucket in here for here in self._written.values())
+
+    def _late(self, bucket: int) -> str:
+        """The agents from which a bucket is still to come, for errors."""
+        readers = (reads.remote.agent for reads in self._reads if bucket >= len(self._announced))
+        writers = (agent for agent, here in self._written.items() if bucket not in here)
+        return ", ".join([*readers, *writers]) or "the trainer"
+
+    def _note_written(self) -> None:
+        """Take the notifications of WRITEs that have ended."""
+        if not self._written:
+            return
+        for agent, notices in self._link.notifications().items():
+            for notice in notices if agent in self._written else ():
+                try:
+                    message = control.unpack_from_rank(notice)
+                except msgspec.MsgspecError:
+                    continue  # the reply to the warm-up, or a stray notification
+                if isinstance(message, BucketDone) and message.push == self._request.push:
+                    self._written[agent].add(message.index)
 
     def _receive(self, timeout_s: float) -> None:
         """Take the next announcement of a bucket, if one arrives within ``timeout_s``."""
@@ -72,34 +177,6 @@ class _Push:
         size = self._request.bucket_bytes
         return min(size, self._layout.nbytes - number * size)
 
-
-class Reading(_Push):
-    """See `base.Incoming`; reads a bucket once it is announced, while the one before is still under way."""
-
-    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
-        """See `base.Incoming`."""
-        count = self._layout.buckets(self._request.bucket_bytes)
-        with self._session.explained():
-            reads = self._link.reads(self.arena, self._request, self._subset, stage)
-        # Without a stage the other buffer is still being read.
-        ahead = IN_FLIGHT if stage is not None else 1
-        posted = 0
-        for number in range(count):
-            while posted <= number or not self._here(reads, number):
-                self._session.check(f"bucket {number} to be read from {reads.remote.agent}")
-                while posted < min(len(self._announced), number + ahead):
-                    with self._session.explained(), translated(self._what(posted, reads)):
-                        reads.post(posted, control.pack(BucketDone(push=self._request.push, index=posted)))
-                    posted += 1
-                self._receive(0.0 if posted > number else LOOK_UP_S)
-            if not reads.moves(number):
-                self._session.taken(number)  # nothing was read, so NIXL notifies nobody
-            yield self._bucket(number, reads.memory, count if stage is not None else IN_FLIGHT)
-
-    def _here(self, reads: Transfers, number: int) -> bool:
-        with self._session.explained(), translated(self._what(number, reads)):
-            return reads.done(number)
-
     def _what(self, bucket: int, reads: Transfers) -> str:
         start = bucket * self._request.bucket_bytes
         end = min(start + self._request.bucket_bytes, self._layout.nbytes)
@@ -109,32 +186,3 @@ class Reading(_Push):
             f"rank {self._rank} could not read bucket {bucket} (bytes {start} to {end} of the stream{name}) from "
             f"{reads.remote.agent}"
         )
-
-
-class Written(_Push):
-    """See `base.Incoming`; tells the trainer where to write, and NIXL notifies of every bucket written."""
-
-    def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
-        """See `base.Incoming`."""
-        count = self._layout.buckets(self._request.bucket_bytes)
-        memory, slots = self._link.memory(self._request, stage), count if stage is not None else IN_FLIGHT
-        window = control.raw_handle(self._link.opened(memory))
-        self._session.send(WriteWindow(self._request.push, slots, slots, window))
-        here = self._subset.idle(self._request.bucket_bytes)
-        for number in range(count):
-            while number >= len(self._announced) or number not in here:
-                self._session.check(f"bucket {number} to be written by the trainer")
-                here.update(self._arrived())
-                self._receive(0.0)
-            yield self._bucket(number, memory, slots)
-            if number + slots < count:
-                self._session.send(WriteWindow(self._request.push, slots, number + 1 + slots))
-
-    def _arrived(self) -> Iterator[int]:
-        for notice in self._link.notifications():
-            try:
-                message = control.unpack_from_rank(notice)
-            except msgspec.MsgspecError:
-                continue  # the reply to the warm-up, or a stray notification
-            if isinstance(message, BucketDone) and message.push == self._request.push:
-                yield message.index

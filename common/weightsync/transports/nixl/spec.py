@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from weightsync.transports.base import TransportSpec
-from weightsync.transports.nixl import agents, engine, findings, trainer
+from weightsync.transports.nixl import agents, engine, findings, helper, trainer
 from weightsync.transports.nixl.messages import RegisterNixl
 
 SPEC: Final = TransportSpec(
@@ -13,6 +13,8 @@ SPEC: Final = TransportSpec(
     label="NIXL",
     trainer_end=trainer.NixlTrainerEnd,
     engine_end=engine.NixlEngineEnd,
+    rank_helper=helper.NixlHelper,
+    several_hosts=True,
     handshake=RegisterNixl,
     preference=20,
     reason="both sides have NIXL",

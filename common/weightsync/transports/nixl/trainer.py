@@ -1,31 +1,34 @@
 """The trainer end of the nixl transport: every rank READs the buckets from the trainer's arena into its stage.
 
 The trainer announces each bucket, and NIXL notifies it when a rank has read one. Over plain TCP, where a READ keeps
-both sides busy and takes three times as long, the trainer WRITEs instead.
+both sides busy and takes three times as long, the trainer WRITEs instead. Of a trainer on several hosts, each has an
+agent, every rank takes what it needs from each, and tells rank 0 when it has a bucket.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.memory import arenas
+from weightsync.errors import TransferFailed
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, http
-from weightsync.protocol.control import BucketDone, Offer
+from weightsync.protocol.control import BucketDone, Offer, WriteWindow
 from weightsync.protocol.http import Handshake, UpdateRequest
+from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import check_ways
 from weightsync.transports.control.trainer import PushSession, TrainerControl
-from weightsync.transports.nixl.agents import SPIN_S, WARM, Agent
-from weightsync.transports.nixl.messages import RegisterNixl
-from weightsync.transports.nixl.writing import Writer
+from weightsync.transports.nixl.agents import SPIN_S
+from weightsync.transports.nixl.messages import HANDLE, EngineAgent, NixlHandle, RegisterNixl
+from weightsync.transports.nixl.others import Others, Receiver
+from weightsync.transports.nixl.sending import SendingHost, writes_of
+from weightsync.transports.nixl.writing import Background, Writing
 
 
 class NixlTrainerEnd:
@@ -35,57 +38,56 @@ class NixlTrainerEnd:
     on the route to each engine.
     """
 
-    def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
+    def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
         self._device, self._given_address = device, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
+        self._others = Others(helpers)
         self._start()
 
     def _start(self) -> None:
-        self.agent = Agent(self._device, 0)
-        #: The registered arenas by name.
-        self._registered: dict[str, torch.Tensor] = {}
-        self._known: dict[str, str] = {}
-        self.agents: dict[str, Peer] = {}
-        self.writer = Writer(self.agent)
+        self.host = SendingHost(self._device, 0)
+        #: By URL: the instance of the engine that was sent a handshake, and the agents in it.
+        self._known: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._offered: tuple[str, ...] = ()
+        self._background: Background | None = None
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """See `base.TrainerEnd`; an engine that has restarted gets a new handshake, and all do after `forget`."""
-        if self.agent.closed:
+        if self.host.agent.closed:
             self._start()
+        self._others.expose(Deadline(timeout_s))
+        own, others = self.host.described, tuple(exposed.sender for exposed in self._others.exposed.values())
+        self._offered = own.agent, *(sender.agent for sender in others)
         handshakes: dict[str, Handshake] = {}
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
-            if self._known.get(url) != hello.instance:
+            if self._known.get(url) != (hello.instance, self._offered):
                 self._known.pop(url, None)
                 handshakes[url] = RegisterNixl(
-                    agent=self.agent.name,
-                    metadata=self.agent.metadata(),
+                    agent=own.agent,
+                    metadata=own.metadata,
                     timeout_s=timeout_s,
                     address=self.address(url),
                     instance=hello.instance,
-                    host=arenas.host_id(),
-                    rdma=bool(self.agent.nic),
+                    host=own.host,
+                    rdma=own.rdma,
+                    others=others,
                 )
         return handshakes
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
         """See `base.TrainerEnd`; returns once NIXL itself has carried a notification both ways with every rank."""
-        silent: dict[str, Peer] = {}
-        for url, reply in replies.items():
-            self.agents = {agent: peer for agent, peer in self.agents.items() if peer.engine != url}
-            silent.update({rank.agent: Peer(url, rank.rank) for rank in reply.ranks})
-            for rank in reply.ranks:
-                self.writer.drop(rank.agent)
-                self.agent.forget(rank.agent)  # an older connection has lost its other end
-                self.agent.add_peer(rank.agent, rank.metadata, str(Peer(url, rank.rank)))
-        self.agents.update(silent)
-        while silent:
-            deadline.check(f"{', '.join(sorted(map(str, silent.values())))} to be reached over NIXL")
-            for agent in self.agent.notifications().keys() & silent.keys():
-                self.agent.notify(agent, WARM, str(silent.pop(agent)))
-            time.sleep(SPIN_S)
-        self._known.update({url: reply.instance for url, reply in replies.items()})
+        ranks = [
+            EngineAgent(rank.agent, rank.metadata, Peer(url, rank.rank))
+            for url, reply in replies.items()
+            for rank in reply.ranks
+        ]
+        with self._others.blaming():
+            self._others.meet(ranks, deadline)
+            self.host.meet(ranks, deadline, lambda: self._others.check(deadline))
+            self._others.finished("to reach the engines over NIXL", deadline)
+        self._known.update({url: (reply.instance, self._offered) for url, reply in replies.items()})
 
     def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
@@ -93,11 +95,18 @@ class NixlTrainerEnd:
         """See `base.TrainerEnd`."""
         memory = {arena.name: arena.bytes for arena in arenas if isinstance(arena.bytes, torch.Tensor)}
         assert len(memory) == len(arenas), "parameters in place are for ranks that can map them"
-        for name in memory.keys() - self._registered.keys():
-            self.agent.register(memory[name])
-            self._registered[name] = memory[name]
+        for stream in memory.values():
+            self.host.register(stream)
         session = PushSession(self._control, plan.push, layout, peers, deadline)
-        return NixlSending(self, session, plan, layout, memory)
+        self._stop()
+        sending = NixlSending(self.host, self._others, self.disconnect, session, plan, layout, memory)
+        self._background = sending.background
+        return sending
+
+    def _stop(self) -> None:
+        if self._background is not None:
+            self._background.stop()
+            self._background = None
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`; the engine is sent a handshake again."""
@@ -105,13 +114,12 @@ class NixlTrainerEnd:
 
     def forget(self) -> None:
         """See `base.TrainerEnd`; ends the agent: it could still serve a READ of a failed push, see `Agent.close`."""
-        if self._registered:
+        if self.host.is_used:
             self._end()
 
     def _end(self) -> None:
-        self.writer.forget()
-        self.agent.close(list(self._registered.values()))
-        self._registered.clear()
+        self._stop()
+        self.host.end()
 
     def close(self) -> None:
         """End the agent and close the socket; idempotent."""
@@ -120,31 +128,41 @@ class NixlTrainerEnd:
 
 
 class NixlSending:
-    """See `base.Sending`. ``memory`` are the registered arenas by name; the stream goes through the first."""
+    """See `base.Sending`. ``memory`` are the registered arenas by name; the stream goes through the first.
+
+    ``disconnect`` has an engine, by URL, sent a handshake again.
+    """
 
     def __init__(
         self,
-        end: NixlTrainerEnd,
+        host: SendingHost,
+        others: Others,
+        disconnect: Callable[[str], None],
         session: PushSession,
         plan: UpdateRequest,
         layout: Layout,
         memory: Mapping[str, torch.Tensor],
     ):
-        self._end, self._session, self._plan = end, session, plan
+        self._host, self._others, self._disconnect = host, others, disconnect
+        self._session, self._plan, self._layout = session, plan, layout
         self._alive, self._arena = tuple(memory), next(iter(memory))
+        self._memory = memory[self._arena]
         self._last = layout.buckets(plan.bucket_bytes) - 1
         #: The buckets that each rank has read or does not need, and the last one up to which none is missing.
         self._ended: dict[Peer, set[int]] = {}
         self._read: dict[Peer, int] = {}
-        self._writing = end.writer.begin(plan, layout, memory[self._arena])
-        self._handle = control.raw_handle(end.agent.handle(memory[self._arena]))
+        self._writing = Writing(plan.push)
+        self.background = Background(self._writing, host.agent)
+        self._handle = control.raw_handle(host.handle(self._memory))
 
     def await_ranks(self) -> None:
         """See `base.Sending`."""
+        others = [exposed.handle for exposed in self._others.exposed.values()] if self._layout.table else []
+        handles = tuple(map(control.raw_handle, others))
 
         def offer(mapped: tuple[str, ...]) -> Offer:
             handle = control.NO_HANDLE if self._arena in mapped else self._handle
-            return Offer(push=self._plan.push, arena=self._arena, handle=handle, alive=self._alive)
+            return Offer(self._plan.push, self._arena, handle, self._alive, handles)
 
         self._session.await_ranks(offer)
         self._ended = {peer: subset.idle(self._plan.bucket_bytes) for peer, subset in self._session.needs.items()}
@@ -163,15 +181,44 @@ class NixlSending:
 
     def _poll(self) -> None:
         """Handle notifications; this also drives transfers, so it is called while the trainer packs too."""
-        writing, session = self._writing, self._session
-        received = list(self._end.agent.notifications().items())
-        while not writing.received.empty():
-            received.append(writing.received.get())
+        session, writing = self._session, self._writing
+        received = list(self._host.agent.notifications().items())
+        while not self.background.received.empty():
+            received.append(self.background.received.get())
+        for peer, window in session.windows.items():
+            if 0 in window.domains and not writing.knows(peer):
+                self._write_to(peer, window)
+            elif 0 in window.domains:
+                writing.allow(peer, window.upto)
+        self.background.check()
+        if self._layout.table:  # ranks say when they have a bucket: it comes from several hosts
+            return
         for agent, notifications in received:
             for notification in notifications:
-                self._handle_notification(self._end.agents.get(agent), notification)
-        for peer, bucket in writing.arrived(session.windows, self._end.agents, session.needs).items():
+                self._handle_notification(self._host.peers.get(agent), notification)
+        for peer, bucket in writing.arrived().items():
             session.taken(peer, bucket)
+
+    def _write_to(self, peer: Peer, window: WriteWindow) -> None:
+        """Have a rank written to. Raises `TransferFailed`."""
+        plan, layout, subset = self._plan, self._layout, self._session.needs[peer]
+        size, slots = plan.bucket_bytes, plan.slots
+        handle = self._window(peer, window)
+        depends_on = layout.name if layout.table else layout.nbytes, size, slots, window.slots, subset.name
+        made = self._host.writer.transfers(
+            handle, self._memory, lambda: writes_of(subset, size, slots, window.slots), depends_on, peer
+        )
+        self._writing.add(peer, made, window.upto)
+        self.background.start()
+
+    def _window(self, peer: Peer, window: WriteWindow) -> NixlHandle:
+        """The memory that a rank offers. Raises `TransferFailed`."""
+        handle = control.handle_of(window.handle, HANDLE, str(peer))
+        if handle is None or self._host.peers.get(handle.agent) != peer:
+            raise TransferFailed(f"{peer} offers memory of an agent that is not its own; push again")
+        if handle.nbytes < min(self._layout.nbytes, window.slots * self._plan.bucket_bytes):
+            raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, fewer than its buckets take")
+        return handle
 
     def _handle_notification(self, peer: Peer | None, notification: bytes) -> None:
         try:
@@ -198,20 +245,40 @@ class NixlSending:
 
     def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
-        self._session.announce(bucket, digests, begins=begins)
-        self._writing.filled(bucket)
-        self._poll()
+        with self._others.blaming():
+            if not bucket and isinstance(self._layout, DividedLayout):
+                self._serve(self._layout)
+            self._session.announce(bucket, digests, begins=begins)
+            self._writing.filled = bucket + 1
+            self._poll()
+
+    def _serve(self, layout: DividedLayout) -> None:
+        """Have the trainer's other hosts send what they hold, once every rank has said how it gets that."""
+        session, others = self._session, self._others
+        session.wait(lambda: session.peers - session.windows.keys(), "the ranks to say who is to write to them")
+        agents = {peer: agent for agent, peer in self._host.peers.items()}
+        receivers = [
+            Receiver(agents[peer], session.needs[peer], self._window(peer, window), window.domains)
+            if window.domains
+            else Receiver(agents[peer], session.needs[peer], None, ())
+            for peer, window in session.windows.items()
+        ]
+        others.serve(self._plan, layout, receivers, session.deadline)
+        session.watch = lambda: others.check(session.deadline)
 
     def finish(self) -> float:
         """See `base.Sending`."""
-        self._await_bucket(self._last)
-        seconds = self._session.all_prepared("the ranks to hold and verify everything")
-        self._writing.stop()
+        with self._others.blaming():
+            self._await_bucket(self._last)
+            seconds = self._session.all_prepared("the ranks to hold and verify everything")
+            self.background.stop()
+            self._others.finished("to send what its host holds", self._session.deadline)
         return seconds
 
     def cancel(self, error: BaseException) -> None:
         """See `base.Sending`; ranks end their agents, so their engines need a new handshake."""
-        self._writing.stop()
+        self.background.stop()
+        self._others.cancelled()
         self._session.cancel(error)
         for peer in self._session.peers:
-            self._end.disconnect(peer.engine)
+            self._disconnect(peer.engine)

@@ -1,0 +1,102 @@
+"""The nixl transport in the lowest trainer rank of each host but rank 0's: it sends what its host holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import TransferFailed
+from weightsync.protocol import control
+from weightsync.protocol.control import BucketDone
+from weightsync.protocol.http import to_json
+from weightsync.tensors.domains import Run
+from weightsync.transports.control.sockets import LOOK_UP_S
+from weightsync.transports.nixl.agents import SPIN_S
+from weightsync.transports.nixl.messages import Expose, Exposed, Meet, Serve, ToHelper
+from weightsync.transports.nixl.sending import SendingHost, spans_of_runs, unpacked_runs
+from weightsync.transports.nixl.writing import Writing
+
+
+class NixlHelper:
+    """See `base.RankHelper`."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        #: None before the first push, and after the arenas were freed.
+        self._host: SendingHost | None = None
+        #: What engine ranks need of this host, by name, see `Serve`.
+        self._runs: dict[str, list[list[Run]]] = {}
+
+    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> bytes | None:
+        """See `base.RankHelper`."""
+        message: ToHelper = msgspec.json.decode(body, type=ToHelper)
+        if isinstance(message, Expose):
+            return to_json(self._expose(stream))
+        if self._host is None:
+            raise TransferFailed(f"trainer rank {self._rank} has no NIXL agent any more; push again")
+        if isinstance(message, Meet):
+            self._host.meet(message.agents, Deadline(message.timeout_s), check)
+        else:
+            self._serve(self._host, message, stream, check)
+        return None
+
+    def _expose(self, stream: torch.Tensor | None) -> Exposed:
+        if self._host is None:
+            self._host = SendingHost(torch.device("cpu"), self._rank)
+        if stream is None or not stream.numel():
+            return Exposed(self._host.described)
+        self._host.register(stream)
+        return Exposed(self._host.described, self._host.handle(stream))
+
+    def _serve(self, host: SendingHost, message: Serve, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
+        """Write to the ranks that have asked for it, and let the others read, until all have what they need."""
+        if stream is None:
+            raise TransferFailed(f"trainer rank {self._rank} was asked to send without an arena")
+        wanted = {name for *_, name in message.writes}
+        for name, packed in message.runs.items():
+            self._runs[name] = unpacked_runs(packed, message.bucket_bytes, message.buckets)
+        self._runs = {name: runs for name, runs in self._runs.items() if name in wanted}
+        writing, left = Writing(message.push, message.buckets), dict(message.reads)
+        for agent, handle, name in message.writes:
+            runs, peer = self._runs[name], host.peers[agent]
+            depends_on = name, message.bucket_bytes
+            made = host.writer.transfers(handle, stream, lambda: spans_of_runs(runs), depends_on, peer)  # noqa: B023 - called here
+            writing.add(peer, made, message.buckets)
+        deadline, checked = Deadline(message.timeout_s), time.monotonic()
+        while True:
+            busy = writing.drive()
+            self._count_reads(host, message.push, left)
+            late = [peer for peer, last in writing.arrived().items() if last + 1 < message.buckets]
+            late += [host.peers[agent] for agent, count in left.items() if count > 0]
+            if not late:
+                return
+            deadline.check(f"{', '.join(sorted(map(str, late)))} to get what trainer rank {self._rank} sends")
+            if time.monotonic() - checked > LOOK_UP_S:
+                checked = time.monotonic()
+                check()
+            time.sleep(0 if busy else SPIN_S)
+
+    def _count_reads(self, host: SendingHost, push: str, left: dict[str, int]) -> None:
+        """Take the notifications of READs that have ended; asking for them also drives them."""
+        for agent, notifications in host.agent.notifications().items():
+            for notification in notifications:
+                try:
+                    message = control.unpack_from_rank(notification)
+                except msgspec.MsgspecError:
+                    continue
+                if isinstance(message, BucketDone) and message.push == push and agent in left:
+                    left[agent] -= 1
+
+    def forget(self) -> None:
+        """See `base.RankHelper`."""
+        self.close()
+
+    def close(self) -> None:
+        """End the agent; idempotent."""
+        if self._host is not None:
+            self._host.end()
+            self._host = None

@@ -1,0 +1,108 @@
+"""The trainer's other hosts as rank 0 sees them: their agents, and what each is asked to send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from weightsync.deadline import Deadline
+from weightsync.protocol import http
+from weightsync.protocol.http import UpdateRequest
+from weightsync.tensors.domains import DividedLayout
+from weightsync.tensors.subset import Subset
+from weightsync.transports.base import PeerRanks
+from weightsync.transports.control.trainer import blaming
+from weightsync.transports.nixl.findings import NAME
+from weightsync.transports.nixl.messages import EngineAgent, Expose, Exposed, Meet, NixlHandle, Serve, ToHelper
+from weightsync.transports.nixl.sending import packed_runs
+
+
+class Receiver(NamedTuple):
+    """An engine rank in a push: its agent, what it needs, the memory it offers, and the domains that write there."""
+
+    agent: str
+    needs: Subset
+    handle: NixlHandle | None
+    written_by: Sequence[int]
+
+
+class Others:
+    """The lowest rank of each host but rank 0's; there are none if all ranks are on one host.
+
+    All methods raise `TransferFailed` or `PushTimeout`, and what a rank has raised.
+    """
+
+    def __init__(self, helpers: PeerRanks | None):
+        self._helpers = helpers
+        #: What each said last, by rank, in order of their memory domains.
+        self.exposed: dict[int, Exposed] = {}
+        #: The names of the runs that each rank knows, see `messages.Serve`.
+        self._known: dict[int, set[str]] = {}
+        self._asked = False
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        helpers = self._helpers
+        return helpers.senders[1:] if helpers is not None and helpers.addresses else ()
+
+    def expose(self, deadline: Deadline) -> None:
+        """Learn their agents and arenas, which may be new."""
+        self._ask(dict.fromkeys(self._ranks, Expose()), deadline)
+        replies = self.finished("to make its NIXL agent", deadline)
+        self.exposed = {rank: http.from_json(replies[rank], Exposed) for rank in self._ranks}
+
+    def meet(self, ranks: Sequence[EngineAgent], deadline: Deadline) -> None:
+        """Have them connect to engine ranks; `finished` waits for it."""
+        self._ask(dict.fromkeys(self._ranks, Meet(tuple(ranks), deadline.left())), deadline)
+
+    def serve(
+        self, plan: UpdateRequest, layout: DividedLayout, receivers: Sequence[Receiver], deadline: Deadline
+    ) -> None:
+        """Have each host send what it holds; `finished` waits for it."""
+        size, messages = plan.bucket_bytes, dict[int, ToHelper]()
+        subsets = {one.needs.name: one.needs for one in receivers}
+        for domain, rank in enumerate(self._ranks, 1):
+            if not layout.domain_bytes(domain):
+                continue
+            runs = {name: layout.needed(domain, subset, size) for name, subset in subsets.items()}
+            names = {name: f"{layout.name} {name} {size}" for name in subsets}
+            writes, reads = [], {}
+            for one in receivers:
+                if domain in one.written_by and one.handle is not None:
+                    writes.append((one.agent, one.handle, names[one.needs.name]))
+                else:
+                    reads[one.agent] = sum(map(bool, runs[one.needs.name]))
+            used, known = {name for *_, name in writes}, self._known.get(rank, set())
+            new = {names[name]: packed_runs(own) for name, own in runs.items() if names[name] in used - known}
+            self._known[rank] = used
+            count = layout.buckets(size)
+            messages[rank] = Serve(plan.push, size, count, tuple(writes), reads, new, deadline.left())
+        self._ask(messages, deadline)
+
+    def _ask(self, messages: Mapping[int, ToHelper], deadline: Deadline) -> None:
+        if self._helpers is not None and messages:
+            self._helpers.ask(NAME, {rank: http.to_json(message) for rank, message in messages.items()}, deadline)
+            self._asked = True
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise if one that was asked has failed or ended."""
+        if self._helpers is not None and self._asked:
+            self._helpers.check(deadline)
+
+    def finished(self, to: str, deadline: Deadline) -> Mapping[int, bytes]:
+        """Wait until they have done what they were asked ``to`` do; the reply of each."""
+        if self._helpers is None or not self._asked:
+            return {}
+        replies = self._helpers.answered(to, deadline)
+        self._asked = False
+        return replies
+
+    def cancelled(self) -> None:
+        """Note that the push has failed: they forget what they were told."""
+        self._asked = False
+        self._known.clear()
+
+    def blaming(self) -> contextlib.AbstractContextManager[None]:
+        """See `control.trainer.blaming`."""
+        return blaming(lambda: self._helpers if self._asked else None)
