@@ -45,10 +45,15 @@ def everywhere(near, far):
     return [near, *far]
 
 
+@pytest.fixture(params=["nccl", "nixl"])
+def transport(request):
+    return request.param
+
+
 @pytest.mark.parametrize("how", ["fsdp", "columns", "stages"])
-def test_every_engine_gets_what_two_hosts_hold(ranks, everywhere, digest, changed, how):
+def test_every_engine_gets_what_two_hosts_hold(ranks, everywhere, digest, changed, how, transport):
     assert fine(ranks.all(f"shard {how}"))
-    assert fine(ranks.build([engine.url for engine in everywhere]))
+    assert fine(ranks.build([engine.url for engine in everywhere], transport=transport))
     for want in (digest(1), changed, digest(1)):
         assert all(assert_pushed(ranks))
         assert [served(engine) for engine in everywhere] == [want] * 3
@@ -58,19 +63,22 @@ def test_every_engine_gets_what_two_hosts_hold(ranks, everywhere, digest, change
     assert fine(ranks.all("close"))
 
 
-def test_engines_on_the_host_of_rank_0_alone(network, ranks, near, digest):
+def test_engines_on_the_host_of_rank_0_alone(network, ranks, near, digest, transport):
     assert fine(ranks.all("shard fsdp"))
     for options in ({}, {"address": network.hosts["trainer"].address}):
-        assert fine(ranks.build([near.url], **options))
+        assert fine(ranks.build([near.url], transport=transport, **options))
         assert all(assert_pushed(ranks))
         assert served(near) == digest(1)
         assert fine(ranks.all("close"))
 
 
-def test_a_link_that_is_cut_during_a_push_leaves_every_engine_unchanged(network, ranks, everywhere, digest, changed):
+def test_a_link_that_is_cut_during_a_push_leaves_every_engine_unchanged(
+    network, ranks, everywhere, digest, changed, transport
+):
     assert fine(ranks.all("shard fsdp"))
     ranks.all("change")
-    assert fine(ranks.build([engine.url for engine in everywhere], timeout_s=LIMIT_S, bucket_bytes=8192))
+    options = {"timeout_s": LIMIT_S, "bucket_bytes": 8192, "transport": transport}
+    assert fine(ranks.build([engine.url for engine in everywhere], **options))
     assert all(assert_pushed(ranks))
     ranks.all("change")
     ranks.tell("push", 0)

@@ -163,6 +163,9 @@ class Source:
             end = min(start + asked.bucket_bytes, asked.nbytes)
             write(stream, start, end, path_of(asked.folder, asked.push, number))
 
+    def forget(self):
+        pass
+
     def close(self):
         pass
 
