@@ -55,6 +55,7 @@ class Flipped:
 
     def __init__(self, incoming, at):
         self.whole, self.arena, self._incoming, self._at = incoming.whole, incoming.arena, incoming, at
+        self.lingers = incoming.lingers
 
     def buckets(self, stage):
         memory = stage if self.whole is None else self.whole

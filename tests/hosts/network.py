@@ -74,6 +74,12 @@ class Host:
         env = {**self._env, **dict(environment)}
         return subprocess.Popen([*self.entering, *command], env=env, **options)
 
+    def sent(self):
+        """The bytes that its link has carried away from it."""
+        said, _ = self.popen("cat", "/proc/net/dev", stdout=subprocess.PIPE, text=True).communicate(timeout=DEADLINE_S)
+        (counted,) = (line.split()[1:] for line in said.splitlines() if line.strip().startswith("eth0:"))
+        return int(counted[8])
+
     def close(self):
         """End the host and free its memory."""
         self._holder.kill()
@@ -136,6 +142,16 @@ class Network:
                 command = ["ip", "-n", f"{self._prefix}-{name}", "rule"]
                 run(*command, "add", "pref", preference, *rule)
                 up.callback(run, *command, "delete", "pref", preference)
+            yield
+
+    @contextlib.contextmanager
+    def apart(self, one, other):
+        """For the duration of the block, silently drop what two hosts send each other."""
+        with contextlib.ExitStack() as up:
+            for name, to in ((one, other), (other, one)):
+                command, address = ["ip", "-n", f"{self._prefix}-{name}", "route"], f"{self.hosts[to].address}/32"
+                run(*command, "add", "blackhole", address)
+                up.callback(run, *command, "delete", "blackhole", address)
             yield
 
     @contextlib.contextmanager

@@ -39,6 +39,11 @@ class Engine:
         where = ("--host", self._host.address, "--port", str(PORT))
         self._process = self._host.popen(sys.executable, "-m", "weightsync.testing", str(self._folder), *where)
 
+    @property
+    def pid(self):
+        """The process."""
+        return self._process.pid
+
     def wait(self):
         """Return once it answers."""
         end = time.monotonic() + self.start_s

@@ -205,6 +205,7 @@ class Engine:
 
 class Incoming:
     whole = None
+    lingers = False
 
     def __init__(self, session, request, layout, folder, device):
         self._session, self._request, self._layout, self.arena, self._device = session, request, layout, folder, device

@@ -112,16 +112,23 @@ class Stages:
                 return Staged(request.push, subset, own, owner=request.owner), check.seconds
             prepared = self._prepare(stage, subset, request) if check.algorithm else None
             for bucket in incoming.buckets(own):
+                if bucket.digest is not None and check.algorithm:
+                    check.whole(bucket, stage, request.bucket_bytes)
                 if prepared is not None and not check.is_same(bucket, prepared.buckets[bucket.number]):
                     pieces = layout.pieces(bucket.number, request.bucket_bytes)
                     ended = (piece.entry for piece in pieces if piece.last)
                     check.compare(bucket, ((entry, entry.raw(stage)) for entry in ended))
         except BaseException:
             # An interrupted transport may still write there, so the next push gets other memory.
-            self._own = [memory for memory in self._own if memory.data_ptr() != key(stage)]
+            self._give_up(stage)
             raise
+        if incoming.lingers:
+            self._give_up(stage)
         arena = incoming.arena if own is None else ""
         return Staged(request.push, subset, stage, arena, owner=request.owner), check.seconds
+
+    def _give_up(self, stage: Stream) -> None:
+        self._own = [memory for memory in self._own if memory.data_ptr() != key(stage)]
 
     def _fill_in_any_order(self, incoming: Incoming, layout: Layout, stage: torch.Tensor, check: _Check) -> None:
         arrival = Arrival(layout)
@@ -216,6 +223,17 @@ class _Check:
         same = hashes is not None and tuple(hashes.make()) == bucket.digests
         self.seconds += time.perf_counter() - start
         return same
+
+    def whole(self, bucket: Bucket, stage: Stream, bucket_bytes: int) -> None:
+        """Verify what this rank needs of a bucket, which it is to pass on. Raises `DigestMismatch`."""
+        start = time.perf_counter()
+        assert isinstance(stage, torch.Tensor), "what is passed on lies in a stage of this rank"
+        runs = self._subset.cut(bucket_bytes)[bucket.number]
+        if digest.digest_runs(self.algorithm, stage, runs) != bucket.digest:
+            raise DigestMismatch(
+                f"rank {self._rank}: bucket {bucket.number} is not what the trainer held (its digest differs)"
+            )
+        self.seconds += time.perf_counter() - start
 
     def compare(self, bucket: Bucket, ended: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         """Verify the tensors that end in a bucket. Raises `DigestMismatch`, naming the tensor."""

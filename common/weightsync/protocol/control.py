@@ -79,6 +79,7 @@ class BucketReady(Message, frozen=True, tag="filled"):
     ``digests`` are those of the tensors that end in this bucket, or of what the rank needs of them, in order.
     ``sender`` is the trainer rank that sends the bucket, if the rank does not read it from the arena. ``begins`` has
     the numbers of the tensors that begin in it, in order, if they come in any order, see `http.UpdateRequest`.
+    ``digest`` is that of all that the rank needs of the bucket, if ranks pass it on.
     """
 
     push: str
@@ -86,6 +87,32 @@ class BucketReady(Message, frozen=True, tag="filled"):
     digests: tuple[int, ...] = ()
     sender: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(name="lane", default=0)
     begins: tuple[int, ...] = ()
+    digest: int | None = None
+
+
+class Supplied(Message, frozen=True, tag="supplied"):
+    """sender -> rank: from now on, buckets are written by this ``agent`` too, that of another rank, ``name`` in errors.
+
+    Tell me of every bucket that you have verified. Without an agent, the sender itself writes again.
+    """
+
+    push: str
+    agent: str = ""
+    name: str = ""
+
+
+class PassOn(Message, frozen=True, tag="pass_on"):
+    """sender -> rank: write every bucket from ``first`` on that you have verified to the memory of ``handle`` too.
+
+    It is that of the rank with this number of this engine; without a handle, stop. Tell me of every bucket that you
+    have verified.
+    """
+
+    push: str
+    engine: str
+    rank: int
+    handle: msgspec.Raw = NO_HANDLE
+    first: int = 0
 
 
 class Heartbeat(Message, frozen=True, tag="still"):
@@ -131,7 +158,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 FromRank = Register | BucketDone | WriteWindow | Prepared | Failed
-FromSender = Offer | DescribeSubset | BucketReady | Heartbeat | Failed
+FromSender = Offer | DescribeSubset | BucketReady | Supplied | PassOn | Heartbeat | Failed
 
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)

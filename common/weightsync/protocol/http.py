@@ -204,13 +204,15 @@ class Handshake(Message, frozen=True):
 
 class RankJoined(Message, frozen=True):
     """One rank's answer to a `Handshake`: the ``device`` and network ``interface`` that will move the bytes, the name
-    of its end of the transport (``agent``), and what the trainer's end has to know about that end (``metadata``)."""
+    of its end of the transport (``agent``), and what the trainer's end has to know about that end (``metadata``).
+    ``written``: the trainer writes to it, so that it can pass on what it gets, see `control.PassOn`."""
 
     rank: int
     device: str = ""
     interface: str = ""
     agent: str = ""
     metadata: bytes = b""
+    written: bool = False
 
 
 class JoinReply(Message, frozen=True):

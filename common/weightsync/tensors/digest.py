@@ -5,8 +5,9 @@ They detect faults, not attacks: only holders of the key could forge one, and th
 
 from __future__ import annotations
 
+import array
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -102,6 +103,12 @@ def hashed(algorithm: str, tensor: torch.Tensor) -> Hasher:
     for piece in torch.split(tensor, rows):
         hasher.update(piece.contiguous().view(-1).view(torch.uint8))
     return hasher
+
+
+def digest_runs(algorithm: str, memory: torch.Tensor, runs: Sequence[tuple[int, int]]) -> int:
+    """Digest of several runs of ``memory`` (1-D uint8), pairs of offset and bytes: of their digests, if not of one."""
+    found = [digest_bytes(algorithm, memory[at : at + nbytes]) for at, nbytes in runs]
+    return found[0] if len(found) == 1 else xxhash.xxh3_64_intdigest(array.array("Q", found).tobytes())
 
 
 def digest_bytes(algorithm: str, raw: torch.Tensor) -> int:

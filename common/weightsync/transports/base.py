@@ -44,13 +44,14 @@ class Bucket(NamedTuple):
 
     ``data`` (1-D uint8) is valid until the next bucket is requested, or longer if it lies in the rank's own stage.
     ``digests`` belong to the tensors that end in this bucket, each computed over the part that the rank needs.
-    ``begins`` as in `control.BucketReady`.
+    ``begins`` and ``digest`` as in `control.BucketReady`.
     """
 
     number: int
     data: torch.Tensor
     digests: tuple[int, ...]
     begins: tuple[int, ...] = ()
+    digest: int | None = None
 
 
 class Sending(Protocol):
@@ -130,10 +131,16 @@ class Incoming(Protocol):
     def whole(self) -> Stream | None:
         """The whole stream, if the sender's memory is mapped and holds all of it; that memory is then the stage."""
 
+    @property
+    def lingers(self) -> bool:
+        """Whether what was received may be written again, or read by other ranks, after the push. No other version may
+        be received in that memory."""
+
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """Yield every bucket in order; with a ``stage`` (1-D uint8), each is received at its offset there.
 
-        Raises `TransferFailed` or `PushTimeout`.
+        When the next is asked for, the one before is verified, and is passed on if other ranks wait for it. Raises
+        `TransferFailed` or `PushTimeout`.
         """
 
 

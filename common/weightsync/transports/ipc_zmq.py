@@ -165,6 +165,8 @@ class IpcZmqEngineEnd:
 class MappedIncoming:
     """See `base.Incoming`."""
 
+    lingers = False
+
     def __init__(self, session: RankSession, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
         self._session, self._request, self._layout, self._memory, self.arena = session, request, layout, memory, arena
         self.whole: Stream | None = None

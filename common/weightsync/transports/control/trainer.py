@@ -8,9 +8,10 @@ import secrets
 import socket as sockets
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -52,6 +53,8 @@ from weightsync.transports.control.sockets import (
 
 #: Pending connections of the listening socket; ZMQ accepts each at once.
 _BACKLOG: Final = 1024
+#: An empty mapping.
+NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class TrainerControl:
@@ -176,17 +179,26 @@ class PushSession:
         """
         self.wait(lambda: self.peers - self._identity.keys(), "the ranks to connect")
         for peer in self._identity:
-            self._send(peer, offer(self._mapped[peer]))
+            self.tell(peer, offer(self._mapped[peer]))
 
-    def announce(self, index: int, digests: Digests, sender: int = 0, begins: tuple[int, ...] = ()) -> None:
+    def announce(
+        self,
+        index: int,
+        digests: Digests,
+        sender: int = 0,
+        begins: tuple[int, ...] = (),
+        buckets: Mapping[str, int] = NOTHING,
+    ) -> None:
         """Tell every rank that a bucket is ready, in which the tensors ``begins`` begin, see `control.BucketReady`.
 
-        ``sender`` is the number of the trainer rank that sends it.
+        ``sender`` is the number of the trainer rank that sends it. ``buckets`` has the digests of the bucket itself, by
+        the name of a subset.
         """
         self.deadline.check(f"bucket {index} to be packed")
         for peer in self.peers:
             needed = digests.get(self.needs[peer].name, ())
-            self._send(peer, BucketReady(self._push, index, needed, sender, begins))
+            whole = buckets.get(self.needs[peer].name)
+            self.tell(peer, BucketReady(self._push, index, needed, sender, begins, whole))
 
     def taken(self, peer: Peer, index: int) -> None:
         """Record that a rank no longer needs a bucket, nor any before it."""
@@ -207,6 +219,10 @@ class PushSession:
         """The ranks that have not reported that they are prepared."""
         return self.peers - self._prepared.keys()
 
+    def last_taken(self, peer: Peer) -> int:
+        """The last bucket that a rank has taken, with all before it; -1 for none."""
+        return self._taken[peer]
+
     def without(self, index: int) -> set[Peer]:
         """The ranks that have not taken a bucket."""
         return {peer for peer in self.peers if self._taken[peer] < index}
@@ -217,12 +233,13 @@ class PushSession:
         message = str(error) or type(error).__name__
         for peer in self._identity:
             try:
-                self._send(peer, Failed(push=self._push, error="TransferFailed", message=f"cancelled: {message}"))
+                self.tell(peer, Failed(push=self._push, error="TransferFailed", message=f"cancelled: {message}"))
             except TransferFailed:  # that rank is gone, which may be why the push is cancelled
                 gone.add(peer)
         return gone
 
-    def _send(self, peer: Peer, message: control.FromSender) -> None:
+    def tell(self, peer: Peer, message: control.FromSender) -> None:
+        """Send a message to a rank that has connected. Raises `TransferFailed` if it is gone."""
         try:
             self._control.socket.send_multipart([self._identity[peer], control.pack(message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -242,7 +259,7 @@ class PushSession:
             if time.monotonic() - probed > SILENCE_S:
                 probed = time.monotonic()
                 for peer in absent & self._identity.keys():
-                    self._send(peer, Heartbeat(push=self._push))
+                    self.tell(peer, Heartbeat(push=self._push))
             # Checked on every pass: a flood of meaningless messages must not hold it off.
             self.deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
             # Poll briefly: another thread may end the deadline early.

@@ -129,6 +129,7 @@ class BroadcastIncoming:
     """See `base.Incoming`."""
 
     whole: torch.Tensor | None = None
+    lingers = False
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ from weightsync.transports.nixl.nics import nic_for
 
 #: Seconds between two polls of the transfers under way; polling is also what drives them.
 SPIN_S: Final = 0.0001
+#: Transfers from or to one host under way at once: enough to hide the latency of one message.
+IN_FLIGHT: Final = 2
 #: The notification that both sides send to establish the connection.
 WARM: Final = b"warm"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Event
 
 import torch
@@ -25,10 +26,11 @@ class NixlEngineEnd:
     def __init__(self, device: torch.device):
         self._device = device
         self._control = EngineControl(remote=True)
-        self.check, self.confirm = self._control.check, self._control.confirm
+        self.check = self._control.check
         #: Serves one sender after another, until a push fails.
         self._agent: Agent | None = None
         self._link: Link | None = None
+        self._incoming: NixlIncoming | None = None
 
     def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """See `base.EngineEnd`."""
@@ -46,6 +48,7 @@ class NixlEngineEnd:
             interface=agent.nic or here,
             agent=agent.name,
             metadata=agent.metadata(),
+            written=self._link.ways[0].written,
         )
 
     def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> base.Incoming:
@@ -54,16 +57,24 @@ class NixlEngineEnd:
             raise TransferFailed(f"rank {rank} knows no NIXL agent: register_nixl comes before update_weights_via_nixl")
         session, offer = self._control.open(request, subset, rank, self._link.known(), cancelled)
         self._link.take(session, offer, request, subset.layout)
-        return NixlIncoming(self._link, session, request, subset, offer.arena, rank)
+        self._incoming = NixlIncoming(self._link, session, request, subset, offer.arena, rank)
+        return self._incoming
+
+    def confirm(self, push: str, verify_s: float) -> None:
+        """See `base.EngineEnd`; before the stage is used or written again, no transfer may be under way."""
+        if self._link is not None and self._incoming is not None and self._incoming.lingers:
+            self._end_with(self._link)  # the trainer sends its handshake again
+        self._control.confirm(push, verify_s)
 
     def fail(self, push: str, error: BaseException) -> None:
         """See `base.EngineEnd`; the agent ends before its memory is freed, so that no transfer writes there later."""
         self._control.fail(push, error)
-        if self._link is None or not self._link.moving:
-            return  # the trainer does not send its handshake again either
-        held = self._link.held()
-        self._end()
-        del held
+        if self._link is not None and self._link.moving:  # otherwise the trainer does not send its handshake again
+            self._end_with(self._link)
+
+    def _end_with(self, link: Link) -> None:
+        held = link.held()
+        self._end(held)
 
     def _drop(self) -> None:
         if self._link is not None:
@@ -78,10 +89,10 @@ class NixlEngineEnd:
         self._drop()
         return True
 
-    def _end(self) -> None:
+    def _end(self, held: Sequence[torch.Tensor] = ()) -> None:
         self._drop()
         if self._agent is not None:
-            self._agent.close()
+            self._agent.close(held)
             self._agent = None
 
     def close(self) -> None:

@@ -69,6 +69,7 @@ class NixlHelper:
         deadline, checked = Deadline(message.timeout_s), time.monotonic()
         while True:
             busy = writing.drive()
+            writing.check()
             self._count_reads(host, message.push, left)
             late = [peer for peer, last in writing.arrived().items() if last + 1 < message.buckets]
             late += [host.peers[agent] for agent, count in left.items() if count > 0]

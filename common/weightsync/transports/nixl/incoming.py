@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
 
 from weightsync.protocol import control
-from weightsync.protocol.control import BucketDone, BucketReady, WriteWindow
+from weightsync.protocol.control import BucketDone, BucketReady, PassOn, Supplied, WriteWindow
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Bucket
 from weightsync.transports.control.engine import RankSession
 from weightsync.transports.control.sockets import LOOK_UP_S
-from weightsync.transports.nixl.agents import SPIN_S, Transfers, translated
+from weightsync.transports.nixl.agents import IN_FLIGHT, SPIN_S, Transfers, translated
 from weightsync.transports.nixl.messages import NixlHandle
-
-#: Transfers from or to one host under way at once: enough to hide the latency of one message.
-IN_FLIGHT: Final = 2
+from weightsync.transports.nixl.passing import Passing
 
 
 class Way(Protocol):
@@ -60,6 +58,9 @@ class Link(Protocol):
     def arrived(self) -> None:
         """Note that the last bucket is here, and no transfer is under way."""
 
+    def passing(self, request: UpdateRequest, subset: Subset, memory: torch.Tensor) -> Passing:
+        """What this rank passes on of a push."""
+
 
 class NixlIncoming:
     """See `base.Incoming`.
@@ -69,6 +70,7 @@ class NixlIncoming:
     """
 
     whole: torch.Tensor | None = None
+    lingers = False
 
     def __init__(self, link: Link, session: RankSession, request: UpdateRequest, subset: Subset, arena: str, rank: int):
         self._link, self._session, self._request, self._subset, self._rank = link, session, request, subset, rank
@@ -78,6 +80,13 @@ class NixlIncoming:
         self._reads: list[Transfers] = []
         #: The buckets of which each host has written what this rank needs, by the host's agent.
         self._written: dict[str, set[int]] = {}
+        #: The agents of other ranks that may have passed buckets on to this one, the last first; and those buckets.
+        self._suppliers: dict[str, str] = {}
+        self._supplied: set[int] = set()
+        #: Of a rank that is written to: what it passes on.
+        self._passing: Passing | None = None
+        #: Whether this rank passes buckets on, or gets them from another: it tells the sender of each.
+        self._chained = False
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
         """See `base.Incoming`."""
@@ -93,14 +102,27 @@ class NixlIncoming:
                 while posted < min(len(self._announced), number + ahead):
                     self._post(posted)
                     posted += 1
-                self._note_written()
+                self._drive()
                 self._receive(0.0 if posted > number or self._written else LOOK_UP_S)
             # Of several hosts none knows what the others have sent, and of what is not read NIXL notifies nobody.
             if self._layout.table or (self._reads and not self._reads[0].moves(number)):
                 self._session.taken(number)
             yield self._bucket(number, memory, slots)
-            if self._written and number + slots < count:
+            if self._chained:
+                self._session.taken(number)
+                self._pass_on(number, count)
+            elif self._written and number + slots < count:
                 self._session.send(WriteWindow(self._request.push, slots, number + 1 + slots))
+
+    def _pass_on(self, bucket: int, count: int) -> None:
+        """Pass on a bucket that is verified; if it is the last, until all who get it from this rank have everything."""
+        if self._passing is None:
+            return
+        self._passing.verified(bucket)
+        while not self._passing.drive() and bucket + 1 == count:
+            self._session.check("other ranks to get from this one what it passes on")
+            self._link.notifications()  # which drives WRITEs
+            self._receive(0.0)
 
     def _begin(self, stage: torch.Tensor | None, memory: torch.Tensor, slots: int) -> None:
         """Prepare the READs, and say who is to write."""
@@ -114,6 +136,8 @@ class NixlIncoming:
                 continue
             with self._session.explained():
                 self._reads.append(self._link.reads(domain, self.arena, self._request, self._subset, stage))
+        if domains and stage is not None and not self._layout.table:
+            self._passing = self._link.passing(self._request, self._subset, memory)
         if domains or self._layout.table:
             window = control.raw_handle(self._link.opened(memory)) if domains else control.NO_HANDLE
             self._session.send(WriteWindow(self._request.push, slots, slots, window, tuple(domains)))
@@ -137,41 +161,53 @@ class NixlIncoming:
             with self._session.explained(), translated(self._what(bucket, reads)):
                 if not reads.done(bucket):
                     return False
-        return all(bucket in here for here in self._written.values())
+        return bucket in self._supplied or all(bucket in here for here in self._written.values())
 
     def _late(self, bucket: int) -> str:
         """The agents from which a bucket is still to come, for errors."""
         readers = (reads.remote.agent for reads in self._reads if bucket >= len(self._announced))
-        writers = (agent for agent, here in self._written.items() if bucket not in here)
+        writers = [agent for agent, here in self._written.items() if bucket not in here]
+        if self._suppliers:
+            writers = [next(iter(self._suppliers.values()))]
         return ", ".join([*readers, *writers]) or "the trainer"
 
-    def _note_written(self) -> None:
-        """Take the notifications of WRITEs that have ended."""
-        if not self._written:
-            return
-        for agent, notices in self._link.notifications().items():
-            for notice in notices if agent in self._written else ():
+    def _drive(self) -> None:
+        """Take the notifications of WRITEs that have ended, and pass on what may be."""
+        if self._passing is not None:
+            self._passing.drive()
+        for agent, notices in self._link.notifications().items() if self._written else ():
+            here = self._supplied if agent in self._suppliers else self._written.get(agent)
+            for notice in notices if here is not None else ():
                 try:
                     message = control.unpack_from_rank(notice)
                 except msgspec.MsgspecError:
                     continue  # the reply to the warm-up, or a stray notification
-                if isinstance(message, BucketDone) and message.push == self._request.push:
-                    self._written[agent].add(message.index)
+                if here is not None and isinstance(message, BucketDone) and message.push == self._request.push:
+                    here.add(message.index)
 
     def _receive(self, timeout_s: float) -> None:
-        """Take the next announcement of a bucket, if one arrives within ``timeout_s``."""
+        """Take the sender's next message, if one arrives within ``timeout_s``."""
         message = self._session.receive(timeout_s)
-        if message is not None:
-            self._announced.append(self._session.expect(message, len(self._announced)))
-        else:
+        if message is None:
             time.sleep(SPIN_S)
+        elif isinstance(message, Supplied):
+            self._chained = True
+            self.lingers |= bool(self._suppliers)  # the one before may still be writing
+            if message.agent:
+                self._suppliers = {message.agent: message.name, **self._suppliers}
+        elif isinstance(message, PassOn) and self._passing is not None:
+            self._chained = True
+            self._passing.told(message)
+            self.lingers |= self._passing.abandoned
+        else:
+            self._announced.append(self._session.expect(message, len(self._announced)))
 
     def _bucket(self, number: int, memory: torch.Tensor, slots: int) -> Bucket:
         if number + 1 == self._layout.buckets(self._request.bucket_bytes):
             self._link.arrived()
         at, nbytes = number % slots * self._request.bucket_bytes, self._nbytes(number)
         announced = self._announced[number]
-        return Bucket(number, memory[at : at + nbytes], announced.digests, announced.begins)
+        return Bucket(number, memory[at : at + nbytes], announced.digests, announced.begins, announced.digest)
 
     def _nbytes(self, number: int) -> int:
         size = self._request.bucket_bytes

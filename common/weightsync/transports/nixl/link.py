@@ -16,11 +16,11 @@ from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset
 from weightsync.transports.control.engine import RankSession
-from weightsync.transports.nixl.agents import Agent, ConnectionWarmUp, Spans, Transfers, spans_of
-from weightsync.transports.nixl.incoming import IN_FLIGHT
+from weightsync.transports.nixl.agents import IN_FLIGHT, Agent, ConnectionWarmUp, Spans, Transfers, spans_of
 from weightsync.transports.nixl.messages import HANDLE, NixlHandle, RegisterNixl, SendingAgent
 from weightsync.transports.nixl.nics import shares_memory
-from weightsync.transports.nixl.writing import KEPT
+from weightsync.transports.nixl.passing import Passing
+from weightsync.transports.nixl.writing import KEPT, Writer
 
 #: Seconds that a rank tries to connect before its first push.
 _WARM_S: Final = 30.0
@@ -54,6 +54,8 @@ class Link:
         #: Registrations, each with its memory, by address and size.
         self._registered: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._own: list[torch.Tensor] = []
+        #: What this rank passes on to others.
+        self._writer = Writer(agent)
 
     def known(self) -> tuple[str, ...]:
         """The names of the arenas that this rank can read."""
@@ -136,6 +138,10 @@ class Link:
         """Notifications by agent since the last call, once the connections are warm; also drives WRITEs."""
         return {} if self._warming.is_alive() else self._agent.notifications()
 
+    def passing(self, request: UpdateRequest, subset: Subset, memory: torch.Tensor) -> Passing:
+        """What this rank passes on of a push, whose stage is ``memory``."""
+        return Passing(self._writer, memory, subset, request)
+
     def _register(self, memory: torch.Tensor) -> None:
         place = (memory.data_ptr(), memory.numel())
         if place not in self._registered and memory.numel():
@@ -155,6 +161,7 @@ class Link:
     def close(self) -> None:
         """Release everything but the agent."""
         self._warming.end()
+        self._writer.forget()
         self._release(set(self._reads))
         while self._registered:
             self._agent.deregister(self._registered.popitem()[1][0])

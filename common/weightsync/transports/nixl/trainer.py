@@ -25,6 +25,7 @@ from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import check_ways
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 from weightsync.transports.nixl.agents import SPIN_S
+from weightsync.transports.nixl.chain import Chain
 from weightsync.transports.nixl.messages import HANDLE, EngineAgent, NixlHandle, RegisterNixl
 from weightsync.transports.nixl.others import Others, Receiver
 from weightsync.transports.nixl.sending import SendingHost, writes_of
@@ -50,6 +51,9 @@ class NixlTrainerEnd:
         #: By URL: the instance of the engine that was sent a handshake, and the agents in it.
         self._known: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._offered: tuple[str, ...] = ()
+        #: The hosts of engines, and the ranks that can pass on what is written to them.
+        self._hosts: dict[str, str] = {}
+        self._passing: set[Peer] = set()
         self._background: Background | None = None
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
@@ -62,6 +66,7 @@ class NixlTrainerEnd:
         handshakes: dict[str, Handshake] = {}
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
+            self._hosts[url] = hello.host
             if self._known.get(url) != (hello.instance, self._offered):
                 self._known.pop(url, None)
                 handshakes[url] = RegisterNixl(
@@ -87,6 +92,9 @@ class NixlTrainerEnd:
             self._others.meet(ranks, deadline)
             self.host.meet(ranks, deadline, lambda: self._others.check(deadline))
             self._others.finished("to reach the engines over NIXL", deadline)
+        for url, reply in replies.items():
+            self._passing -= {peer for peer in self._passing if peer.engine == url}
+            self._passing |= {Peer(url, rank.rank) for rank in reply.ranks if rank.written}
         self._known.update({url: (reply.instance, self._offered) for url, reply in replies.items()})
 
     def begin(
@@ -99,7 +107,8 @@ class NixlTrainerEnd:
             self.host.register(stream)
         session = PushSession(self._control, plan.push, layout, peers, deadline)
         self._stop()
-        sending = NixlSending(self.host, self._others, self.disconnect, session, plan, layout, memory)
+        hosts = {peer: self._hosts[peer.engine] for peer in peers & self._passing}
+        sending = NixlSending(self.host, self._others, self.disconnect, session, plan, layout, memory, hosts)
         self._background = sending.background
         return sending
 
@@ -130,7 +139,8 @@ class NixlTrainerEnd:
 class NixlSending:
     """See `base.Sending`. ``memory`` are the registered arenas by name; the stream goes through the first.
 
-    ``disconnect`` has an engine, by URL, sent a handshake again.
+    ``disconnect`` has an engine, by URL, sent a handshake again. ``hosts`` are those of the ranks that can pass on what
+    is written to them.
     """
 
     def __init__(
@@ -142,11 +152,13 @@ class NixlSending:
         plan: UpdateRequest,
         layout: Layout,
         memory: Mapping[str, torch.Tensor],
+        hosts: Mapping[Peer, str],
     ):
         self._host, self._others, self._disconnect = host, others, disconnect
         self._session, self._plan, self._layout = session, plan, layout
         self._alive, self._arena = tuple(memory), next(iter(memory))
         self._memory = memory[self._arena]
+        self._formed = False
         self._last = layout.buckets(plan.bucket_bytes) - 1
         #: The buckets that each rank has read or does not need, and the last one up to which none is missing.
         self._ended: dict[Peer, set[int]] = {}
@@ -154,6 +166,8 @@ class NixlSending:
         self._writing = Writing(plan.push)
         self.background = Background(self._writing, host.agent)
         self._handle = control.raw_handle(host.handle(self._memory))
+        self._agents = {peer: agent for agent, peer in host.peers.items()}
+        self._chain = Chain(session, plan, layout, self._memory, hosts, self._agents, self._write_to)
 
     def await_ranks(self) -> None:
         """See `base.Sending`."""
@@ -169,12 +183,13 @@ class NixlSending:
         if self._plan.stream:
             self._session.all_prepared("the ranks to reach the arena")
 
-    def _await_bucket(self, bucket: int) -> None:
-        """Wait until every rank has a bucket."""
+    def _await_bucket(self, bucket: int, *, everywhere: bool) -> None:
+        """Wait until every rank has a bucket, or only those that get it from the trainer."""
 
         def missing() -> set[Peer]:
             self._poll()
-            return self._session.without(bucket)
+            late = self._session.without(bucket)
+            return late if everywhere else late & self._chain.direct
 
         if bucket >= 0:
             self._session.wait(missing, f"bucket {bucket} to arrive", SPIN_S)
@@ -186,10 +201,10 @@ class NixlSending:
         while not self.background.received.empty():
             received.append(self.background.received.get())
         for peer, window in session.windows.items():
-            if 0 in window.domains and not writing.knows(peer):
-                self._write_to(peer, window)
-            elif 0 in window.domains:
+            if writing.knows(peer):
                 writing.allow(peer, window.upto)
+            elif 0 in window.domains and self._formed and self._chain.gets_from_trainer(peer):
+                self._write_to(peer)
         self.background.check()
         if self._layout.table:  # ranks say when they have a bucket: it comes from several hosts
             return
@@ -197,18 +212,19 @@ class NixlSending:
             for notification in notifications:
                 self._handle_notification(self._host.peers.get(agent), notification)
         for peer, bucket in writing.arrived().items():
-            session.taken(peer, bucket)
+            if not self._chain.tells(peer):
+                session.taken(peer, bucket)
 
-    def _write_to(self, peer: Peer, window: WriteWindow) -> None:
-        """Have a rank written to. Raises `TransferFailed`."""
-        plan, layout, subset = self._plan, self._layout, self._session.needs[peer]
+    def _write_to(self, peer: Peer, first: int = 0) -> None:
+        """Have a rank written to, from a bucket on. Raises `TransferFailed`."""
+        plan, layout, subset, window = self._plan, self._layout, self._session.needs[peer], self._session.windows[peer]
         size, slots = plan.bucket_bytes, plan.slots
         handle = self._window(peer, window)
         depends_on = layout.name if layout.table else layout.nbytes, size, slots, window.slots, subset.name
         made = self._host.writer.transfers(
             handle, self._memory, lambda: writes_of(subset, size, slots, window.slots), depends_on, peer
         )
-        self._writing.add(peer, made, window.upto)
+        self._writing.add(peer, made, window.upto, first)
         self.background.start()
 
     def _window(self, peer: Peer, window: WriteWindow) -> NixlHandle:
@@ -237,7 +253,7 @@ class NixlSending:
     def acquire(self, bucket: int) -> None:
         """See `base.Sending`."""
         self._poll()
-        self._await_bucket(bucket - self._plan.slots)
+        self._await_bucket(bucket - self._plan.slots, everywhere=False)
 
     def needs(self) -> Iterable[Subset]:
         """See `base.Sending`."""
@@ -246,33 +262,46 @@ class NixlSending:
     def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
         with self._others.blaming():
-            if not bucket and isinstance(self._layout, DividedLayout):
-                self._serve(self._layout)
-            self._session.announce(bucket, digests, begins=begins)
+            if not bucket:
+                self._begin()
+            self._session.announce(bucket, digests, begins=begins, buckets=self._chain.announced(bucket))
             self._writing.filled = bucket + 1
             self._poll()
+
+    def _begin(self) -> None:
+        session = self._session
+        if isinstance(self._layout, DividedLayout):
+            self._serve(self._layout)
+        self._chain.form()
+        self._formed = True
+
+        def watch() -> None:
+            self._others.check(session.deadline)
+            self._chain.watch()
+
+        session.watch = watch
 
     def _serve(self, layout: DividedLayout) -> None:
         """Have the trainer's other hosts send what they hold, once every rank has said how it gets that."""
         session, others = self._session, self._others
         session.wait(lambda: session.peers - session.windows.keys(), "the ranks to say who is to write to them")
-        agents = {peer: agent for agent, peer in self._host.peers.items()}
         receivers = [
-            Receiver(agents[peer], session.needs[peer], self._window(peer, window), window.domains)
+            Receiver(self._agents[peer], session.needs[peer], self._window(peer, window), window.domains)
             if window.domains
-            else Receiver(agents[peer], session.needs[peer], None, ())
+            else Receiver(self._agents[peer], session.needs[peer], None, ())
             for peer, window in session.windows.items()
         ]
         others.serve(self._plan, layout, receivers, session.deadline)
-        session.watch = lambda: others.check(session.deadline)
 
     def finish(self) -> float:
         """See `base.Sending`."""
         with self._others.blaming():
-            self._await_bucket(self._last)
+            self._await_bucket(self._last, everywhere=True)
             seconds = self._session.all_prepared("the ranks to hold and verify everything")
             self.background.stop()
             self._others.finished("to send what its host holds", self._session.deadline)
+        for engine in self._chain.lingering:
+            self._disconnect(engine)
         return seconds
 
     def cancel(self, error: BaseException) -> None:

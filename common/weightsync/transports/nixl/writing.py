@@ -11,12 +11,11 @@ from typing import Final
 
 import torch
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.protocol import control
 from weightsync.protocol.control import BucketDone
 from weightsync.transports.base import Peer
-from weightsync.transports.nixl.agents import SPIN_S, Agent, Spans, Transfers, translated
-from weightsync.transports.nixl.incoming import IN_FLIGHT
+from weightsync.transports.nixl.agents import IN_FLIGHT, SPIN_S, Agent, Spans, Transfers, translated
 from weightsync.transports.nixl.messages import NixlHandle
 
 #: How many prepared sets of transfers are kept for each rank: two stages times two arenas.
@@ -72,16 +71,22 @@ class Writing:
 
     def __init__(self, push: str, filled: int = 0):
         self._push, self.filled = push, filled
-        #: Entries are only added during a push, by replacing the whole.
+        #: Replaced as a whole, for a thread may be reading it.
         self._windows: dict[Peer, _Window] = {}
+        #: The ranks to which a WRITE has failed.
+        self.failed: dict[Peer, TransferFailed] = {}
 
     def knows(self, peer: Peer) -> bool:
         """Whether `add` was called for a rank."""
         return peer in self._windows
 
-    def add(self, peer: Peer, transfers: Transfers, upto: int) -> None:
-        """Have a rank written to, as long as it has room: up to bucket ``upto``, exclusive."""
-        self._windows = {**self._windows, peer: _Window(transfers, upto)}
+    def add(self, peer: Peer, transfers: Transfers, upto: int, first: int = 0) -> None:
+        """Have a rank written to, from bucket ``first`` on, as long as it has room: up to ``upto``, exclusive."""
+        self._windows = {**self._windows, peer: _Window(transfers, upto, first, first)}
+
+    def drop(self, peer: Peer) -> None:
+        """Write no more to a rank; a WRITE may be under way."""
+        self._windows = {other: window for other, window in self._windows.items() if other != peer}
 
     def allow(self, peer: Peer, upto: int) -> None:
         """Note that a rank has room for more buckets."""
@@ -92,18 +97,30 @@ class Writing:
         return {peer: window.arrived - 1 for peer, window in self._windows.items()}
 
     def drive(self) -> bool:
-        """Post every WRITE that may be posted; returns whether any is under way. Raises `TransferFailed`."""
+        """Post every WRITE that may be posted; returns whether any is under way. See `failed`."""
         busy = False
         for peer, window in self._windows.items():
-            with translated(f"bucket {window.arrived} could not be written to {peer}"):
-                while window.arrived < window.posted and window.transfers.done(window.arrived):
-                    window.arrived += 1
-                while window.posted < min(self.filled, window.upto, window.arrived + IN_FLIGHT):
-                    done = control.pack(BucketDone(push=self._push, index=window.posted))
-                    window.transfers.post(window.posted, done)
-                    window.posted += 1
+            if peer in self.failed:
+                continue
+            try:
+                with translated(f"bucket {window.arrived} could not be written to {peer}"):
+                    self._post(window)
+            except TransferFailed as error:
+                self.failed[peer] = error
             busy |= window.arrived < window.posted
         return busy
+
+    def _post(self, window: _Window) -> None:
+        while window.arrived < window.posted and window.transfers.done(window.arrived):
+            window.arrived += 1
+        while window.posted < min(self.filled, window.upto, window.arrived + IN_FLIGHT):
+            window.transfers.post(window.posted, control.pack(BucketDone(push=self._push, index=window.posted)))
+            window.posted += 1
+
+    def check(self) -> None:
+        """Raise the error of a rank to which a WRITE has failed."""
+        for error in list(self.failed.values()):
+            raise error
 
 
 class Background:
@@ -124,9 +141,10 @@ class Background:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if one did."""
+        """Raise the error that ended the thread, or that of a WRITE."""
         if self._error is not None:
             raise self._error
+        self._writing.check()
 
     def _run(self) -> None:
         try:

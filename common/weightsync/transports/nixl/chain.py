@@ -1,0 +1,110 @@
+"""The ranks that pass the buckets of one push on to each other, as the trainer tells them to, see `suppliers`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from weightsync.protocol.control import PassOn, Supplied
+from weightsync.protocol.http import UpdateRequest
+from weightsync.tensors import digest
+from weightsync.tensors.layout import Layout
+from weightsync.transports.base import Peer
+from weightsync.transports.control.trainer import PushSession
+from weightsync.transports.nixl.suppliers import Change, Suppliers, chains
+
+
+class Chain:
+    """``hosts`` are those of the ranks that the trainer can write to, and that can pass buckets on.
+
+    ``agents`` are the ranks' agents. ``memory`` is the arena, and ``write`` has the trainer write to a rank, from a
+    bucket on. Without members every rank is written to by the trainer.
+    """
+
+    def __init__(
+        self,
+        session: PushSession,
+        plan: UpdateRequest,
+        layout: Layout,
+        memory: torch.Tensor,
+        hosts: Mapping[Peer, str],
+        agents: Mapping[Peer, str],
+        write: Callable[[Peer, int], None],
+    ):
+        self._session, self._plan, self._layout, self._memory = session, plan, layout, memory
+        self._hosts, self._agents, self._write = hosts, agents, write
+        self._buckets = layout.buckets(plan.bucket_bytes)
+        self._whole = plan.slots * plan.bucket_bytes >= layout.nbytes
+        self._suppliers: Suppliers | None = None
+        self._announced = -1
+        #: The engines of ranks into whose memory, or out of which, something may be written after the push.
+        self.lingering: set[str] = set()
+
+    def form(self) -> None:
+        """Decide who supplies whom, and tell them. Raises `TransferFailed` or `PushTimeout`."""
+        session, plan, hosts = self._session, self._plan, self._hosts
+        if plan.stream or plan.any_order or self._layout.table or len(hosts) < 2:
+            return
+        session.wait(lambda: hosts.keys() - session.windows.keys(), "the ranks to offer memory to write to")
+        staged = [peer for peer in hosts if session.windows[peer].slots >= self._buckets]
+        found = chains(((session.needs[peer].name, hosts[peer], peer) for peer in staged), self._buckets)
+        if not found:
+            return
+        self._suppliers = Suppliers(found, self._whole, time.monotonic())
+        for peer, supplier in found.items():
+            self._tell(Change(peer, None, supplier))
+        for peer in self._suppliers.supplied_by(None):
+            session.tell(peer, Supplied(plan.push))
+
+    def _tell(self, change: Change) -> None:
+        session, push = self._session, self._plan.push
+        receiver, old, new = change
+        first = session.last_taken(receiver) + 1
+        if old is not None:
+            session.tell(old, PassOn(push, receiver.engine, receiver.rank))
+        if new is None:
+            session.tell(receiver, Supplied(push))
+            if self._whole:  # otherwise nobody can supply it, and it is late at the deadline
+                self._write(receiver, first)
+        else:
+            session.tell(receiver, Supplied(push, self._agents[new], str(new)))
+            session.tell(new, PassOn(push, receiver.engine, receiver.rank, session.windows[receiver].handle, first))
+
+    def gets_from_trainer(self, peer: Peer) -> bool:
+        """Whether the trainer writes to a rank from the first bucket on."""
+        return self._suppliers is None or self._suppliers.of.get(peer) is None
+
+    @property
+    def direct(self) -> set[Peer]:
+        """The ranks that get their buckets from the trainer."""
+        suppliers = self._suppliers
+        return {peer for peer in self._session.peers if suppliers is None or suppliers.of.get(peer) is None}
+
+    def tells(self, peer: Peer) -> bool:
+        """Whether a rank itself tells when it has a bucket."""
+        return self._suppliers is not None and peer in self._suppliers.of
+
+    def announced(self, bucket: int) -> dict[str, int]:
+        """The digests of a bucket, which lies in the arena, by the name of a subset."""
+        self._announced = bucket
+        if self._suppliers is None or not self._plan.digest:
+            return {}
+        size, slots = self._plan.bucket_bytes, self._plan.slots
+        subsets = {subset.name: subset for subset in (self._session.needs[peer] for peer in self._suppliers.of)}
+        moved = (bucket % slots - bucket) * size
+        return {
+            name: digest.digest_runs(
+                self._plan.digest, self._memory, [(at + moved, nbytes) for at, nbytes in subset.cut(size)[bucket]]
+            )
+            for name, subset in subsets.items()
+        }
+
+    def watch(self) -> None:
+        """Give ranks that are stuck, or that a stuck one supplies, another supplier. Raises `TransferFailed`."""
+        if self._suppliers is None:
+            return
+        for change in self._suppliers.changes(time.monotonic(), self._announced, self._session.last_taken):
+            self._tell(change)
+            self.lingering |= {peer.engine for peer in (change.receiver, change.old) if peer is not None}

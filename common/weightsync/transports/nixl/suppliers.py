@@ -1,0 +1,96 @@
+"""Which rank passes the buckets of a push on to which, so that a trainer's link does not carry a copy for each.
+
+Ranks that need the same and are written to form a chain, in order of their hosts: the trainer writes to the first, and
+each passes on what it has verified. More ranks than a push has buckets form a tree. A rank that falls behind its
+supplier has lost the way to it, or is stuck itself: it gets another supplier, and what it was to supply goes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from weightsync.transports.base import Peer
+
+#: Fewer buckets are not passed on: nothing would be gained.
+MIN_BUCKETS: Final = 4
+#: Seconds, and times that of the slowest bucket so far, after which a rank that lacks what its supplier has is stuck.
+_STUCK_S: Final = 3.0
+_STUCK_TIMES: Final = 4.0
+
+
+class Change(NamedTuple):
+    """``receiver`` no longer gets its buckets from ``old``, but from ``new``; None is the trainer."""
+
+    receiver: Peer
+    old: Peer | None
+    new: Peer | None
+
+
+def chains(members: Iterable[tuple[str, str, Peer]], buckets: int) -> dict[Peer, Peer]:
+    """The supplier of each rank that has one: ``members`` are what a rank needs, by name, its host, and itself."""
+    found: dict[Peer, Peer] = {}
+    by_need: dict[str, list[Peer]] = {}
+    for need, _, peer in sorted(members):
+        by_need.setdefault(need, []).append(peer)
+    for peers in by_need.values() if buckets >= MIN_BUCKETS else ():
+        copies = 1 if len(peers) <= buckets else 2
+        found.update({peer: peers[(number - 1) // copies] for number, peer in enumerate(peers) if number})
+    return found
+
+
+class Suppliers:
+    """The suppliers during a push. ``whole``: the trainer's arena holds everything, so that it can supply any rank."""
+
+    def __init__(self, suppliers: Mapping[Peer, Peer], whole: bool, now: float):
+        members = dict.fromkeys((*suppliers.values(), *suppliers))
+        #: By member; None is the trainer.
+        self.of: dict[Peer, Peer | None] = {peer: suppliers.get(peer) for peer in members}
+        self._whole = whole
+        #: When each was last seen to be level with its supplier or to take a bucket, and what it had then.
+        self._level = dict.fromkeys(members, now)
+        self._had = dict.fromkeys(members, -1)
+        self._slowest_s = 0.0
+        self._stuck: set[Peer] = set()
+
+    def supplied_by(self, supplier: Peer | None) -> list[Peer]:
+        """The ranks that get their buckets from this one, or from the trainer."""
+        return [peer for peer, found in self.of.items() if found == supplier]
+
+    def changes(self, now: float, announced: int, taken: Callable[[Peer], int]) -> list[Change]:
+        """Who gets another supplier, given the last bucket that was announced, and that each rank has ``taken``."""
+        found: list[Change] = []
+        limit = _STUCK_S + _STUCK_TIMES * self._slowest_s
+        for peer, supplier in list(self.of.items()):
+            has, there = taken(peer), announced if supplier is None else taken(supplier)
+            if has > self._had[peer]:
+                self._slowest_s = max(self._slowest_s, now - self._level[peer])
+                self._had[peer], self._level[peer] = has, now
+                self._stuck.discard(peer)
+            elif has >= there:
+                self._level[peer] = now
+            elif now - self._level[peer] > limit and peer not in self._stuck:
+                found += self._around(peer, taken)
+                self._level[peer] = now
+        self.of.update({change.receiver: change.new for change in found})
+        return found
+
+    def _around(self, peer: Peer, taken: Callable[[Peer], int]) -> list[Change]:
+        supplier = self.of[peer]
+        self._stuck.add(peer)
+        asked = [(peer, supplier)] if supplier is not None else []
+        asked += [(other, peer) for other in self.supplied_by(peer)]
+        return [Change(receiver, old, self._other(receiver, old, taken)) for receiver, old in asked]
+
+    def _other(self, receiver: Peer, old: Peer | None, taken: Callable[[Peer], int]) -> Peer | None:
+        """Another supplier: the trainer, or if that cannot, a rank that is ahead and does not depend on this one."""
+        if self._whole:
+            return None
+        for peer in self.of:
+            if peer not in (receiver, old) and peer not in self._stuck and taken(peer) >= taken(receiver):
+                above: Peer | None = peer
+                while above is not None and above != receiver:
+                    above = self.of[above]
+                if above is None:
+                    return peer
+        return None
