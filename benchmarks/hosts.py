@@ -60,11 +60,17 @@ CASES = (
     Case(1, 1, "nccl", 1),
     Case(1, 1, "nixl", 1),
     Case(2, 1, "nccl", 1),
+    Case(2, 1, "nixl", 1),
     Case(4, 1, "nccl", 1),
+    Case(4, 1, "nixl", 1),
     Case(1, 2, "nccl", 2),
-    Case(1, 2, "nixl", 2),
+    Case(1, 2, "nixl", 1),
+    Case(1, 4, "nixl", 1),
+    Case(1, 8, "nixl", 1),
     Case(2, 2, "nccl", 1),
+    Case(2, 2, "nixl", 1),
     Case(4, 2, "nccl", 1),
+    Case(4, 2, "nixl", 1),
 )
 
 
@@ -171,7 +177,7 @@ def measure(rounds: int) -> report.Record:
     state = models.load_reference(folder).state_dict()
     nbytes = sum(tensor.nbytes for tensor in state.values())
     digests = [digest_of((name, tensor.neg() if odd else tensor) for name, tensor in state.items()) for odd in (0, 1)]
-    names = [f"t{number}" for number in range(4)], [f"e{number}" for number in range(2)]
+    names = [f"t{number}" for number in range(4)], [f"e{number}" for number in range(8)]
     found: dict[str, Any] = {str(case): {"seconds": [], "link": [], "right": True} for case in CASES}
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(contextlib.closing(Network(*names[0], *names[1])))

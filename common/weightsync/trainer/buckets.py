@@ -20,8 +20,10 @@ _HOLD_SHARE: Final = 0.8
 #: Otherwise a bucket takes at most one part in this many of the free memory, for the ranks need memory for a stage.
 _BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
-#: The number of buckets of an arena that holds everything: ranks read and verify one while the next is packed.
+#: The number of buckets of an arena that holds everything: ranks read and verify one while the next is packed. Engines on
+#: other hosts pass buckets on to each other, and the last of them waits for one bucket from each.
 _PARTS: Final = 16
+_FAR_PARTS: Final = 64
 _MIN_PART_BYTES, _MAX_PART_BYTES = 64 << 10, 64 << 20
 
 
@@ -60,12 +62,12 @@ def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remo
 
 def read_in_place(stream_bytes: int) -> Choice:
     """The choice for parameters that the ranks read in place."""
-    part = _part(stream_bytes)
+    part = _part(stream_bytes, _PARTS)
     return Choice(part, max(1, -(-stream_bytes // part)), "full", "the ranks read the parameters where they are")
 
 
-def _part(stream_bytes: int) -> int:
-    return min(_MAX_PART_BYTES, max(_MIN_PART_BYTES, align(-(-stream_bytes // _PARTS))))
+def _part(stream_bytes: int, parts: int) -> int:
+    return min(_MAX_PART_BYTES, max(_MIN_PART_BYTES, align(-(-stream_bytes // parts))))
 
 
 def choose(
@@ -77,6 +79,7 @@ def choose(
     keep: bool,
     shared: int | None = None,
     divided: bool = False,
+    far: bool = False,
 ) -> Choice:
     """Choose buckets and staging for a stream of ``stream_bytes``.
 
@@ -84,10 +87,11 @@ def choose(
     ``rank_bytes`` is what each rank has for a stage. With ``asked`` the arena is two buckets of that size. Otherwise it
     is many buckets that hold the whole stream if that fits (twice with ``keep``), and two small buckets if not. An
     arena that several trainer processes share always holds ``shared`` bytes: the whole stream, or if that is
-    ``divided`` between hosts, what their host holds; raises `UnsupportedOption` if it does not fit.
+    ``divided`` between hosts, what their host holds; raises `UnsupportedOption` if it does not fit. ``far``: an engine
+    is on another host.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
-    part = min(half, _part(stream_bytes))
+    part = min(half, _part(stream_bytes, _FAR_PARTS if far else _PARTS))
     times = 2 if keep else 1
     slots = 2
     if shared is not None:

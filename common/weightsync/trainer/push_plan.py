@@ -284,6 +284,7 @@ class Planner:
                 options.keep,
                 layout.domain_bytes(0) if self._assembled else None,
                 bool(layout.table),
+                not self._engines.local,
             )
         return self._chosen
 
