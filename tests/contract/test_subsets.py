@@ -77,6 +77,36 @@ def test_a_flipped_bit_is_detected_only_inside_the_subset(harness):
         harness.push(tensors, 1 << 21, needs=needs)
 
 
+@pytest.mark.parametrize("way", ["nixl-tcp"], indirect=True)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "two-slots"])
+def test_a_bucket_that_is_not_right_is_not_passed_on(harness, whole):
+    """Three ranks form a chain; in the stage of the second, a bit of the third of eight buckets is wrong."""
+    tensors, bucket_bytes, wrong = [torch.zeros(8, 4096, dtype=torch.uint8)], 4096, 2 * 4096 + 100
+    assert_equal(harness.push(tensors, bucket_bytes, slots=8 if whole else 2), tensors)
+    second, last, got = harness.peers[Peer(A, 1)], harness.peers[Peer(B, 0)], []
+    opened, opens = second.open, last.open
+
+    def noting(*how):
+        incoming = opens(*how)
+        buckets = incoming.buckets
+
+        def noted(stage):
+            for bucket in buckets(stage):
+                got.append(bucket.number)
+                yield bucket
+
+        incoming.buckets = noted
+        return incoming
+
+    second.open, last.open = lambda *how: Flipped(opened(*how), wrong), noting
+    tensors[0].add_(1)
+    with pytest.raises(DigestMismatch, match=r"rank 1.*bucket 2 is not what the trainer held"):
+        harness.push(tensors, bucket_bytes, slots=8 if whole else 2)
+    assert set(got) <= {0, 1}
+    second.open, last.open = opened, opens
+    assert_equal(harness.push(tensors, bucket_bytes, slots=8 if whole else 2), tensors)
+
+
 def test_a_subset_of_an_unknown_tensor_fails_the_push(harness, monkeypatch):
     tensors = [torch.randn(64, 2048)]
     monkeypatch.setattr(Subset, "table", lambda self: ((3, Box((0,), (1,))),))

@@ -20,8 +20,8 @@ _HOLD_SHARE: Final = 0.8
 #: Otherwise a bucket takes at most one part in this many of the free memory, for the ranks need memory for a stage.
 _BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
-#: The number of buckets of an arena that holds everything: ranks read and verify one while the next is packed. Engines on
-#: other hosts pass buckets on to each other, and the last of them waits for one bucket from each.
+#: The number of buckets of an arena that holds everything: ranks read and verify one while the next is packed. Engines
+#: on other hosts pass buckets on to each other, and the last of them waits for one bucket from each.
 _PARTS: Final = 16
 _FAR_PARTS: Final = 64
 _MIN_PART_BYTES, _MAX_PART_BYTES = 64 << 10, 64 << 20
