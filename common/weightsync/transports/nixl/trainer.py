@@ -85,7 +85,7 @@ class NixlTrainerEnd:
         ]
         with self._others.blaming():
             self._others.meet(ranks, deadline)
-            self.host.meet(ranks, deadline, lambda: self._others.check(deadline))
+            self.host.meet(ranks, deadline, self._others.check)
             self._others.finished("to reach the engines over NIXL", deadline)
         self._known.update({url: (reply.instance, self._offered) for url, reply in replies.items()})
 
@@ -264,7 +264,7 @@ class NixlSending:
             for peer, window in session.windows.items()
         ]
         others.serve(self._plan, layout, receivers, session.deadline)
-        session.watch = lambda: others.check(session.deadline)
+        session.watch = others.check
 
     def finish(self) -> float:
         """See `base.Sending`."""
