@@ -16,6 +16,7 @@ import zmq
 from tests.unit.test_forks import forked
 from weightsync.deadline import Deadline
 from weightsync.errors import PushTimeout, TransferFailed
+from weightsync.trainer.ranks import control
 from weightsync.trainer.ranks.control import CoordinatorControl, Envelope, FollowerControl
 from weightsync.trainer.ranks.store import AddressStore
 from weightsync.transports.control.sockets import dial
@@ -96,6 +97,15 @@ def test_large_messages_pass_both_ways(pair):
     assert heard(zero, "large", 1) == body
     zero.send(1, "large", body)
     assert heard(one, "large") == body
+
+
+def test_a_message_above_the_limit_is_refused(pair, monkeypatch):
+    monkeypatch.setattr(control, "_MAX_MESSAGE_BYTES", 3)
+    zero, one = pair
+    with pytest.raises(TransferFailed, match="a message of 4 bytes is too large"):
+        one.send("large", b"1234")
+    with pytest.raises(TransferFailed, match="a message of 4 bytes is too large"):
+        zero.send(1, "large", b"1234")
 
 
 def test_a_message_may_be_withdrawn_or_forgotten(pair):

@@ -18,7 +18,7 @@ from typing import Final
 End = tuple[str, int]
 
 _held: Final[set[int]] = set()
-_ends: Final[set[End]] = set()
+_ends: Final[list[End]] = []
 #: Held during a fork, so that none happens between opening a descriptor and recording it.
 _lock: Final = threading.RLock()
 
@@ -44,14 +44,14 @@ def own_connections(host: str, port: int) -> End:
     descriptors they have.
     """
     with _lock:
-        _ends.add((host, port))
+        _ends.append((host, port))
     return host, port
 
 
 def disown_connections(end: End) -> None:
     """Forget connections that are about to be closed."""
-    with _lock:
-        _ends.discard(end)
+    with _lock, contextlib.suppress(ValueError):  # a child owns none
+        _ends.remove(end)
 
 
 def _close_connections() -> None:

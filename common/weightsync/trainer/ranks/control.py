@@ -32,6 +32,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.memory import forks
 from weightsync.memory.processes import ENDED, process_state
+from weightsync.protocol import codec
 from weightsync.protocol.http import Message
 from weightsync.trainer.ranks.store import AddressStore, Listening
 from weightsync.transports.control.sockets import (
@@ -47,9 +48,9 @@ from weightsync.transports.control.sockets import (
 )
 
 #: Largest message, in bytes: what a rank holds, or is to write, of a million tensors.
-MAX_MESSAGE_BYTES: Final = 1 << 30
+_MAX_MESSAGE_BYTES: Final = 1 << 30
 #: Seconds that a closing rank 0 waits until the last outcome is on its way to the others.
-HEARD_S: Final = 2.0
+_HEARD_S: Final = 2.0
 #: Seconds between two checks of the processes of missing ranks.
 _CHECK_S: Final = 0.5
 #: Seconds between the first two looks at the store, and by how much each pause is longer.
@@ -176,13 +177,13 @@ class CoordinatorControl(Control):
         self._identities: dict[int, bytes] = {}
         self.is_complete = False
         self._socket: Socket = self._context.socket(zmq.ROUTER)
-        set_limits(self._socket, MAX_MESSAGE_BYTES)
+        set_limits(self._socket, _MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again is the same rank
         self._descriptors: list[int] = []
         self._ends: list[forks.End] = []
         self._finalizer = weakref.finalize(
-            self, _close, self._context, [self._socket], self._descriptors, self._ends, HEARD_S, os.getpid()
+            self, _close, self._context, [self._socket], self._descriptors, self._ends, _HEARD_S, os.getpid()
         )
 
     def open(self, deadline: Deadline) -> None:
@@ -226,7 +227,7 @@ class CoordinatorControl(Control):
                 return
             identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
             with contextlib.suppress(msgspec.MsgspecError):
-                envelope = msgspec.msgpack.decode(frames[0], type=Envelope)
+                envelope = codec.readable(lambda: msgspec.msgpack.decode(frames[0], type=Envelope))  # noqa: B023
                 if hmac.compare_digest(envelope.secret.encode(), self._secret.encode()):
                     self._put(identity, envelope, frames[1:])
 
@@ -341,7 +342,7 @@ class FollowerControl(Control):
         host = listening.host or self._store.address_of_host()
         socket: Socket = self._context.socket(zmq.DEALER)
         self._sockets.append(socket)
-        set_limits(socket, MAX_MESSAGE_BYTES)
+        set_limits(socket, _MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IDENTITY, secrets.token_hex(16).encode())  # kept if ZMQ connects again
         events = f"inproc://events-{secrets.token_hex(8)}"
         self._sockets.append(socket.get_monitor_socket(_EVENTS, events))
@@ -359,7 +360,7 @@ class FollowerControl(Control):
 
 
 def _check_size(body: bytes) -> None:
-    if len(body) > MAX_MESSAGE_BYTES:
+    if len(body) > _MAX_MESSAGE_BYTES:
         raise TransferFailed(f"a message of {len(body)} bytes is too large for the trainer's ranks")
 
 
