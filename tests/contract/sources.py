@@ -34,7 +34,7 @@ class Sources:
         found = hash_stream(layout, arena.bytes, algorithm, demand) if algorithm else {}
         return found, Work((), layout.payload_bytes, packer.gather_s, 0.0)
 
-    def ask(self, transport, messages, deadline):
+    def ask(self, transport, messages):
         self.asked += 1
         self._over.set()
         self._over = over = threading.Event()
@@ -52,7 +52,7 @@ class Sources:
         for job in self._jobs:
             job.result(deadline.left())
 
-    def check(self, deadline):
+    def check(self):
         for job in self._jobs:
             if job.done():
                 job.result()

@@ -17,6 +17,8 @@ from weightsync.tensors.layout import digest_of
 
 #: Seconds; the limit of a push when the network is cut.
 LIMIT_S = 10.0
+#: Seconds; the limit of a push in which a process ends.
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,20 @@ def ranks(network, model_folder):
 
     def popen(rank, *command, **how):
         return hosts[rank].popen(*command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
+
+    trainer = Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
+    yield trainer
+    trainer.stop()
+
+
+@pytest.fixture
+def apart(network, model_folder):
+    """As `ranks`, where rank 1 also has process numbers of its own, as on a host of its own."""
+    hosts = [network.hosts[name] for name in ("trainer", "a")]
+
+    def popen(rank, *command, **how):
+        space = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc") if rank else ()
+        return hosts[rank].popen(*space, *command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
 
     trainer = Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
     yield trainer
@@ -99,3 +115,21 @@ def test_a_link_that_is_cut_during_a_push_leaves_every_engine_unchanged(
     assert all(assert_pushed(ranks))
     assert [served(engine) for engine in everywhere] == [digest(1)] * 3
     assert fine(ranks.all("close"))
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_rank_that_is_killed_on_another_host_is_named_at_once(apart, everywhere, digest, victim):
+    assert fine(apart.all("shard fsdp"))
+    assert fine(apart.build([engine.url for engine in everywhere], timeout_s=PATIENCE_S))
+    assert all(assert_pushed(apart))
+    assert [served(engine) for engine in everywhere] == [digest(1)] * 3
+    apart.all("change")
+    apart.tell("push", 1 - victim)
+    apart.processes[victim].kill()
+    apart.processes[victim].wait()
+    begin = time.monotonic()
+    (said,) = apart.hear(1 - victim)
+    assert time.monotonic() - begin < PATIENCE_S / 2
+    who = f"trainer rank {victim} (which has ended or closed its Sender)"
+    assert_failed(said, "TransferFailed", who, engines="unchanged" if victim else "unknown")
+    assert [served(engine) for engine in everywhere] == [digest(1)] * 3

@@ -119,13 +119,13 @@ class Sending:
             path_of(self._folder, self._plan.push, self._gone).unlink()
 
     def announce(self, bucket, digests, begins=()):
-        size, nbytes, deadline = self._plan.bucket_bytes, self._layout.nbytes, self._session.deadline
+        size, nbytes = self._plan.bucket_bytes, self._layout.nbytes
         others, path = self._others, path_of(self._folder, self._plan.push, bucket)
         if not bucket and others is not None and others.filled:
             self._sources = len(others.senders)
             asked = Write(self._folder, self._plan.push, self._sources, nbytes, size)
-            others.ask(NAME, dict.fromkeys(others.senders[1:], http.to_json(asked)), deadline)
-            self._session.watch = lambda: others.check(deadline)
+            others.ask(NAME, dict.fromkeys(others.senders[1:], http.to_json(asked)))
+            self._session.watch = others.check
         source = bucket % self._sources
         if source:
             peers = self._session.peers

@@ -206,16 +206,20 @@ def test_engines_are_added_and_removed(engines, pair, expected):
     assert fine(pair.all("close"))
 
 
-def test_the_keys_in_the_store_do_not_accumulate(engines, pair):
+def test_the_store_has_one_key_during_and_after_pushes(engines, start, expected):
+    pair = start(2)
     assert fine(pair.all("shard fsdp"))
-    assert fine(pair.build(engines))
-    assert_pushed(pair)
-    before = pair.all("keys")
-    for _ in range(3):
+    before = pair.all("keys")[0]
+    for _ in range(2):
+        assert fine(pair.build(engines))
+        assert pair.all("keys") == [before + 1] * 2
         assert_pushed(pair)
         pair.all("status")
-    assert pair.all("keys") == before
-    assert fine(pair.all("close"))
+        assert pair.all("keys") == [before + 1] * 2
+        assert fine(pair.all("close"))
+        assert pair.all("keys") == [before + 1] * 2
+    assert served(engines) == [expected, expected]
+    pair.stop()
 
 
 def planned(said):

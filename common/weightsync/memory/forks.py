@@ -1,18 +1,24 @@
 """Descriptors that a forked child must not keep.
 
-A listening socket or a locked file shows that its owner lives. If a child process inherits it, such as a worker of a
-data loader, the owner would still seem to live after it was killed.
+A listening socket, a connection or a locked file shows that its owner lives. If a child process inherits it, such as a
+worker of a data loader, the owner would still seem to live after it was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import stat
 import threading
 from collections.abc import Callable
 from typing import Final
 
+#: Where connections lead to: host and port; without a host, the port of this process that others dial.
+End = tuple[str, int]
+
 _held: Final[set[int]] = set()
+_ends: Final[list[End]] = []
 #: Held during a fork, so that none happens between opening a descriptor and recording it.
 _lock: Final = threading.RLock()
 
@@ -31,7 +37,44 @@ def disown(descriptor: int) -> None:
         _held.discard(descriptor)
 
 
+def own_connections(host: str, port: int) -> End:
+    """Close in every child that Python forks later the TCP connections to ``host`` and ``port``.
+
+    Without a host: those that this process has accepted at ``port``. A library has opened them, and does not say which
+    descriptors they have.
+    """
+    with _lock:
+        _ends.append((host, port))
+    return host, port
+
+
+def disown_connections(end: End) -> None:
+    """Forget connections that are about to be closed."""
+    with _lock, contextlib.suppress(ValueError):  # a child owns none
+        _ends.remove(end)
+
+
+def _close_connections() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the folder, or is not connected
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and _is_owned(int(name)):
+                os.close(int(name))
+
+
+def _is_owned(descriptor: int) -> bool:
+    one = socket.socket(fileno=descriptor)
+    try:
+        if one.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        return ("", one.getsockname()[1]) in _ends or one.getpeername()[:2] in _ends
+    finally:
+        one.detach()
+
+
 def _in_child() -> None:
+    if _ends:
+        _close_connections()
+    _ends.clear()
     for descriptor in _held:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -159,8 +159,8 @@ class PeerRanks(Protocol):
         On several hosts the number of a sender is that of its memory domain, see `domains.DividedLayout`.
         """
 
-    def ask(self, transport: str, messages: Mapping[int, bytes], deadline: Deadline) -> None:
-        """Send JSON messages to ranks' `RankHelper`, by rank. Raises `TransferFailed` or `PushTimeout`."""
+    def ask(self, transport: str, messages: Mapping[int, bytes]) -> None:
+        """Send JSON messages to ranks' `RankHelper`, by rank."""
 
     def answered(self, to: str, deadline: Deadline) -> Mapping[int, bytes]:
         """Wait until they have done what they were asked; ``to`` describes that in errors ("to join the group").
@@ -169,7 +169,7 @@ class PeerRanks(Protocol):
         Raises the error of a rank that failed, or `TransferFailed` or `PushTimeout`, naming the ranks.
         """
 
-    def check(self, deadline: Deadline) -> None:
+    def check(self) -> None:
         """Without waiting, raise the error of a rank that failed, or `TransferFailed` if one has ended."""
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:

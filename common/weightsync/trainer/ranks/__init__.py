@@ -8,9 +8,9 @@ transport, so the engines verify only after all ranks have written.
 On several hosts each is a memory domain, see `tensors.domains`: its lowest rank makes the arena for what its ranks hold
 of the stream, and sends that. What is hashed by itself there is a domain's part of a tensor.
 
-If one rank raises, rank 0 makes every rank raise. A rank whose process has ended is noticed within a second, a frozen
-one at the deadline. A frozen rank may still write when it continues, but that arena is not used again before this rank
-takes part in the next call.
+If one rank raises, rank 0 makes every rank raise. A rank whose process has ended is noticed within a second, on other
+hosts too, a frozen one at the deadline. A frozen rank may still write when it continues, but that arena is not used
+again before this rank takes part in the next call.
 """
 
 from __future__ import annotations

@@ -10,17 +10,12 @@ from weightsync import errors
 from weightsync.deadline import Deadline
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.sources import Source
-from weightsync.trainer.ranks.messages import Messages
 from weightsync.trainer.reading import Reading
 
 #: Seconds that the other ranks wait for the outcome past their deadline, and seconds by which rank 0's deadline is
 #: earlier: only rank 0 knows which rank is missing, and it may still have to ask the engines how a commit ended.
 GRACE_S: Final = 1.0
 _EARLIER_S: Final = 0.5
-#: Seconds that a closing rank 0 waits for the others to read the last outcome: the store may end with rank 0.
-HEARD_S: Final = 2.0
-#: Seconds between two polls.
-POLL_S: Final = 0.002
 _T = TypeVar("_T")
 
 Act = Callable[[Source | None, Deadline], _T]
@@ -35,8 +30,8 @@ def earlier(deadline: Deadline) -> float:
 class Ranks(ABC):
     """This process's role in a trainer of several processes."""
 
-    def __init__(self, group: str, options: Mapping[str, str]) -> None:
-        self._messages, self._options = Messages(group), dict(options)
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = dict(options)
         self._session = ""
         #: What this rank sends in a push.
         self._source: Source | None = None
@@ -84,7 +79,7 @@ class Ranks(ABC):
     ) -> _T:
         """As `run`; ``failure`` is what ``open_model`` raised, if it did."""
 
-    def _key(self, rank: int) -> str:
+    def _greeting_name(self, rank: int) -> str:
         return f"{self._session or 'build'}/{rank}"
 
     @abstractmethod

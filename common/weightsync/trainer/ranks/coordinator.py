@@ -1,12 +1,11 @@
 """Rank 0 of a trainer of several processes: the only rank that talks to the engines.
 
 Every public call of a `Sender` is one conversation: each rank sends rank 0 a greeting, does what rank 0 asks for, and
-receives the outcome. If one rank raises, all raise. The messages are JSON, in the store of the trainer's process group.
+receives the outcome. If one rank raises, all raise.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -38,7 +37,8 @@ from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import CheckReplicas, Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
-from weightsync.trainer.ranks.conversation import HEARD_S, POLL_S, Act, Ranks, earlier
+from weightsync.trainer.ranks.control import CoordinatorControl
+from weightsync.trainer.ranks.conversation import Act, Ranks, earlier
 from weightsync.trainer.ranks.messages import (
     Assist,
     Compare,
@@ -59,8 +59,9 @@ from weightsync.trainer.reading import Reading
 
 #: With ``check_replicas="first"``, one push of so many compares what several ranks hold.
 _COMPARE_EVERY: Final = 100
-#: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible.
-_ENDS_S: Final = 0.3
+#: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible, and
+#: between two looks.
+_ENDS_S, _LOOK_S = 0.3, 0.01
 _T = TypeVar("_T")
 
 
@@ -75,12 +76,12 @@ class Coordinator(Ranks):
     """The role of rank 0 in a trainer of ``size`` processes."""
 
     def __init__(self, group: str, options: Mapping[str, str], size: int):
-        super().__init__(group, options)
+        super().__init__(options)
+        self._control = CoordinatorControl(group)
         self.size, self._others = size, range(1, size)
-        #: By rank: the nonce of its conversation, the number of messages sent to it, and the key of the last one.
+        #: By rank: the nonce of its conversation, and the number of messages sent to it.
         self._nonces: dict[int, str] = {}
         self._count: dict[int, int] = {}
-        self._last: dict[int, str] = {}
         self._held: dict[int, tuple[HeldShards, ...]] = {}
         self._plan: Plan | None = None
         #: The plan by which the ranks' copies were last compared, and the number of pushes since.
@@ -141,17 +142,19 @@ class Coordinator(Ranks):
 
     def _await_greetings(self, what: str, deadline: Deadline) -> None:
         """Wait for the greeting of every other rank. Raises the error of the lowest rank that reports one."""
-        keys = {rank: self._key(rank) for rank in self._others}
+        names = {rank: self._greeting_name(rank) for rank in self._others}
         to = f"to {what} (in a process group of {self.size} every rank builds a Sender and makes the same calls)"
         bodies: dict[int, bytes] = {}
         greetings: dict[int, Greeting] = {}
         try:
-            self._messages.take(keys, bodies, deadline, to)
+            if not self._session:
+                self._control.open(deadline)
+            self._control.take(names, bodies, deadline, to)
         finally:  # ranks that are there get the outcome, also if another is missing
             for rank, body in sorted(bodies.items()):
                 greetings[rank] = self._begin(rank, http.from_json(body, Greeting))
         if not self._session:
-            self._welcome(greetings, deadline)
+            self._welcome(greetings)
         deadline.advance(min(map(_moment, greetings.values())) - earlier(deadline))
         for rank, greeting in greetings.items():
             if greeting.what != what:
@@ -167,15 +170,14 @@ class Coordinator(Ranks):
                 self._held[rank], self._plan = greeting.held, None
 
     def _begin(self, rank: int, greeting: Greeting) -> Greeting:
-        if rank in self._last:
-            # It may not have read the outcome of the last call.
-            self._messages.drop(self._last.pop(rank), Deadline(HEARD_S))
+        # Replies in its last conversation, which rank 0 no longer waited for; it may have begun another one.
+        self._control.forget(rank, but=self._greeting_name(rank))
         self._nonces[rank], self._count[rank] = greeting.nonce, 0
         if greeting.space == arenas.processes_id():
-            self._messages.pids[rank] = greeting.pid
+            self._control.pids[rank] = greeting.pid
         return greeting
 
-    def _welcome(self, greetings: Mapping[int, Greeting], deadline: Deadline) -> None:
+    def _welcome(self, greetings: Mapping[int, Greeting]) -> None:
         hosts = [arenas.host_id(), *(greeting.host for _, greeting in sorted(greetings.items()))]
         first = list(dict.fromkeys(hosts))
         self._domain_of = [first.index(host) for host in hosts]
@@ -188,9 +190,9 @@ class Coordinator(Ranks):
                         f"trainer rank {rank} has {name} {other} and rank 0 {value}; every rank "
                         "must build a Sender with the same arguments, of the same version of weightsync"
                     )
-        self._session = secrets.token_hex(8)
+        self._session, self._control.is_complete = secrets.token_hex(8), True
         for rank in self._others:
-            self._send(rank, Welcome(self._session, os.getpid(), arenas.processes_id()), deadline)
+            self._send(rank, Welcome(self._session, os.getpid(), arenas.processes_id()))
 
     def planned(self, source: Source) -> Plan:
         """Which rank provides what, by what each rank holds according to its greeting. Raises `SourceError`."""
@@ -229,7 +231,7 @@ class Coordinator(Ranks):
         copies, algorithm = self._plan.copies, digest.algorithm_for(source.device)
         if any(copies):
             for rank in self._others:
-                self._send(rank, Compare(algorithm, copies[rank]), deadline)
+                self._send(rank, Compare(algorithm, copies[rank]))
             try:
                 hashed = [assembly.hash_copies(source, copies[0], algorithm)]
             except (RuntimeError, OSError, ValueError) as error:
@@ -264,7 +266,7 @@ class Coordinator(Ranks):
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
             handle = handles.get(self._domain_of[rank])
-            self._send(rank, Fill(arena.name, handle, alive, algorithm, new), deadline)
+            self._send(rank, Fill(arena.name, handle, alive, algorithm, new))
         stream = arena.bytes[: layout.domain_bytes(0)]
         written = [assembly.write(source, orders[0].write, stream, algorithm)]
         written += self._work("to write its part into the arena", deadline)
@@ -275,7 +277,7 @@ class Coordinator(Ranks):
         hashed: list[Work] = []
         if algorithm and any(one.hash for one in orders):
             for rank in self._others:
-                self._send(rank, Hash(), deadline)
+                self._send(rank, Hash())
             hashed = [assembly.hash_parts(orders[0].hash, stream, algorithm)]
             hashed += self._work("to hash its part of the arena", deadline)
         self.filled = True
@@ -298,7 +300,7 @@ class Coordinator(Ranks):
             if nbytes and (domain, arena.name) not in self._provided
         }
         for rank, domain in asked.items():
-            self._send(rank, Provide(arena.name, sizes[domain], alive), deadline)
+            self._send(rank, Provide(arena.name, sizes[domain], alive))
         for rank, done in self._await_replies("to make an arena for its host", deadline, list(asked)).items():
             assert done.handle is not None, "the reply to Provide has the arena"
             self._provided[asked[rank], arena.name] = done.handle
@@ -306,7 +308,7 @@ class Coordinator(Ranks):
     def together(self, read: Callable[[], _T], deadline: Deadline) -> _T:
         """Read an iterator, while every other rank reads its own. Raises what a rank has raised."""
         for rank in self._others:
-            self._send(rank, Iterate(), deadline)
+            self._send(rank, Iterate())
         found = read()
         self._await_replies("to read its iterator to the end", deadline)
         return found
@@ -314,44 +316,44 @@ class Coordinator(Ranks):
     def release(self, deadline: Deadline) -> None:
         """Let every rank go on whose tensors are to be read early."""
         for rank in self._others:
-            self._send(rank, Release(), deadline)
+            self._send(rank, Release())
         self._await_replies("to go on", deadline)
 
-    def ask(self, transport: str, messages: Mapping[int, bytes], deadline: Deadline) -> None:
+    def ask(self, transport: str, messages: Mapping[int, bytes]) -> None:
         """See `base.PeerRanks`."""
         for rank, message in messages.items():
-            self._send(rank, Assist(transport, msgspec.Raw(message)), deadline)
+            self._send(rank, Assist(transport, msgspec.Raw(message)))
         self._asked = list(messages)
 
     def answered(self, to: str, deadline: Deadline) -> dict[int, bytes]:
         """See `base.PeerRanks`."""
         return {rank: bytes(done.body) for rank, done in self._await_replies(to, deadline, self._asked).items()}
 
-    def check(self, deadline: Deadline) -> None:
+    def check(self) -> None:
         """See `base.PeerRanks`."""
-        keys, to = self._reply_keys(self._asked), "to help"
-        self._messages.poll(keys, self._replies, deadline, to)
+        names = self._reply_names(self._asked)
+        self._control.poll(names, self._replies)
         self._read_replies(self._asked)
-        self._messages.check(keys, self._replies, deadline, to)
+        self._control.check(names, self._replies, "to help")
 
     def blamed(self, error: WeightSyncError) -> WeightSyncError:
         """See `base.PeerRanks`."""
         until = Deadline(_ENDS_S)
-        while not (faulty := [rank for rank in self._others if not self._messages.runs(rank)]) and until.left():
-            time.sleep(POLL_S)
-        if not faulty or self._messages.describe(faulty) in str(error):
+        while not (faulty := [rank for rank in self._others if not self._control.runs(rank)]) and until.left():
+            time.sleep(_LOOK_S)
+        if not faulty or self._control.describe(faulty) in str(error):
             return error
-        message = f"{error}; {self._messages.describe(faulty)} was to send its part"
+        message = f"{error}; {self._control.describe(faulty)} was to send its part"
         return type(error)(message, weights=error.weights, engines=error.engines)
 
-    def _reply_keys(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _reply_names(self, ranks: Sequence[int]) -> dict[int, str]:
         return {rank: f"{self._nonces[rank]}/up/{self._count[rank]}" for rank in ranks}
 
     def _await_replies(self, to: str, deadline: Deadline, ranks: Sequence[int] | None = None) -> dict[int, WorkDone]:
         """Wait until all ranks have replied, or only these. Raises what a rank has raised."""
         asked = self._others if ranks is None else ranks
         if asked:
-            self._messages.take(self._reply_keys(asked), self._replies, deadline, to)
+            self._control.take(self._reply_names(asked), self._replies, deadline, to)
         replies = self._read_replies(asked)
         for rank, done in replies.items():
             if self._domain_of[rank] and done.left_s is not None:  # its clock is another
@@ -369,26 +371,16 @@ class Coordinator(Ranks):
                 raise as_exception(done.failure, f"trainer rank {rank}: ")
         return found
 
-    def _send(self, rank: int, message: ToRank, deadline: Deadline) -> None:
+    def _send(self, rank: int, message: ToRank) -> None:
         self._count[rank] += 1
         self._replies.pop(rank, None)
-        self._last[rank] = f"{self._nonces[rank]}/down/{self._count[rank]}"
-        self._messages.put(self._last[rank], http.to_json(message), deadline, f"a message to trainer rank {rank}")
+        self._control.send(rank, f"{self._nonces[rank]}/down/{self._count[rank]}", http.to_json(message))
 
     def _send_outcome(self, outcome: Outcome) -> None:
-        """Best effort: a rank that does not get the outcome ends at its own deadline."""
+        """A rank that is gone, or does not get it in time, ends at its own deadline."""
         for rank in self._nonces:
-            try:
-                self._send(rank, outcome, Deadline(HEARD_S))
-            except WeightSyncError:
-                return
+            self._send(rank, outcome)
 
     def close(self) -> None:
-        """Release the connection, once the other ranks have read the outcome of the last call. Idempotent."""
-        deadline = Deadline(HEARD_S)
-        with contextlib.suppress(WeightSyncError):
-            for rank in [rank for rank in self._last if self._messages.runs(rank)]:
-                while deadline.left() and self._messages.unread(self._last[rank], deadline):
-                    time.sleep(POLL_S)
-        self._last.clear()
-        self._messages.close()
+        """Release the connections, once the outcome of the last call is on its way to the other ranks. Idempotent."""
+        self._control.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from weightsync.errors import (
     SourceError,
     TransferFailed,
     Weights,
-    WeightSyncError,
 )
 from weightsync.memory import arenas
 from weightsync.protocol import http
@@ -26,7 +24,8 @@ from weightsync.sources.iterator import IteratorSource
 from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import Orders, Work
-from weightsync.trainer.ranks.conversation import GRACE_S, HEARD_S, Act, Ranks
+from weightsync.trainer.ranks.control import FollowerControl
+from weightsync.trainer.ranks.conversation import GRACE_S, Act, Ranks
 from weightsync.trainer.ranks.messages import (
     Assist,
     Compare,
@@ -54,7 +53,8 @@ class Follower(Ranks):
     """The role of ``rank``, which is not 0, in a trainer of several processes."""
 
     def __init__(self, group: str, options: Mapping[str, str], rank: int):
-        super().__init__(group, options)
+        super().__init__(options)
+        self._control = FollowerControl(group, rank)
         self._rank = rank
         #: What rank 0 knows that this rank holds, the orders that it sent last, and the mapped arenas by rank 0's name.
         self._known: tuple[HeldShards, ...] | None = None
@@ -75,7 +75,7 @@ class Follower(Ranks):
         engines: Callable[[Deadline], Mapping[str, Weights]],
         reading: Reading,
     ) -> _T:
-        until, nonce, key = deadline.extended(GRACE_S), secrets.token_hex(8), self._key(self._rank)
+        until, nonce, name = deadline.extended(GRACE_S), secrets.token_hex(8), self._greeting_name(self._rank)
         held = self._source.held if self._source is not None else None
         greeting = Greeting(
             nonce,
@@ -88,16 +88,17 @@ class Follower(Ranks):
             remote_error_of(failure) if failure is not None else None,
             {} if self._session else self._options,
             deadline.left(),
-            "" if self._session else self._messages.address(),
+            "" if self._session else self._control.address(),
         )
         self._known, known = None, held if held is not None else self._known
-        self._messages.put(key, http.to_json(greeting), until, "trainer rank 0")
-        number, last = 1, key
+        self._control.forget(0)  # the outcome of an earlier call, which came too late
+        self._control.send(name, http.to_json(greeting))
+        number, last = 1, name
         try:
             while True:
                 down = {0: f"{nonce}/down/{number}"}
                 bodies: dict[int, bytes] = {}
-                self._messages.take(down, bodies, until, f"to {what}")
+                self._control.take(down, bodies, until, f"to {what}")
                 message: ToRank = msgspec.json.decode(bodies[0], type=ToRank)
                 if isinstance(message, Outcome):
                     if message.failure is not None:
@@ -109,27 +110,26 @@ class Follower(Ranks):
                 if isinstance(message, Welcome):
                     self._session = message.session
                     if message.space == arenas.processes_id():
-                        self._messages.pids[0] = message.pid
+                        self._control.pids[0] = message.pid
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
-                    done, failure = self._attempt(message, reading, lambda: self._still_wanted(after, until))  # noqa: B023 - called here
+                    done, failure = self._attempt(message, reading, lambda: self._still_wanted(after))  # noqa: B023 - called here
                     done = msgspec.structs.replace(done, left_s=deadline.left())
-                    self._messages.put(last, http.to_json(done), until, "trainer rank 0")
+                    self._control.send(last, http.to_json(done))
                 number += 1
         except BaseException as error:
-            with contextlib.suppress(WeightSyncError):
-                self._messages.drop(last, Deadline(HEARD_S))
+            self._control.withdraw(last)
             if isinstance(error, (PushTimeout, TransferFailed)) and not error.engines:
                 error.weights = "unknown"  # only rank 0 knows
             raise
 
-    def _still_wanted(self, after: str, deadline: Deadline) -> None:
+    def _still_wanted(self, after: str) -> None:
         """Raise if rank 0 has sent its next message, or if its process has ended."""
-        if self._messages.unread(after, deadline):
+        if self._control.is_here(0, after):
             raise TransferFailed("the push was cancelled")
-        if self._messages.ended(0):
-            raise TransferFailed(f"{self._messages.describe([0])}: it was to finish the push")
+        if self._control.ended(0):
+            raise TransferFailed(f"{self._control.describe([0])}: it was to finish the push")
 
     def _attempt(
         self,
@@ -222,4 +222,4 @@ class Follower(Ranks):
         self._let_go()
         while self._helpers:
             self._helpers.popitem()[1].close()
-        self._messages.close()
+        self._control.close()

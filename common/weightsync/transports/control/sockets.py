@@ -20,7 +20,7 @@ import zmq
 
 from weightsync import errors
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.memory import arenas
+from weightsync.memory import arenas, forks
 from weightsync.protocol import addresses, directories, http
 from weightsync.protocol.control import Failed
 
@@ -40,19 +40,47 @@ _OWN_LOOPBACK: Final = (
     "that is the engine's own loopback: the trainer is on another host, or reaches the engine through a forwarded "
     'port; have it pass Sender(..., address="an address of its host that the engine reaches")'
 )
+#: Pending connections of a listening socket; ZMQ accepts each at once.
+_BACKLOG: Final = 1024
 #: TCP does not report a dead peer unless the connection is probed.
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 10000
 
 Socket = zmq.Socket[bytes]
 
 
-def set_limits(socket: Socket) -> None:
+def set_limits(socket: Socket, most_bytes: int = http.MAX_FRAME_BYTES) -> None:
     """Bound the size of received messages, and close without lingering."""
     socket.setsockopt(zmq.LINGER, 0)
     # The push itself bounds what is queued: a few bytes per bucket and 8 per tensor. With ZMQ's default limit of 1000
     # messages, a peer that is busy for a moment would be mistaken for a dead one.
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, http.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+
+
+def listen(socket: Socket, family: sockets.AddressFamily, place: str | tuple[str, int]) -> tuple[str, int]:
+    """Make a socket listen at ``place``; returns its ZMQ address, and the descriptor, which `close` closes.
+
+    A forked child that inherited the descriptor would make this process look alive after its death: the caller disowns
+    it before `close`, see `forks`. Raises `TransferFailed`.
+    """
+
+    def opened() -> int:
+        with sockets.socket(family) as listening:
+            listening.bind(place)
+            listening.listen(_BACKLOG)
+            return listening.detach()
+
+    try:
+        descriptor = forks.own(opened)
+    except OSError as error:
+        raise TransferFailed(f"the trainer cannot listen at {place}: {error.strerror}") from error
+    listening = sockets.socket(fileno=descriptor)
+    name = listening.getsockname()
+    listening.detach()
+    address = f"ipc://{name}" if family == sockets.AF_UNIX else f"tcp://{bracketed(name[0])}:{name[1]}"
+    socket.setsockopt(zmq.USE_FD, descriptor)
+    socket.bind(address)
+    return address, descriptor
 
 
 def enable_heartbeats(socket: Socket) -> None:

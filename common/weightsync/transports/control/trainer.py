@@ -41,18 +41,16 @@ from weightsync.transports.control.sockets import (
     LOOK_UP_S,
     SILENCE_S,
     Socket,
-    bracketed,
     close,
     enable_heartbeats,
     encrypt,
     host_of,
+    listen,
     local_address,
     set_limits,
     to_error,
 )
 
-#: Pending connections of the listening socket; ZMQ accepts each at once.
-_BACKLOG: Final = 1024
 #: An empty mapping.
 NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
@@ -106,26 +104,8 @@ class TrainerControl:
         return self._addresses[here]
 
     def _listen(self, family: sockets.AddressFamily, place: str | tuple[str, int]) -> str:
-        """Make the socket listen at ``place`` through a descriptor that this process owns; returns the ZMQ address."""
-
-        def opened() -> int:
-            with sockets.socket(family) as listening:
-                listening.bind(place)
-                listening.listen(_BACKLOG)
-                return listening.detach()
-
-        try:
-            # A forked child that inherited it would make this trainer look alive after its death.
-            descriptor = forks.own(opened)
-        except OSError as error:
-            raise TransferFailed(f"the trainer cannot listen at {place}: {error.strerror}") from error
+        address, descriptor = listen(self.socket, family, place)
         self._listening.append(descriptor)
-        listening = sockets.socket(fileno=descriptor)
-        name = listening.getsockname()
-        listening.detach()
-        address = f"ipc://{name}" if family == sockets.AF_UNIX else f"tcp://{bracketed(name[0])}:{name[1]}"
-        self.socket.setsockopt(zmq.USE_FD, descriptor)
-        self.socket.bind(address)
         return address
 
     def request(self, plan: UpdateRequest, engine: str) -> UpdateRequest:

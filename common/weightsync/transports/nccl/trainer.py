@@ -116,8 +116,8 @@ class NcclTrainerEnd:
                 if helpers is not None:
                     init, senders = self._init, enumerate(helpers.senders)
                     asked = {rank: parallel_broadcast.Make(init, number) for number, rank in senders if rank}
-                    helpers.ask(NAME, {rank: http.to_json(make) for rank, make in asked.items()}, deadline)
-                watch = (lambda: helpers.check(deadline)) if helpers is not None else (lambda: None)
+                    helpers.ask(NAME, {rank: http.to_json(make) for rank, make in asked.items()})
+                watch = helpers.check if helpers is not None else (lambda: None)
                 self._group = parallel_broadcast.make(self._store, self._init, self._here, self._names, deadline, watch)
                 if helpers is not None:
                     helpers.answered("to join its group", deadline)
@@ -218,8 +218,8 @@ class BroadcastSending:
         }
         self._own = {place.number: place for place in asked.pop(0)}
         messages = {rank: parallel_broadcast.Send(own, deadline.left()) for rank, own in asked.items()}
-        helpers.ask(NAME, {rank: http.to_json(send) for rank, send in messages.items()}, deadline)
-        self._session.watch = lambda: helpers.check(deadline)
+        helpers.ask(NAME, {rank: http.to_json(send) for rank, send in messages.items()})
+        self._session.watch = helpers.check
 
     def _broadcast(self, bucket: int) -> Any:
         """Start to broadcast this rank's part of a bucket; None if there is none."""

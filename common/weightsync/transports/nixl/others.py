@@ -48,13 +48,13 @@ class Others:
 
     def expose(self, deadline: Deadline) -> None:
         """Learn their agents and arenas, which may be new."""
-        self._ask(dict.fromkeys(self._ranks, Expose()), deadline)
+        self._ask(dict.fromkeys(self._ranks, Expose()))
         replies = self.finished("to make its NIXL agent", deadline)
         self.exposed = {rank: http.from_json(replies[rank], Exposed) for rank in self._ranks}
 
     def meet(self, ranks: Sequence[EngineAgent], deadline: Deadline) -> None:
         """Have them connect to engine ranks; `finished` waits for it."""
-        self._ask(dict.fromkeys(self._ranks, Meet(tuple(ranks), deadline.left())), deadline)
+        self._ask(dict.fromkeys(self._ranks, Meet(tuple(ranks), deadline.left())))
 
     def serve(
         self, plan: UpdateRequest, layout: DividedLayout, receivers: Sequence[Receiver], deadline: Deadline
@@ -78,17 +78,17 @@ class Others:
             self._known[rank] = used
             count = layout.buckets(size)
             messages[rank] = Serve(plan.push, size, count, tuple(writes), reads, new, deadline.left())
-        self._ask(messages, deadline)
+        self._ask(messages)
 
-    def _ask(self, messages: Mapping[int, ToHelper], deadline: Deadline) -> None:
+    def _ask(self, messages: Mapping[int, ToHelper]) -> None:
         if self._helpers is not None and messages:
-            self._helpers.ask(NAME, {rank: http.to_json(message) for rank, message in messages.items()}, deadline)
+            self._helpers.ask(NAME, {rank: http.to_json(message) for rank, message in messages.items()})
             self._asked = True
 
-    def check(self, deadline: Deadline) -> None:
+    def check(self) -> None:
         """Raise if one that was asked has failed or ended."""
         if self._helpers is not None and self._asked:
-            self._helpers.check(deadline)
+            self._helpers.check()
 
     def finished(self, to: str, deadline: Deadline) -> Mapping[int, bytes]:
         """Wait until they have done what they were asked ``to`` do; the reply of each."""

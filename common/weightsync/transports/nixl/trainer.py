@@ -90,7 +90,7 @@ class NixlTrainerEnd:
         ]
         with self._others.blaming():
             self._others.meet(ranks, deadline)
-            self.host.meet(ranks, deadline, lambda: self._others.check(deadline))
+            self.host.meet(ranks, deadline, self._others.check)
             self._others.finished("to reach the engines over NIXL", deadline)
         for url, reply in replies.items():
             self._passing -= {peer for peer in self._passing if peer.engine == url}
@@ -276,7 +276,7 @@ class NixlSending:
         self._formed = True
 
         def watch() -> None:
-            self._others.check(session.deadline)
+            self._others.check()
             self._chain.watch()
 
         session.watch = watch
