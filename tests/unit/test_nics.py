@@ -100,7 +100,7 @@ def test_nixl_uses_only_the_device_that_it_is_given(inherited):
     def made_on(nic):
         command = [sys.executable, "-c", MAKE, nic]
         said = subprocess.run(
-            command, env={**os.environ, **inherited}, check=True, capture_output=True, text=True, timeout=60
+            command, env={**os.environ, **inherited}, check=True, capture_output=True, text=True, timeout=300
         )
         return said.stdout.splitlines()[-1]
 

@@ -96,20 +96,22 @@ def held_bytes() -> int:
     return found
 
 
-def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+def _map(descriptor: int, nbytes: int, *, in_part: bool) -> torch.Tensor:
     # MAP_POPULATE maps every page now: a first touch during a push would take ten times as long as the copy.
-    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    now = 0 if in_part else getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | now)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class ShmArena:
     """Shared host memory of ``nbytes``, made by the sender; ``bytes`` is a 1-D uint8 CPU tensor.
 
-    Its file stays locked as long as its owner lives, so that the next sender can remove the files of a dead one. Raises
-    `TransferFailed` if the memory cannot be allocated.
+    Its file stays locked as long as its owner lives, so that the next sender can remove the files of a dead one.
+    ``in_part``: several processes write it, and each maps what it touches. Raises `TransferFailed` if the memory cannot
+    be allocated.
     """
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, *, in_part: bool = False):
         sweep()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -123,7 +125,7 @@ class ShmArena:
             # With another descriptor: Python's mmap keeps a copy, and a forked child would inherit that with the lock.
             mapped = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                self.bytes = _map(mapped, nbytes)
+                self.bytes = _map(mapped, nbytes, in_part=in_part)
             finally:
                 os.close(mapped)
         except OSError as error:
@@ -194,15 +196,15 @@ def reachable(arena: Arena) -> bool:
     return not isinstance(arena, ShmArena) or os.path.lexists(arena.handle().path)
 
 
-def attach(handle: ShmHandle | CudaHandle) -> torch.Tensor:
-    """Map a sender's arena into this process, as a 1-D uint8 tensor.
+def attach(handle: ShmHandle | CudaHandle, *, in_part: bool = False) -> torch.Tensor:
+    """Map a sender's arena into this process, as a 1-D uint8 tensor; ``in_part`` as in `ShmArena`.
 
     Raises `TransferFailed` if it cannot be mapped or is not private to this user.
     """
-    return _attach_shm(handle) if isinstance(handle, ShmHandle) else cuda_ipc.attach(handle)
+    return _attach_shm(handle, in_part) if isinstance(handle, ShmHandle) else cuda_ipc.attach(handle)
 
 
-def _attach_shm(handle: ShmHandle) -> torch.Tensor:
+def _attach_shm(handle: ShmHandle, in_part: bool) -> torch.Tensor:
     path = Path(handle.path)
     ours = path.parent == SHM_DIRECTORY and path.name.startswith(_SHM_PREFIX) and handle.path.isprintable()
     if not ours or handle.nbytes <= 0:
@@ -216,7 +218,7 @@ def _attach_shm(handle: ShmHandle) -> torch.Tensor:
         private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
         if not private or info.st_size != handle.nbytes:
             raise TransferFailed(f"refused to map {path}: not private to this user, or not {handle.nbytes} bytes long")
-        return _map(descriptor, handle.nbytes)
+        return _map(descriptor, handle.nbytes, in_part=in_part)
     finally:
         os.close(descriptor)
 

@@ -104,7 +104,9 @@ class Transfer:
         self._free()
         for _ in range(count):
             cuda = self.device.type == "cuda"
-            self._arenas.append(arenas.CudaArena(nbytes, self.device) if cuda else arenas.ShmArena(nbytes))
+            in_part = self._helpers is not None
+            made = arenas.CudaArena(nbytes, self.device) if cuda else arenas.ShmArena(nbytes, in_part=in_part)
+            self._arenas.append(made)
 
     @property
     def shared(self) -> SharedParameters | None:

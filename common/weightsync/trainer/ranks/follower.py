@@ -174,7 +174,7 @@ class Follower(Ranks):
         self._filling = None
         if message.arena in self._own:  # of another size
             self._drop(message.arena)
-        own = self._own[message.arena] = arenas.ShmArena(message.nbytes)
+        own = self._own[message.arena] = arenas.ShmArena(message.nbytes, in_part=True)
         self._arenas[message.arena] = own.handle(), own.bytes
         self._filling = own.bytes, ""
         return own.handle()
@@ -206,7 +206,7 @@ class Follower(Ranks):
                 if name in self._own:  # its host provides nothing any more
                     self._drop(name)
                 nothing = torch.empty(0, dtype=torch.uint8)
-                self._arenas[name] = handle, nothing if handle is None else arenas.attach(handle)
+                self._arenas[name] = handle, nothing if handle is None else arenas.attach(handle, in_part=True)
             self._orders = message.orders if message.orders is not None else self._orders
             self._filling = self._arenas[name][1], message.algorithm
         assert self._filling is not None, "Fill, with the arena, is sent first"
