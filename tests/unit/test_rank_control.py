@@ -152,7 +152,7 @@ def test_a_rank_that_finds_an_earlier_sender_s_address_finds_the_new_one_too(end
         earlier.close()
     zero, late = ends(), ends(1)
     late.send("first", b"hello")
-    with pytest.raises(PushTimeout, match="trainer rank 0 to send it"):
+    with pytest.raises(PushTimeout):
         heard(late, "answer", seconds=SHORT_S)  # it has dialled the earlier one meanwhile
     zero.open(Deadline(PATIENCE_S))
     met(zero, late)
@@ -198,12 +198,12 @@ def test_a_store_that_does_not_answer_ends_the_wait(ends, monkeypatch):
 
     monkeypatch.setattr(AddressStore, "_store", Silent())
     try:
-        with pytest.raises(PushTimeout, match=r"no answer within 0\.5 s, waiting for the store of the process group"):
+        with pytest.raises(PushTimeout, match="waiting for the store of the process group"):
             ends().open(Deadline(SHORT_S))
         one = ends(1)
         one.send("first", b"")
         with pytest.raises(PushTimeout, match="waiting for the store of the process group"):
-            heard(one, "answer", seconds=SHORT_S)
+            heard(one, "answer", seconds=4 * SHORT_S)  # time enough to ask the store
     finally:
         over.set()
 
