@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-hosts bench-memory faults scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-hosts bench-memory faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -87,6 +87,9 @@ bench-memory: env  ## the memory that a push adds to every process of a trainer 
 
 faults: env  ## every fault at every place, and ROUNDS more at random instants: make faults ROUNDS=100 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.faults --results benchmarks/results --rounds $(ROUNDS) $(ASKED) $(ARGS)
+
+faults-hosts: env  ## random faults during pushes between many hosts: make faults-hosts ROUNDS=200, ARGS="--mbit 400"; as root
+	.venv/bin/python -m tests.hosts.faults --results benchmarks/results --rounds $(ROUNDS) $(ARGS)
 
 scenarios: env  ## random sequences of all that may happen: make scenarios STEPS=10000, or with STEPS=500 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.scenarios --results benchmarks/results --steps $(STEPS) $(or $(ASKED),--engine reference) $(ARGS)
