@@ -168,7 +168,7 @@ def test_a_nixl_agent_ends_before_its_arena_is_freed(make):
     harness, tensors = make("nixl"), random_tensors()
     harness.push(tensors, 512)
     (end,) = harness.transfer._ends.values()
-    agent = weakref.ref(end.agent.nixl.agent)
+    agent = weakref.ref(end.host.agent.nixl.agent)
     harness.push(tensors, 512)
     assert agent() is not None
     assert_equal(harness.push(tensors, 4096), tensors)  # in a new arena

@@ -114,13 +114,14 @@ GOLDEN_JSON = [
     (
         RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
         b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
-        b'"host":"","rdma":false}',
+        b'"host":"","rdma":false,"others":[]}',
     ),
     (http.AddEngine(url="http://a"), b'{"url":"http://a"}'),
     (http.EngineAdded(version="7"), b'{"version":"7"}'),
     (
         http.JoinReply((http.RankJoined(rank=1, device="cpu", interface="lo", agent="n", metadata=b"\0\xff"),), "i"),
-        b'{"ranks":[{"rank":1,"device":"cpu","interface":"lo","agent":"n","metadata":"AP8="}],"instance":"i"}',
+        b'{"ranks":[{"rank":1,"device":"cpu","interface":"lo","agent":"n","metadata":"AP8=",'
+        b'"written":false}],"instance":"i"}',
     ),
     (
         http.CommitRequest(push="p", version="7", pause="retract", timeout_s=2.0),
@@ -194,37 +195,48 @@ GOLDEN_MSGPACK = [
     (control.DescribeSubset(push="p"), "82a474797065a76578706c61696ea470757368a170"),
     (
         control.Offer(push="p", arena="a", handle=control.raw_handle(handles.ShmHandle(path="/d", nbytes=3))),
-        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
-        "83a474797065a373686da470617468a22f64a66e627974657303a5616c69766590",
+        "86a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6583a474797065a373686da470617468a2"
+        "2f64a66e627974657303a5616c69766590a66f746865727390",
     ),
     (
         control.Offer(push="p", arena="a", handle=control.raw_handle(FAR), alive=("a",)),
-        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c65"
-        "87a474797065a46e69786ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000"
-        "a66e627974657303a96465766963655f696400a66d656d6f7279a44452414da5616c69766591a161",
+        "86a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6587a474797065a46e69786ca56167656e"
+        "74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a96465766963655f69"
+        "6400a66d656d6f7279a44452414da5616c69766591a161a66f746865727390",
     ),
     (
         control.BucketReady(push="p", index=2, digests=(1,), sender=3, begins=(4,)),
-        "86a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503a6626567696e739104",
+        "87a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503a6626567696e73"
+        "9104a6646967657374c0",
+    ),
+    (
+        control.Supplied(push="p", agent="n", name="a"),
+        "84a474797065a8737570706c696564a470757368a170a56167656e74a16ea46e616d65a161",
+    ),
+    (
+        control.PassOn("p", "http://a", 1, control.raw_handle(FAR), 2),
+        "86a474797065a7706173735f6f6ea470757368a170a6656e67696e65a8687474703a2f2f61a472616e6b01a668616e646c65"
+        "87a474797065a46e69786ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a6"
+        "6e627974657303a96465766963655f696400a66d656d6f7279a44452414da5666972737402",
     ),
     (control.Heartbeat(push="p"), "82a474797065a57374696c6ca470757368a170"),
     (control.BucketDone(push="p", index=2), "83a474797065a574616b656ea470757368a170a5696e64657802"),
     (
         control.WriteWindow("p", 4, 2, control.raw_handle(FAR)),
-        "85a474797065a4726f6f6da470757368a170a5736c6f747304a47570746f02a668616e646c6587a474797065a46e6978"
-        "6ca56167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a9"
-        "6465766963655f696400a66d656d6f7279a44452414d",
+        "86a474797065a4726f6f6da470757368a170a5736c6f747304a47570746f02a668616e646c6587a474797065a46e69786ca5"
+        "6167656e74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a964657669"
+        "63655f696400a66d656d6f7279a44452414da7646f6d61696e739100",
     ),
     (
         control.WriteWindow("p", 2, 3),
-        "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
+        "86a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0a7646f6d61696e739100",
     ),
     (
         control.Offer("p", "a", control.raw_handle(handles.SharedParametersHandle((FILE,), ((0, 0, 4096),), FILE))),
-        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c6163"
-        "65a873746f72616765739184a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509a570"
-        "6172747391930000cd1000a77265766f6b656484a474797065a466696c65a370696407aa64657363726970746f7203a5"
-        "696e6f646509a5616c69766590",
+        "86a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6584a474797065a8696e5f706c616365a8"
+        "73746f72616765739184a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509a57061727473"
+        "91930000cd1000a77265766f6b656484a474797065a466696c65a370696407aa64657363726970746f7203a5696e6f646509"
+        "a5616c69766590a66f746865727390",
     ),
     (
         control.Prepared(push="p"),
@@ -235,7 +247,25 @@ GOLDEN_MSGPACK = [
         "84a474797065a66661696c6564a470757368a170a56572726f72a145a76d657373616765a16d",
     ),
 ]
-FROM_SENDER = (control.Offer, control.DescribeSubset, control.BucketReady, control.Heartbeat)
+FROM_SENDER = get_args(control.FromSender)
+
+#: As `EARLIER_JSON`.
+EARLIER_MSGPACK = [
+    (
+        control.Offer(push="p", arena="a", handle=control.raw_handle(FAR), alive=("a",)),
+        "85a474797065a56f66666572a470757368a170a56172656e61a161a668616e646c6587a474797065a46e69786ca56167656e"
+        "74a16ea86d65746164617461c40200ffa761646472657373cf0000010000000000a66e627974657303a96465766963655f69"
+        "6400a66d656d6f7279a44452414da5616c69766591a161",
+    ),
+    (
+        control.BucketReady(push="p", index=2, digests=(1,), sender=3, begins=(4,)),
+        "86a474797065a666696c6c6564a470757368a170a5696e64657802a7646967657374739101a46c616e6503a6626567696e739104",
+    ),
+    (
+        control.WriteWindow("p", 2, 3),
+        "85a474797065a4726f6f6da470757368a170a5736c6f747302a47570746f03a668616e646c65c0",
+    ),
+]
 
 
 def named(golden):
@@ -257,6 +287,12 @@ def test_messages_from_before_a_field_was_added_are_understood(message, raw):
     assert http.from_json(raw, type(message)) == message
     # An older peer ignores the fields that it does not know.
     assert json.loads(raw).items() <= json.loads(http.to_json(message)).items()
+
+
+@pytest.mark.parametrize(**named(EARLIER_MSGPACK))
+def test_frames_from_before_a_field_was_added_are_understood(message, raw):
+    unpack = control.unpack_from_sender if isinstance(message, FROM_SENDER) else control.unpack_from_rank
+    assert unpack(bytes.fromhex(raw)) == message
 
 
 @pytest.mark.parametrize(**named(GOLDEN_MSGPACK))
