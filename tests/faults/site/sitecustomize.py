@@ -178,7 +178,7 @@ def trainer_control(module):
         original(self, index, *args, **more)
         self.cut_short = action == "truncate"
 
-    @around(module.PushSession, "_send")
+    @around(module.PushSession, "tell")
     def send(original, self, peer, message):
         kind = type(message).__name__
         action = at("trainer tells", kind=kind, number=getattr(message, "index", 0))
