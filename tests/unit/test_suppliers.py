@@ -86,15 +86,23 @@ def test_otherwise_a_rank_that_is_ahead_takes_over():
     has = {ONE: 9, TWO: 2, THREE: 2}
     suppliers.changes(0.0, 9, has.get)
     # No rank but ONE has what TWO lacks, and what THREE lacks comes from ONE.
-    assert suppliers.changes(LONG_S, 9, has.get) == [Change(TWO, ONE, None), Change(THREE, TWO, ONE)]
-    assert suppliers.of == {ONE: None, TWO: None, THREE: ONE}
+    assert suppliers.changes(LONG_S, 9, has.get) == [Change(TWO, ONE, ONE), Change(THREE, TWO, ONE)]
+    assert suppliers.of == {ONE: None, TWO: ONE, THREE: ONE}
 
 
 def test_a_rank_is_never_supplied_by_one_that_it_supplies():
     suppliers = chain(whole=False)
     has = {ONE: 9, TWO: 2, THREE: 9}
     suppliers.changes(0.0, 9, has.get)
-    assert suppliers.changes(LONG_S, 9, has.get)[0] == Change(TWO, ONE, None)
+    assert suppliers.changes(LONG_S, 9, has.get)[0] == Change(TWO, ONE, ONE)
+
+
+def test_ranks_that_wait_for_another_are_not_late():
+    suppliers = chain()
+    assert suppliers.late({TWO, THREE}) == {TWO}
+    assert suppliers.late({ONE, THREE}) == {ONE, THREE}
+    assert suppliers.late({ONE, TWO, THREE, FOUR}) == {ONE, FOUR}
+    assert suppliers.late(set()) == set()
 
 
 def test_a_rank_that_recovers_may_be_stuck_again():

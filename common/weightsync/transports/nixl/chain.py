@@ -36,7 +36,6 @@ class Chain:
         self._session, self._plan, self._layout, self._memory = session, plan, layout, memory
         self._hosts, self._agents, self._write = hosts, agents, write
         self._buckets = layout.buckets(plan.bucket_bytes)
-        self._whole = plan.slots * plan.bucket_bytes >= layout.nbytes
         self._suppliers: Suppliers | None = None
         self._announced = -1
         #: The engines of ranks into whose memory, or out of which, something may be written after the push.
@@ -52,7 +51,8 @@ class Chain:
         found = chains(((session.needs[peer].name, hosts[peer], peer) for peer in staged), self._buckets)
         if not found:
             return
-        self._suppliers = Suppliers(found, self._whole, time.monotonic())
+        whole = plan.slots * plan.bucket_bytes >= self._layout.nbytes
+        self._suppliers = Suppliers(found, whole, time.monotonic())
         for peer, supplier in found.items():
             self._tell(Change(peer, None, supplier))
         for peer in self._suppliers.supplied_by(None):
@@ -66,21 +66,18 @@ class Chain:
             session.tell(old, PassOn(push, receiver.engine, receiver.rank))
         if new is None:
             session.tell(receiver, Supplied(push))
-            if self._whole:  # otherwise nobody can supply it, and it is late at the deadline
-                self._write(receiver, first)
-        else:
+            self._write(receiver, first)
+        elif new != old:
             session.tell(receiver, Supplied(push, self._agents[new], str(new)))
             session.tell(new, PassOn(push, receiver.engine, receiver.rank, session.windows[receiver].handle, first))
 
-    def gets_from_trainer(self, peer: Peer) -> bool:
-        """Whether the trainer writes to a rank from the first bucket on."""
+    def is_direct(self, peer: Peer) -> bool:
+        """Whether a rank gets its buckets from the trainer."""
         return self._suppliers is None or self._suppliers.of.get(peer) is None
 
-    @property
-    def direct(self) -> set[Peer]:
-        """The ranks that get their buckets from the trainer."""
-        suppliers = self._suppliers
-        return {peer for peer in self._session.peers if suppliers is None or suppliers.of.get(peer) is None}
+    def late(self, missing: set[Peer]) -> set[Peer]:
+        """Of the ranks that lack a bucket, those for which others wait; empty only if none lacks it."""
+        return self._suppliers.late(missing) if self._suppliers is not None else missing
 
     def tells(self, peer: Peer) -> bool:
         """Whether a rank itself tells when it has a bucket."""

@@ -7,7 +7,7 @@ supplier has lost the way to it, or is stuck itself: it gets another supplier, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final, NamedTuple
 
 from weightsync.transports.base import Peer
@@ -20,7 +20,10 @@ _STUCK_TIMES: Final = 4.0
 
 
 class Change(NamedTuple):
-    """``receiver`` no longer gets its buckets from ``old``, but from ``new``; None is the trainer."""
+    """``receiver`` no longer gets its buckets from ``old``, but from ``new``; None is the trainer.
+
+    If both are the same rank, nobody else has them, and the receiver is late at the deadline.
+    """
 
     receiver: Peer
     old: Peer | None
@@ -83,7 +86,7 @@ class Suppliers:
         return [Change(receiver, old, self._other(receiver, old, taken)) for receiver, old in asked]
 
     def _other(self, receiver: Peer, old: Peer | None, taken: Callable[[Peer], int]) -> Peer | None:
-        """Another supplier: the trainer, or if that cannot, a rank that is ahead and does not depend on this one."""
+        """Another supplier, if there is one: the trainer, or a rank that is ahead and does not depend on this one."""
         if self._whole:
             return None
         for peer in self.of:
@@ -93,4 +96,8 @@ class Suppliers:
                     above = self.of[above]
                 if above is None:
                     return peer
-        return None
+        return old
+
+    def late(self, missing: Set[Peer]) -> set[Peer]:
+        """Of the ranks that lack a bucket, those whose supplier has it: the others wait for these."""
+        return {peer for peer in missing if self.of.get(peer) not in missing}

@@ -188,8 +188,8 @@ class NixlSending:
 
         def missing() -> set[Peer]:
             self._poll()
-            late = self._session.without(bucket)
-            return late if everywhere else late & self._chain.direct
+            late = self._chain.late(self._session.without(bucket))
+            return late if everywhere else {peer for peer in late if self._chain.is_direct(peer)}
 
         if bucket >= 0:
             self._session.wait(missing, f"bucket {bucket} to arrive", SPIN_S)
@@ -203,7 +203,7 @@ class NixlSending:
         for peer, window in session.windows.items():
             if writing.knows(peer):
                 writing.allow(peer, window.upto)
-            elif 0 in window.domains and self._formed and self._chain.gets_from_trainer(peer):
+            elif 0 in window.domains and self._formed and self._chain.is_direct(peer):
                 self._write_to(peer)
         self.background.check()
         if self._layout.table:  # ranks say when they have a bucket: it comes from several hosts
