@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from threading import Event
 
 import torch
@@ -63,23 +62,25 @@ class NixlEngineEnd:
     def confirm(self, push: str, verify_s: float) -> None:
         """See `base.EngineEnd`; before the stage is used or written again, no transfer may be under way."""
         if self._link is not None and self._incoming is not None and self._incoming.lingers:
-            self._end_with(self._link)  # the trainer sends its handshake again
+            self._end()  # the trainer sends its handshake again
         self._control.confirm(push, verify_s)
 
     def fail(self, push: str, error: BaseException) -> None:
         """See `base.EngineEnd`; the agent ends before its memory is freed, so that no transfer writes there later."""
         self._control.fail(push, error)
         if self._link is not None and self._link.moving:  # otherwise the trainer does not send its handshake again
-            self._end_with(self._link)
-
-    def _end_with(self, link: Link) -> None:
-        held = link.held()
-        self._end(held)
+            held = self._link.held()
+            self._end()
+            del held
 
     def _drop(self) -> None:
         if self._link is not None:
+            held = self._link.held()
             self._link.close()
             self._link = None
+            if self._agent is not None and self._agent.unfinished:
+                self._agent.close(held)
+                self._agent = None
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
@@ -89,10 +90,10 @@ class NixlEngineEnd:
         self._drop()
         return True
 
-    def _end(self, held: Sequence[torch.Tensor] = ()) -> None:
+    def _end(self) -> None:
         self._drop()
         if self._agent is not None:
-            self._agent.close(held)
+            self._agent.close()
             self._agent = None
 
     def close(self) -> None:

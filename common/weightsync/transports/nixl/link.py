@@ -159,12 +159,12 @@ class Link:
         return [*(memory for _, memory in self._registered.values()), *self._own]
 
     def close(self) -> None:
-        """Release everything but the agent."""
+        """Release everything but the agent; what a WRITE that is still under way needs remains with that."""
         self._warming.end()
         self._writer.forget()
+        if self._agent.unfinished:
+            self._registered.clear()
         self._release(set(self._reads))
-        while self._registered:
-            self._agent.deregister(self._registered.popitem()[1][0])
         for way in self.ways:
             self._agent.forget(way.agent)
         self._arenas.clear()
