@@ -59,7 +59,8 @@ class Hosts:
         for engine in self.engines.values():
             self._made.callback(engine.kill)
             engine.wait()
-        self.mbit = mbit
+        #: Seconds that a push may take.
+        self.limit_s = 4 * LIMIT_S if mbit else LIMIT_S
         for name in (*TRAINERS, *ENGINES) if mbit else ():
             self._made.enter_context(self.network.limited(name, mbit))
         state = models.load_reference(folder).state_dict()
@@ -68,7 +69,7 @@ class Hosts:
         self.start()
 
     def start(self) -> None:
-        """A new trainer, which has pushed once. `odd` says which weights it holds."""
+        """A new trainer. `odd` says which weights it holds."""
         if self.trainer is not None:
             self.trainer.stop()
         hosts = [self.network.hosts[name] for name in TRAINERS]
@@ -88,7 +89,7 @@ class Hosts:
     def build(self) -> None:
         """A new sender."""
         urls = [engine.url for engine in self.engines.values()]
-        options = {"urls": urls, "timeout_s": LIMIT_S if not self.mbit else 4 * LIMIT_S, "transport": self._transport}
+        options = {"urls": urls, "timeout_s": self.limit_s, "transport": self._transport}
         said = self.trainer.all("build " + json.dumps(options))
         assert said == [None] * len(TRAINERS), said
 
@@ -116,7 +117,7 @@ def suffer(hosts: Hosts, fault: Fault) -> str:
     """One round. Returns how the push ended. Raises AssertionError if anything is wrong."""
     before = hosts.served()
     hosts.change()
-    limit_s = (LIMIT_S if not hosts.mbit else 4 * LIMIT_S) + LATE_S
+    limit_s = hosts.limit_s + LATE_S
     with contextlib.ExitStack() as over:
         begin = time.monotonic()
         hosts.trainer.tell("push")

@@ -11,6 +11,7 @@ from weightsync.protocol.control import PassOn, Supplied
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors import digest
 from weightsync.tensors.layout import Layout
+from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
 from weightsync.transports.control.trainer import PushSession
 from weightsync.transports.nixl.suppliers import Change, Suppliers, chains
@@ -37,6 +38,8 @@ class Chain:
         self._hosts, self._agents, self._write = hosts, agents, write
         self._buckets = layout.buckets(plan.bucket_bytes)
         self._suppliers: Suppliers | None = None
+        #: What the members need, by name.
+        self._subsets: dict[str, Subset] = {}
         self._announced = -1
         #: The engines of ranks into whose memory, or out of which, something may be written after the push.
         self.lingering: set[str] = set()
@@ -53,6 +56,7 @@ class Chain:
             return
         whole = plan.slots * plan.bucket_bytes >= self._layout.nbytes
         self._suppliers = Suppliers(found, whole, time.monotonic())
+        self._subsets = {session.needs[peer].name: session.needs[peer] for peer in self._suppliers.of}
         for peer, supplier in found.items():
             self._tell(Change(peer, None, supplier))
         for peer in self._suppliers.supplied_by(None):
@@ -86,16 +90,15 @@ class Chain:
     def announced(self, bucket: int) -> dict[str, int]:
         """The digests of a bucket, which lies in the arena, by the name of a subset."""
         self._announced = bucket
-        if self._suppliers is None or not self._plan.digest:
+        if not self._plan.digest:
             return {}
         size, slots = self._plan.bucket_bytes, self._plan.slots
-        subsets = {subset.name: subset for subset in (self._session.needs[peer] for peer in self._suppliers.of)}
         moved = (bucket % slots - bucket) * size
         return {
             name: digest.digest_runs(
                 self._plan.digest, self._memory, [(at + moved, nbytes) for at, nbytes in subset.cut(size)[bucket]]
             )
-            for name, subset in subsets.items()
+            for name, subset in self._subsets.items()
         }
 
     def watch(self) -> None:

@@ -69,9 +69,7 @@ class NixlEngineEnd:
         """See `base.EngineEnd`; the agent ends before its memory is freed, so that no transfer writes there later."""
         self._control.fail(push, error)
         if self._link is not None and self._link.moving:  # otherwise the trainer does not send its handshake again
-            held = self._link.held()
             self._end()
-            del held
 
     def _drop(self) -> None:
         if self._link is not None:
@@ -91,10 +89,12 @@ class NixlEngineEnd:
         return True
 
     def _end(self) -> None:
+        held = self._link.held() if self._link is not None else []
         self._drop()
         if self._agent is not None:
             self._agent.close()
             self._agent = None
+        del held  # not before the agent has ended
 
     def close(self) -> None:
         """Release everything; idempotent."""

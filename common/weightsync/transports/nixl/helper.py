@@ -17,7 +17,7 @@ from weightsync.tensors.domains import Run
 from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S
 from weightsync.transports.nixl.messages import Expose, Exposed, Meet, Serve, ToHelper
-from weightsync.transports.nixl.sending import SendingHost, spans_of_runs, unpacked_runs
+from weightsync.transports.nixl.sending import SendingHost, unpacked_runs
 from weightsync.transports.nixl.writing import Writing
 
 
@@ -64,7 +64,7 @@ class NixlHelper:
         for agent, handle, name in message.writes:
             runs, peer = self._runs[name], host.peers[agent]
             depends_on = name, message.bucket_bytes
-            made = host.writer.transfers(handle, stream, lambda: spans_of_runs(runs), depends_on, peer)  # noqa: B023 - called here
+            made = host.writer.transfers(handle, stream, lambda: runs, depends_on, peer)  # noqa: B023 - called here
             writing.add(peer, made, message.buckets)
         deadline, checked = Deadline(message.timeout_s), time.monotonic()
         while True:

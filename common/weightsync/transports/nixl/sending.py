@@ -84,13 +84,8 @@ class SendingHost:
 def writes_of(subset: Subset, bucket_bytes: int, slots: int, there: int) -> Spans:
     """What rank 0's host writes to a rank: its arena has ``slots`` buckets, and the rank's memory ``there``."""
     if isinstance(subset.layout, DividedLayout):
-        return spans_of_runs(subset.layout.needed(0, subset, bucket_bytes))
+        return subset.layout.needed(0, subset, bucket_bytes)
     return spans_of(subset, bucket_bytes, there, slots)
-
-
-def spans_of_runs(runs: Iterable[Iterable[Run]]) -> Spans:
-    """The spans that a host writes to a stage: those of its runs, by bucket."""
-    return [list(those) for those in runs]
 
 
 def packed_runs(runs: Iterable[Iterable[Run]]) -> bytes:

@@ -286,9 +286,12 @@ class NixlSending:
         session, others = self._session, self._others
         session.wait(lambda: session.peers - session.windows.keys(), "the ranks to say who is to write to them")
         receivers = [
-            Receiver(self._agents[peer], session.needs[peer], self._window(peer, window), window.domains)
-            if window.domains
-            else Receiver(self._agents[peer], session.needs[peer], None, ())
+            Receiver(
+                self._agents[peer],
+                session.needs[peer],
+                self._window(peer, window) if window.domains else None,
+                window.domains,
+            )
             for peer, window in session.windows.items()
         ]
         others.serve(self._plan, layout, receivers, session.deadline)

@@ -1,4 +1,7 @@
-"""WRITEs of a trainer over NIXL. On rank 0's host a thread drives them while the trainer packs."""
+"""WRITEs over NIXL, of a trainer or of an engine rank that passes buckets on.
+
+On rank 0's host a thread drives them while the trainer packs.
+"""
 
 from __future__ import annotations
 
@@ -119,8 +122,8 @@ class Writing:
 
     def check(self) -> None:
         """Raise the error of a rank to which a WRITE has failed."""
-        for error in list(self.failed.values()):
-            raise error
+        if self.failed:
+            raise next(iter(self.failed.values()))
 
 
 class Background:
