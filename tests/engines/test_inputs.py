@@ -150,3 +150,20 @@ def test_two_fsdp2_ranks_on_two_hosts_push_what_each_holds(served, trainers, tra
     assert pair.all("close") == [None, None]
     pair.tell("elsewhere", 1)
     assert pair.hear(1) == [None]
+
+
+def test_two_fsdp2_ranks_whose_shards_are_in_shared_memory_are_read_in_place(served, trainers):
+    served.push(served.b)
+    want = served.digests()
+    pair = trainers(served.b)
+    assert pair.all("shard fsdp") == [None, None]
+    assert pair.all("share") == [None, None]
+    assert pair.build([served.server.url]) == [None, None]
+    for number in range(4):  # by the engine's loader, and by the load plan where there is one
+        pair.all("change")
+        first, second = pair.all("push")
+        assert first["version"] == second["version"] == served.state().version, first
+        assert (served.digests() == want) == bool(number % 2)
+        assert [one["written"] for one in (first, second)] == [0, 0]
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+    assert pair.all("close") == [None, None]

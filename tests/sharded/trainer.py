@@ -13,15 +13,13 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests import megatron
 from tests.sharded import placements
+from tests.sharded.splits import Splits
 from tools import models
-from weightsync import LocalShard, Sender
+from weightsync import Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
 from weightsync.testing import ReferenceInProcess
@@ -42,7 +40,7 @@ def refused(*_, **__):
     raise AssertionError("a push gathers nothing")
 
 
-class Rank:
+class Rank(Splits):
     """The state of a rank: its weights and its sender."""
 
     def __init__(self, folder):
@@ -83,91 +81,6 @@ class Rank:
         model = models.load_reference(self.folder)
         self.weights = getattr(self, f"_{how}")(model, model.state_dict(), dist.get_rank())
 
-    def _fsdp(self, model, *_, mesh=None):
-        mesh = dist.init_device_mesh("cpu", (self.size,)) if mesh is None else mesh
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    def _masters(self, model, *_):
-        """As `_fsdp`, with master weights in float32."""
-        return self._fsdp(model.float())
-
-    def _mixed(self, model, *_):
-        """As `_fsdp`, with one layer in float32 and one in float64."""
-        model.model.layers[0].float()
-        model.model.layers[1].double()
-        return self._fsdp(model)
-
-    def _shorter(self, model, *_):
-        """As `_fsdp`, without the last layer."""
-        model.model.layers = model.model.layers[:-1]
-        return self._fsdp(model)
-
-    def _hsdp(self, model, *_):
-        names = ("replicate", "shard")
-        return self._fsdp(model, mesh=dist.init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=names))
-
-    def _unsharded(self, model, *_):
-        """An FSDP2 root module that has run a forward pass and stays unsharded."""
-        self._fsdp(model)
-        with torch.no_grad():
-            model(torch.zeros(1, 4, dtype=torch.int64))
-        return model
-
-    def _replicas(self, model, *_):
-        return model
-
-    def _grouped(self, model, *_):
-        """As `_fsdp`, over the ranks of the group."""
-        return self._fsdp(model, mesh=DeviceMesh.from_group(self.group, "cpu"))
-
-    def _nothing(self, *_):
-        return {}
-
-    def _half(self, model, _, rank):
-        """The last rank holds nothing, the others split the model by names."""
-        state = model.state_dict()
-        mine = {name: t for number, (name, t) in enumerate(state.items()) if number % (self.size - 1) == rank}
-        return mine if rank + 1 < self.size else {}
-
-    def _stages(self, _, state, rank):
-        """Ranks hold different names, as stages of a pipeline."""
-        return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
-
-    def _swapped(self, _, state, rank):
-        """As `_stages`, where all ranks but 0 have changed places."""
-        return self._stages(_, state, rank % (self.size - 1) + 1 if rank else 0)
-
-    def _named(self, model, state, rank):
-        """The same as a source that lists the names it holds."""
-        return placements.Named(state, self._stages(model, state, rank))
-
-    def _columns(self, _, state, __):
-        mesh = dist.init_device_mesh("cpu", (self.size,))
-        return {name: distribute_tensor(t, mesh, [Shard(t.ndim - 1)], src_data_rank=None) for name, t in state.items()}
-
-    def _mesh(self, _, state, __):
-        """FSDP over one dimension, tensor parallelism over the other."""
-        mesh = dist.init_device_mesh("cpu", (2, self.size // 2))
-        return {
-            name: distribute_tensor(t, mesh, [Shard(0), Shard(1) if t.ndim > 1 else Replicate()], src_data_rank=None)
-            for name, t in state.items()
-        }
-
-    def _parts(self, _, state, rank):
-        """Plain tensors with their boxes, split into uneven rows."""
-        start = 3 * rank
-        end = start + 3 if rank + 1 < self.size else None
-        return {
-            name: LocalShard(tensor[start:end].clone(), tuple(tensor.shape), (start, *[0] * (tensor.ndim - 1)))
-            for name, tensor in state.items()
-        }
-
-    def _megatron(self, model, state, rank):
-        """Megatron's layout: fused, renamed, and split by groups, rows and columns."""
-        return megatron.llama(state, model.config, rank, self.size)
-
     def build(self, options):
         options = json.loads(options)
         self.sender = Sender(options.pop("urls"), group=self.group, **options)
@@ -179,6 +92,22 @@ class Rank:
     def gather(self, ranks):
         """From now on these ranks are the trainer."""
         self.group = dist.new_group(list(map(int, ranks.split())))
+
+    def share(self, _):
+        """Move what this rank holds into shared memory, where others can map it."""
+        for tensor in self._local():
+            tensor.share_memory_()
+
+    def move(self, _):
+        """Move every other tensor of this rank, which holds plain ones, to other shared memory."""
+        for tensor in list(self._state().values())[::2]:
+            before = tensor.data_ptr()
+            tensor.data = tensor.clone().share_memory_()
+            assert tensor.data_ptr() != before
+
+    def shares(self, minor):
+        """From now on engines of an older minor version of the protocol cannot read in place what ranks hold."""
+        push_plan.SHARED_SHARDS_MINOR = int(minor)
 
     def diverge(self, number):
         """Change one element of this rank's last tensor."""
@@ -333,8 +262,12 @@ class Rank:
 
     def change(self, _):
         """Negate all weights, on every rank alike."""
+        for tensor in self._local():
+            tensor.neg_()
+
+    def _local(self):
         for tensor in self._state().values():
-            (tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "tensor", tensor)).neg_()
+            yield tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "tensor", tensor)
 
     def status(self, _):
         replies = self.sender.status(digest=True)

@@ -2,14 +2,18 @@
 
 import contextlib
 import copy
+import itertools
 
 import torch
 
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.stage import Staged
+from weightsync.tensors.boxes import Box, narrowed
+from weightsync.tensors.divided import Divided
+from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout, spec_of
-from weightsync.tensors.scattered import Scattered
+from weightsync.tensors.scattered import Parts
 from weightsync.tensors.subset import Subset
 
 CPU = torch.device("cpu")
@@ -46,7 +50,28 @@ def scattered(layout, stage):
     """The same bytes, with every tensor in separate memory."""
     entries = [entry for entry in layout.entries if entry.nbytes]
     parts = [entry.raw(stage).clone() for entry in entries]
-    return Scattered([entry.offset for entry in entries], parts, layout.nbytes, torch.zeros(1))
+    return Parts([entry.offset for entry in entries], parts, layout.nbytes, torch.zeros(1))
+
+
+def divided(layout, stage, choose):
+    """The same bytes, with every tensor cut in several dimensions, and the parts in the memory of two domains.
+
+    ``choose(count)`` returns one of so many numbers.
+    """
+    held = [[], []]
+    for entry in layout.entries:
+        cuts = [sorted({0, choose(size + 1), size}) for size in entry.spec.shape]
+        for cell in itertools.product(*map(itertools.pairwise, cuts)):
+            box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+            held[choose(2)] += [(entry.number, box)] if entry.nbytes else []
+    table = tuple(tuple((number, tuple(box)) for number, box in own) for own in held)
+    made = DividedLayout(layout.specs, table)
+    memories = [torch.zeros(made.domain_bytes(domain), dtype=torch.uint8) for domain in (0, 1)]
+    for entry in made.entries:
+        for cell in made.cells(entry.number):
+            part = narrowed(entry.view(stage), *cell.box).contiguous().view(-1).view(torch.uint8)
+            memories[cell.domain][cell.at : cell.at + part.numel()] = part
+    return Divided(made, [memory if memory.numel() else None for memory in memories])
 
 
 def plan_for(model, load, checkpoint):

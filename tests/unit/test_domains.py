@@ -1,13 +1,12 @@
 """The stream of a trainer on several hosts: which bytes each holds, and where they go."""
 
-import itertools
-
 import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.divisions import boxes_of, divisions, filled
 from weightsync.engine.stage import check_several_hosts
 from weightsync.errors import ManifestMismatch, UnsupportedOption
 from weightsync.protocol import http
@@ -20,39 +19,6 @@ from weightsync.tensors.layout import ALIGN_BYTES, Layout
 from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.ranks.assembly import hash_parts, orders_of, write
 from weightsync.trainer.ranks.assignment import plan
-
-
-@st.composite
-def divisions(draw):
-    """Tensors that are cut into cells, and the number of the host of each cell."""
-    hosts, specs, held = draw(st.integers(1, 4)), [], []
-    for number in range(draw(st.integers(1, 4))):
-        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-        specs.append(TensorSpec(f"t{number}", draw(st.sampled_from(["uint8", "float32"])), shape))
-        cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-        for cell in itertools.product(*(itertools.pairwise(ends) for ends in cuts)):
-            box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-            held.append((draw(st.integers(0, hosts - 1)), number, box))
-    return specs, [[(number, box) for at, number, box in held if at == host] for host in range(hosts)]
-
-
-@st.composite
-def boxes_of(draw, spec):
-    """Any box of a tensor, empty ones too."""
-    start = tuple(draw(st.integers(0, size)) for size in spec.shape)
-    return Box(start, tuple(draw(st.integers(0, size - at)) for size, at in zip(spec.shape, start, strict=True)))
-
-
-def filled(layout, table):
-    """A stream whose tensors have elements that all differ, and the arena of each host."""
-    stream = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    arenas = [torch.zeros(layout.domain_bytes(host), dtype=torch.uint8) for host in range(len(table))]
-    for entry in layout.entries:
-        entry.view(stream).copy_(torch.arange(entry.nbytes // entry.dtype.itemsize).view(entry.spec.shape) % 251 + 1)
-        for cell in layout.cells(entry.number):
-            part = narrowed(entry.view(stream), *cell.box).contiguous().view(-1).view(torch.uint8)
-            arenas[cell.domain][cell.at : cell.at + part.numel()] = part
-    return stream, arenas
 
 
 @given(divisions(), st.sampled_from([512, 1024, 4096]))
@@ -224,16 +190,16 @@ def test_more_hosts_than_a_message_may_name_are_refused():
         http.from_json(body % b",".join([b"[]"] * 1025), http.UpdateRequest)
 
 
-@pytest.mark.parametrize("change", [{"stream": True}, {"any_order": True}, {"transport": "ipc_zmq"}, {}])
-def test_a_rank_refuses_what_it_cannot_receive_from_several_hosts(change):
-    transport = change.pop("transport", "nccl")
+@pytest.mark.parametrize("change", [{"stream": True}, {"any_order": True}, {}])
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
+def test_a_rank_refuses_what_it_cannot_receive_from_several_domains(change, transport):
     request = http.UpdateRequest("p", "", "s", 512, 1.0, SPECS, **change)
     check_several_hosts(layout_of(SPECS, ()), request, transport)
     divided = layout_of(SPECS, ((TOP, B), (BOTTOM,)))
-    if transport == "nccl" and not change:
+    if not change:
         check_several_hosts(divided, request, transport)
         return
-    with pytest.raises(UnsupportedOption, match="2 hosts hold this push, which takes a transport in which each"):
+    with pytest.raises(UnsupportedOption, match="2 of the trainer's hosts or processes hold this push, which takes"):
         check_several_hosts(divided, request, transport)
 
 

@@ -14,6 +14,7 @@ from tests.unit.loaders import (
     Model,
     bits,
     by_name,
+    divided,
     odd_loader,
     plan_for,
     random_bits,
@@ -140,13 +141,16 @@ def program_loader(moves):
 
 
 @settings(max_examples=300)
-@given(programs(), st.booleans())
-def test_replay_equals_loading(program, apart):
+@given(programs(), st.sampled_from(["together", "scattered", "divided"]), st.randoms())
+def test_replay_equals_loading(program, memory, numbers):
     parameters, checkpoint, moves = program
     model, load = Model(parameters), program_loader(moves)
     want = really_loaded(model, load, checkpoint)
     plan, stage = plan_for(model, load, checkpoint)
-    stage = scattered(plan.layout, stage) if apart else stage
+    if memory == "scattered":
+        stage = scattered(plan.layout, stage)
+    elif memory == "divided":
+        stage = divided(plan.layout, stage, numbers.randrange)
     # Only rounding twice is more than a copy.
     assert all("rounded twice" in why or "computed" in why for why in plan.fallen.values())
     plan.replay(stage)

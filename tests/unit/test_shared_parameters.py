@@ -22,7 +22,7 @@ from weightsync.protocol import http
 from weightsync.protocol.handles import CudaHandle, FileHandle, SharedParametersHandle
 from weightsync.sources import open_source
 from weightsync.tensors.layout import ALIGN_BYTES, Layout, digest_of, spec_of
-from weightsync.tensors.scattered import Scattered
+from weightsync.tensors.scattered import Parts
 from weightsync.testing import ReferenceEngine
 
 CPU = torch.device("cpu")
@@ -233,7 +233,7 @@ def test_an_engine_that_still_loads_when_the_push_is_given_up_serves_no_mixture(
 
 def test_a_slice_lies_in_one_part():
     parts = torch.full((1000,), 1, dtype=torch.uint8), torch.full((10,), 2, dtype=torch.uint8)
-    stream = Scattered([0, 1024], parts, 1024 + ALIGN_BYTES, torch.zeros(1))
+    stream = Parts([0, 1024], parts, 1024 + ALIGN_BYTES, torch.zeros(1))
     assert stream[3:1000].tolist() == [1] * 997
     assert stream[1024:1034].tolist() == [2] * 10
     assert stream[1536:1536].tolist() == []

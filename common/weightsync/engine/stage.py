@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,11 +15,12 @@ from weightsync.memory import arenas
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors import digest, native_copy
 from weightsync.tensors.any_order import Arrival
-from weightsync.tensors.boxes import narrowed
+from weightsync.tensors.boxes import Box
+from weightsync.tensors.divided import block, part
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Hashes
 from weightsync.tensors.scattered import Scattered, Stream, key
-from weightsync.tensors.subset import Subset, place
+from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
 from weightsync.transports.base import Bucket, Incoming
 
@@ -72,8 +74,7 @@ class _Prepared:
         self.buckets: list[Hashes | None] = []
         for bucket in range(subset.layout.buckets(request.bucket_bytes)):
             ended = [piece.entry for piece in subset.layout.pieces(bucket, request.bucket_bytes) if piece.last]
-            needed = [(entry, box) for entry in ended for box in subset.hashed(entry.number)]
-            places = [place(entry, box, entry.raw(stage).data_ptr()) for entry, box in needed]
+            places = [block(stage, entry, box) for entry in ended for box in subset.hashed(entry.number)]
             pieces = [found for found in places if found is not None]
             self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
 
@@ -105,7 +106,7 @@ class Stages:
         own = self._provide(layout.nbytes, kept) if incoming.whole is None or request.any_order else None
         stage = incoming.whole if own is None else own
         assert stage is not None, "own memory or the sender's"
-        check = _Check(self.rank, request, subset)
+        check, of_stage = _Check(self.rank, request, subset), functools.partial(part, stage)
         try:
             if request.any_order and own is not None:
                 self._fill_in_any_order(incoming, layout, own, check)
@@ -116,8 +117,7 @@ class Stages:
                     check.whole(bucket, stage, request.bucket_bytes)
                 if prepared is not None and not check.is_same(bucket, prepared.buckets[bucket.number]):
                     pieces = layout.pieces(bucket.number, request.bucket_bytes)
-                    ended = (piece.entry for piece in pieces if piece.last)
-                    check.compare(bucket, ((entry, entry.raw(stage)) for entry in ended))
+                    check.compare(bucket, (piece.entry for piece in pieces if piece.last), of_stage)
         except BaseException:
             # An interrupted transport may still write there, so the next push gets other memory.
             self._give_up(stage)
@@ -140,7 +140,7 @@ class Stages:
                 if piece.last:
                     ended.append(piece.entry)
             arenas.synchronize(self.device)
-            check.compare(bucket, ((entry, entry.raw(stage)) for entry in ended))
+            check.compare(bucket, ended, functools.partial(part, stage))
         arrival.end()
 
     def _prepare(self, stage: Stream, subset: Subset, request: UpdateRequest) -> _Prepared:
@@ -155,23 +155,21 @@ class Stages:
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor by name, in memory of its own, once it has arrived and is verified. Raises as `fill`."""
         check = _Check(self.rank, request, Subset(layout, {}))
-        part = torch.empty(0, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         for bucket in incoming.buckets(None):
-            done: list[tuple[Entry, torch.Tensor]] = []
+            done: dict[int, tuple[Entry, torch.Tensor]] = {}
             for piece in layout.pieces(bucket.number, request.bucket_bytes):
                 if piece.start == 0:
-                    part = torch.empty(piece.entry.nbytes, dtype=torch.uint8, device=self.device)
-                arenas.copy(
-                    part[piece.start : piece.start + piece.nbytes], bucket.data[piece.at : piece.at + piece.nbytes]
-                )
+                    memory = torch.empty(piece.entry.nbytes, dtype=torch.uint8, device=self.device)
+                place = memory[piece.start : piece.start + piece.nbytes]
+                arenas.copy(place, bucket.data[piece.at : piece.at + piece.nbytes])
                 if piece.last:
-                    done.append((piece.entry, part))
+                    done[piece.entry.number] = piece.entry, memory
             arenas.synchronize(self.device)
-            check.compare(bucket, done)
-            done.reverse()
-            while done:  # the loader may keep a reference, but this does not
-                entry, memory = done.pop()
-                yield entry.spec.name, memory.view(entry.dtype).view(entry.spec.shape)
+            ended = [entry for entry, _ in done.values()]
+            check.compare(bucket, ended, lambda entry, _: done[entry.number][1])  # noqa: B023 - called here
+            for entry in ended:  # the loader may keep a reference, but this does not
+                yield entry.spec.name, done.pop(entry.number)[1].view(entry.dtype).view(entry.spec.shape)
 
     def _provide(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
         busy = [memory for memory in self._own if kept is not None and memory.data_ptr() == key(kept.data)]
@@ -196,11 +194,12 @@ class Stages:
 
 
 def check_several_hosts(layout: Layout, request: UpdateRequest, transport: str) -> None:
-    """Raise `UnsupportedOption` for a push whose bytes lie on several hosts, if it cannot be received so."""
-    if layout.table and (request.stream or request.any_order or not registry.spec(transport).several_hosts):
+    """Raise `UnsupportedOption` for a push whose bytes lie in several domains, if it cannot be received so."""
+    spec = registry.spec(transport)
+    if layout.table and (request.stream or request.any_order or not (spec.several_hosts or spec.local)):
         raise UnsupportedOption(
-            f"{len(layout.table)} hosts hold this push, which takes a transport in which each of them sends, tensors "
-            "in order, and a stage"
+            f"{len(layout.table)} of the trainer's hosts or processes hold this push, which takes a transport in which "
+            "each of them sends, tensors in order, and a stage"
         )
 
 
@@ -235,17 +234,16 @@ class _Check:
             )
         self.seconds += time.perf_counter() - start
 
-    def compare(self, bucket: Bucket, ended: Iterable[tuple[Entry, torch.Tensor]]) -> None:
-        """Verify the tensors that end in a bucket. Raises `DigestMismatch`, naming the tensor."""
+    def compare(self, bucket: Bucket, ended: Iterable[Entry], of: Callable[[Entry, Box | None], torch.Tensor]) -> None:
+        """Verify the tensors that end in a bucket; ``of`` has a box of each. Raises `DigestMismatch`, naming one."""
         if not self.algorithm:
             return
         start = time.perf_counter()
         announced = iter(bucket.digests)
-        for entry, raw in ended:
+        for entry in ended:
             for box in self._subset.hashed(entry.number):
-                needed = raw if box is None else narrowed(raw.view(entry.dtype).view(entry.spec.shape), *box)
                 expected = next(announced, None)
-                if expected != digest.hashed(self.algorithm, needed).value():
+                if expected != digest.hashed(self.algorithm, of(entry, box)).value():
                     raise DigestMismatch(
                         f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
                         f"({'its digest differs' if expected is not None else 'no digest came with it'})"

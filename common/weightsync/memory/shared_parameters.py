@@ -31,8 +31,8 @@ from weightsync.memory import cuda_ipc
 from weightsync.memory.mappings import Mappings, OpenFile
 from weightsync.memory.processes import ENDED, process_state, started
 from weightsync.protocol.handles import CudaHandle, FileHandle, SharedParametersHandle
-from weightsync.tensors.layout import Layout, align
-from weightsync.tensors.scattered import Scattered
+from weightsync.tensors.layout import align
+from weightsync.tensors.scattered import Parts
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -107,12 +107,12 @@ def _is_shared_gpu(tensor: torch.Tensor) -> bool:
 
 
 class SharedParameters:
-    """An arena of ``tensors`` that `find` has returned, as the stream of ``layout``.
+    """An arena of ``tensors`` that `find` has returned, as the stream of ``what``: a layout, or a rank's part of one.
 
     ``bytes`` is the tensors' own memory; ``addresses`` are the tensors' addresses when the arena was made.
     """
 
-    def __init__(self, layout: Layout, tensors: list[torch.Tensor]):
+    def __init__(self, what: object, tensors: list[torch.Tensor]):
         numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
         places: list[tuple[int, int, int]] = []
@@ -125,7 +125,7 @@ class SharedParameters:
                 places.append((number, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes))
         self._places = tuple(places)
         self.name = f"weightsync-{os.getpid()}-{secrets.token_hex(8)}"
-        self._layout = layout
+        self._what = what
         self.addresses = [tensor.data_ptr() for tensor in tensors]
         #: Kept alive, so that nothing else can take their addresses.
         self.tensors = tensors
@@ -138,10 +138,10 @@ class SharedParameters:
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         self.bytes = _stream(parts, torch.empty(0, dtype=torch.uint8).set_(self._revoked))
 
-    def holds(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether this arena has ``layout``, and was made from ``tensors`` or others at the same addresses."""
+    def holds(self, what: object, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether this arena is the stream of ``what``, made from ``tensors`` or others at the same addresses."""
         same = tensors is self.tensors or self.addresses == [tensor.data_ptr() for tensor in tensors]
-        return layout is self._layout and same
+        return what is self._what and same
 
     def handle(self) -> SharedParametersHandle:
         """A handle with which one rank can map the arena.
@@ -167,9 +167,9 @@ class SharedParameters:
 
 def _stream(
     parts: Sequence[torch.Tensor], revoked: torch.Tensor, owner_lives: Callable[[], bool] = lambda: True
-) -> Scattered:
+) -> Parts:
     ends = list(itertools.accumulate(align(part.numel()) for part in parts))
-    return Scattered([0, *ends[:-1]], parts, ends[-1], revoked, owner_lives)
+    return Parts([0, *ends[:-1]], parts, ends[-1], revoked, owner_lives)
 
 
 def _life_of(pid: int) -> Callable[[], bool]:
@@ -189,7 +189,7 @@ def _handle(file: OpenFile | None) -> FileHandle:
     return FileHandle(os.getpid(), file.descriptor, file.inode)
 
 
-def attach(handle: SharedParametersHandle) -> Scattered:
+def attach(handle: SharedParametersHandle) -> Parts:
     """Map a trainer's parameters into this process, read-only.
 
     Raises `TransferFailed` if they cannot be mapped or are not this user's shared memory.

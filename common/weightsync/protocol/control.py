@@ -17,6 +17,8 @@ _encode_msgpack = msgspec.msgpack.Encoder()
 ANY_ORDER_MINOR: Final = 3
 #: The minor version from which they know `http.UpdateRequest.domains`.
 SEVERAL_HOSTS_MINOR: Final = 5
+#: The minor version from which they can read in place what several trainer processes hold.
+SHARED_SHARDS_MINOR: Final = 6
 #: In place of a handle: the other side has it already, or does not need one.
 NO_HANDLE: Final = msgspec.Raw(b"\xc0")
 

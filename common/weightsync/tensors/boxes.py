@@ -42,6 +42,11 @@ def is_within(inner: Box, outer: Box) -> bool:
     return all(b <= a and a + n <= b + m for a, n, b, m in pairs)
 
 
+def relative(part: Box, of: Box) -> Box:
+    """A box of a tensor as a box of ``of``, another one that it lies in."""
+    return Box(tuple(a - b for a, b in zip(part.start, of.start, strict=True)), part.shape)
+
+
 def hull(one: Box, other: Box) -> Box:
     """The smallest box that contains both boxes; an empty one lies in any box."""
     if 0 in one.shape or 0 in other.shape:

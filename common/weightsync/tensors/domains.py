@@ -55,7 +55,8 @@ class DividedLayout(Layout):
                 end += align(math.prod(shape) * entry.dtype.itemsize)
             self._sizes.append(end)
         self._check_sizes()
-        self._runs = self._runs_by_domain()
+        #: The runs of each domain, in order of the stream.
+        self.runs = self._runs_by_domain()
         self._cut: tuple[int, list[list[list[Run]]]] = (0, [])
 
     @functools.cached_property
@@ -86,7 +87,7 @@ class DividedLayout(Layout):
             )
 
     def _runs_by_domain(self) -> list[list[Run]]:
-        """The runs of each domain, in order of the stream. Raises `ManifestMismatch` if they leave or repeat bytes."""
+        """See ``runs``. Raises `ManifestMismatch` if they leave or repeat bytes."""
         found: list[list[Run]] = [[] for _ in self._sizes]
         for entry, cells in zip(self.entries, self._cells, strict=True):
             parts: list[tuple[int, int]] = []
@@ -112,7 +113,7 @@ class DividedLayout(Layout):
 
     def _cut_at(self, bucket_bytes: int) -> list[list[list[Run]]]:
         cut: list[list[list[Run]]] = [[[] for _ in range(self.buckets(bucket_bytes))] for _ in self._sizes]
-        for those, by_bucket in zip(self._runs, cut, strict=True):
+        for those, by_bucket in zip(self.runs, cut, strict=True):
             for run in those:
                 for bucket, at, nbytes in cut_run(run.at, run.nbytes, bucket_bytes):
                     by_bucket[bucket].append(Run(at, run.there + at - run.at, nbytes))

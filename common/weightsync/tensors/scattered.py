@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,12 +15,42 @@ from weightsync.errors import TransferFailed
 _serial: Final = itertools.count(1)
 
 
-class Scattered:
-    """Several parts of memory, sliced as if they were one 1-D uint8 tensor of ``nbytes``; a slice lies in one part.
+class Scattered(abc.ABC):
+    """Several parts of memory on one ``device``, sliced as if they were one 1-D uint8 tensor of ``nbytes``."""
 
-    ``parts`` are 1-D uint8 tensors on one device, at least one; ``starts`` are their offsets in the stream. ``revoked``
-    is a tensor of one element, not zero once the owner of the memory may write there again. ``owner_lives`` tells
-    whether the owner still lives: a dead one cannot set ``revoked``.
+    def __init__(self, device: torch.device, nbytes: int):
+        self.device, self._nbytes, self.serial = device, nbytes, next(_serial)
+
+    def numel(self) -> int:
+        """Length of the stream in bytes."""
+        return self._nbytes
+
+    @abc.abstractmethod
+    def pieces(self, start: int, end: int) -> list[torch.Tensor]:
+        """Views that are bytes ``start`` to ``end`` of the stream, in order. Raises `TransferFailed` for others."""
+
+    def __getitem__(self, where: slice[int, int, Any]) -> torch.Tensor:
+        """A slice of the stream: a view if it lies in one part, otherwise a copy. Raises as `pieces`."""
+        if where.start == where.stop:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        found = self.pieces(where.start, where.stop)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    @abc.abstractmethod
+    def spans(self) -> list[tuple[int, int]]:
+        """First address and end address of each part."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise `TransferFailed` if the memory may have changed since its owner offered it."""
+
+
+class Parts(Scattered):
+    """Memory of one process. Each slice has to lie in one part.
+
+    ``parts`` are 1-D uint8 tensors, at least one; ``starts`` are their offsets in the stream. ``revoked`` is a tensor
+    of one element, not zero once the owner of the memory may write there again. ``owner_lives`` tells whether the
+    owner still lives: a dead one cannot set ``revoked``.
     """
 
     def __init__(
@@ -30,31 +61,25 @@ class Scattered:
         revoked: torch.Tensor,
         owner_lives: Callable[[], bool] = lambda: True,
     ):
-        self._starts, self._parts, self._nbytes, self._revoked = starts, parts, nbytes, revoked
+        super().__init__(parts[0].device, nbytes)
+        self._starts, self._parts, self._revoked = starts, parts, revoked
         self._owner_lives = owner_lives
-        self.serial, self.device = next(_serial), parts[0].device
 
-    def numel(self) -> int:
-        """Length of the stream in bytes."""
-        return self._nbytes
-
-    def __getitem__(self, where: slice[int, int, Any]) -> torch.Tensor:
-        """A slice of the stream, a view. Raises `TransferFailed` unless it lies within one part."""
-        if where.start == where.stop:
-            return self._parts[0].new_empty(0)  # a new tensor: a view's offset might not suit every dtype
-        at = bisect.bisect_right(self._starts, where.start) - 1
-        start = self._starts[at]
-        found = self._parts[at][where.start - start : where.stop - start]
-        if found.numel() != where.stop - where.start:
-            raise TransferFailed(f"bytes {where.start} to {where.stop} of the stream do not lie in one part of memory")
-        return found
+    def pieces(self, start: int, end: int) -> list[torch.Tensor]:
+        """See `Scattered`. Raises `TransferFailed` unless they lie within one part."""
+        at = bisect.bisect_right(self._starts, start) - 1
+        first = self._starts[at]
+        found = self._parts[at][start - first : end - first]
+        if found.numel() != end - start:
+            raise TransferFailed(f"bytes {start} to {end} of the stream do not lie in one part of memory")
+        return [found]
 
     def spans(self) -> list[tuple[int, int]]:
-        """First address and end address of each part."""
+        """See `Scattered`."""
         return [(part.data_ptr(), part.data_ptr() + part.numel()) for part in self._parts]
 
     def check(self) -> None:
-        """Raise `TransferFailed` if the memory may have changed since the owner offered it."""
+        """See `Scattered`."""
         if self._revoked.item():
             raise TransferFailed("the trainer cancelled the push and may have changed its parameters since")
         if not self._owner_lives():
@@ -63,6 +88,11 @@ class Scattered:
 
 Stream = torch.Tensor | Scattered
 """A whole stream: a 1-D uint8 tensor, or a `Scattered` that is sliced like one."""
+
+
+def pieces(stream: Stream, start: int, nbytes: int) -> list[torch.Tensor]:
+    """Views that are ``nbytes`` bytes of a stream from ``start`` on, in order."""
+    return stream.pieces(start, start + nbytes) if isinstance(stream, Scattered) else [stream[start : start + nbytes]]
 
 
 def spans(stream: Stream) -> list[tuple[int, int]]:

@@ -128,7 +128,7 @@ class Driver:
         if isinstance(source, IteratorSource):
             plan = planner.of_iterator(source, transfer, deadline, patterns)
         else:
-            plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns, again))
+            plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns, again, reading.early))
         placed = functools.partial(planner.placed, deadline=deadline, allow_missing=patterns)
         return ModelPush(plan, reading, self._ranks, deadline, placed)
 

@@ -89,7 +89,7 @@ class ModelPush:
         if isinstance(plan.source, IteratorSource) and not plan.request.any_order:
             return self._place(plan.source, transfer)
         outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
-        if plan.ranks is not None and plan.layout.table:
+        if plan.ranks is not None and plan.layout.table and plan.shared is None:
             outgoing.provide(plan.ranks, self._deadline)
         if plan.shared is not None:
             self._finish("in place")

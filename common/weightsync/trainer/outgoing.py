@@ -143,7 +143,8 @@ class Outgoing:
         ranks.provide(arena, self.layout, alive, deadline)
 
     def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress) -> Sent:
-        """As `send`, with the trainer's ranks filling an arena that holds all. Also raises what they raise."""
+        """As `send`, with the trainer's ranks filling an arena that holds all, or offering their parameters to be read
+        in place. Also raises what they raise."""
         return self._fill(ranks, source, deadline, self.plan.digest)._replace(verify_s=self._announce_all(progress))
 
     def copy_filled(self, ranks: Coordinator, source: Source, deadline: Deadline) -> Sent:
@@ -152,6 +153,12 @@ class Outgoing:
 
     def _fill(self, ranks: Coordinator, source: Source, deadline: Deadline, algorithm: str) -> Sent:
         size = self.plan.bucket_bytes
+        if isinstance(self.arena, SharedParameters):
+            if not algorithm:
+                return Sent(0.0, 0.0, 0.0)
+            found, work = ranks.offers.hashed(self.layout, self.arena.bytes, algorithm, self.demand, deadline)
+            self.announced = self.demand.by_bucket(self.layout, size, found)
+            return Sent(0.0, work.digest_s, 0.0)
         assert self.layout.nbytes <= self.plan.slots * size, "the arena holds the whole stream"
         arena, alive = self._assembled
         found, work = ranks.fill(source, deadline, self.layout, arena, alive, algorithm, self.demand)

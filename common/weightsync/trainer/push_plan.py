@@ -13,7 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
-from weightsync.protocol.control import ANY_ORDER_MINOR, SEVERAL_HOSTS_MINOR
+from weightsync.protocol.control import ANY_ORDER_MINOR, SEVERAL_HOSTS_MINOR, SHARED_SHARDS_MINOR
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
@@ -31,6 +31,7 @@ from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import Fit, fit
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.ranks.assembly import CheckReplicas
+from weightsync.trainer.ranks.assignment import Plan
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
 
@@ -128,15 +129,16 @@ class Planner:
         deadline: Deadline,
         allow_missing: Sequence[str] = (),
         again: bool = False,
+        early: bool = False,
     ) -> PushPlan:
         """Plan a push of ``source``; asks the engines what they expect, once. ``allow_missing`` as in `fit.fit`.
 
-        ``again``: this call has planned it before, and the trainer's ranks may have gone on since.
+        ``again``: this call has planned it before, and the trainer's ranks may have gone on since. ``early``: they wait
+        for nothing but for their tensors to be read.
 
         Raises `SourceError`, `ManifestMismatch`, or `UnsupportedOption` if memory does not suffice.
         """
-        manifest, assembled = source.specs, False
-        table: Table = ()
+        manifest, assembled, split = source.specs, False, None
         if self._ranks is not None:
             split = self._ranks.planned(source)
             if not again and not isinstance(source, _NOT_COMPARED):
@@ -144,16 +146,21 @@ class Planner:
             # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
             assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
-            manifest, table = split.manifest, self._ranks.divided(split) if assembled else ()
+            manifest = split.manifest
         if not manifest:
             raise SourceError("the mapping holds no tensors; there is nothing to send")
         manifest, sources, kept = self._fit(manifest, allow_missing, deadline)
         identity = None if assembled else source.identity()
-        shared = None if assembled or sources else self._share(source, transfer, identity)
+        shared, table = None, Table()
+        if not assembled:
+            shared = None if sources else self._share(source, transfer, identity)
+        elif self._ranks is not None and split is not None:
+            offer = None if sources or early else self._share_parts(self._ranks, split, source, transfer, deadline)
+            shared, table = offer if offer is not None else (None, self._ranks.divided(split))
         layout = self._layout_of(manifest, assembled, table)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
         self._check_kept(kept)
-        if table:
+        if table and shared is None:
             self._check_several_hosts(choice)
         request = self._request(transfer, source, layout, choice, kept)
         return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
@@ -243,17 +250,33 @@ class Planner:
 
     def _share(self, source: Source, transfer: Transfer, identity: object | None) -> list[torch.Tensor] | None:
         """All tensors, if every rank can read them in place and none needs them after the push; otherwise None."""
-        here, options = arenas.process_space(), self._options
-        reachable = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
-        if not reachable or options.keep or options.staging == "none" or options.bucket_bytes is not None:
+        if not self._may_share(source):
             return None
-        if not isinstance(source, (MappingSource, ModuleSource)):
-            return None  # other sources make their tensors while they are read: the first may already cost a gather
         last, device, shared = self._checked
         if identity is None or identity is not last or transfer.device != device:
             shared = shared_parameters.find(source.tensors(), transfer.device, transfer.shared)
             self._checked = identity, transfer.device, shared
         return shared
+
+    def _share_parts(
+        self, ranks: Coordinator, split: Plan, source: Source, transfer: Transfer, deadline: Deadline
+    ) -> tuple[list[torch.Tensor], Table] | None:
+        """As `_share`, of what all ranks of the trainer hold; with the table of what each does."""
+        known = all(
+            engine.hello.protocol >= (http.PROTOCOL[0], SHARED_SHARDS_MINOR) for engine in self._engines.by_url.values()
+        )
+        if not (known and ranks.is_near and self._may_share(source)):
+            return None
+        return ranks.offers.of(split, source, transfer.shared, deadline)
+
+    def _may_share(self, source: Source) -> bool:
+        """Whether the options, the engines and the kind of source allow that parameters are read in place."""
+        here, options = arenas.process_space(), self._options
+        reachable = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
+        if not reachable or options.keep or options.staging == "none" or options.bucket_bytes is not None:
+            return False
+        # Other sources make their tensors while they are read: the first may already cost a gather.
+        return isinstance(source, (MappingSource, ModuleSource))
 
     def _check_several_hosts(self, choice: Choice) -> None:
         """Raise `UnsupportedOption` if an engine cannot take a push from several hosts."""

@@ -13,6 +13,7 @@ from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
+from weightsync.protocol.handles import SharedParametersHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import ALIGN_BYTES, Layout
@@ -40,6 +41,8 @@ class Transfer:
         #: The push of the served version, if an arena holds all of it.
         self._served: Outgoing | None = None
         self._packed: Packed = {}
+        #: What the trainer's other ranks offered with the parameters that ranks read in place.
+        self._offered: tuple[SharedParametersHandle | None, ...] = ()
         self.closed = False
 
     def free_bytes(self) -> int:
@@ -86,12 +89,13 @@ class Transfer:
         return self._current
 
     def _share(self, layout: Layout, shared: list[torch.Tensor]) -> None:
-        arena = self.shared
-        if arena is not None and arena.holds(layout, shared):
+        arena, offered = self.shared, tuple(self._helpers.offered) if self._helpers is not None else ()
+        if arena is not None and arena.holds(layout, shared) and offered == self._offered:
             arena.tensors = shared
         else:
             self._free()
             self._arenas.append(SharedParameters(layout, shared))
+            self._offered = offered
 
     def _make_arenas(self, plan: UpdateRequest, layout: Layout) -> None:
         nbytes = plan.slots * plan.bucket_bytes

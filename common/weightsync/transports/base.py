@@ -19,6 +19,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
 from weightsync.protocol.diagnosis import Finding
+from weightsync.protocol.handles import SharedParametersHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Stream
@@ -151,6 +152,10 @@ class PeerRanks(Protocol):
     """Whether every rank has mapped the memory that it sends from in this push."""
     addresses: Set[str]
     """Of the ranks' hosts, if there are several: the addresses of the others."""
+
+    @property
+    def offered(self) -> Sequence[SharedParametersHandle | None]:
+        """What each rank but 0 offers, if it is read in place; None for one that provides nothing."""
 
     @property
     def senders(self) -> Sequence[int]:

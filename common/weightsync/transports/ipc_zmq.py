@@ -1,10 +1,12 @@
 """The transport for one host: both sides map one arena, in host memory or on a GPU that they share.
 
-Where the arena holds the whole stream it is also the stage, and ranks copy nothing out of it.
+Where the arena holds the whole stream it is also the stage, and ranks copy nothing out of it. So are the parameters of
+several trainer processes that are read in place: each process is a memory domain, and ranks map what every one offers.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import Final
@@ -21,6 +23,8 @@ from weightsync.protocol.control import Offer
 from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.handles import CudaHandle, SharedParametersHandle, ShmHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
+from weightsync.tensors.divided import Divided
+from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Scattered, Stream
 from weightsync.tensors.subset import Digests, Subset
@@ -35,7 +39,8 @@ _HANDLE: Final[msgspec.msgpack.Decoder[_Handle]] = msgspec.msgpack.Decoder(_Hand
 class IpcZmqTrainerEnd:
     """Trainer end, see `base.TrainerEnd`."""
 
-    def __init__(self, device: torch.device, _: PeerRanks | None = None, address: str = ""):
+    def __init__(self, device: torch.device, helpers: PeerRanks | None = None, address: str = ""):
+        self._helpers = helpers
         self._control = TrainerControl(remote=False)
         self.address, self.request = self._control.address, self._control.request
 
@@ -50,7 +55,9 @@ class IpcZmqTrainerEnd:
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> MappedSending:
         """See `base.TrainerEnd`."""
-        return MappedSending(PushSession(self._control, plan.push, layout, peers, deadline), plan, layout, arenas)
+        others = self._helpers.offered if self._helpers is not None and layout.table else ()
+        session = PushSession(self._control, plan.push, layout, peers, deadline)
+        return MappedSending(session, plan, layout, arenas, others)
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""
@@ -64,10 +71,17 @@ class IpcZmqTrainerEnd:
 
 
 class MappedSending:
-    """See `base.Sending`; ranks map the first of ``arenas``."""
+    """See `base.Sending`; ranks map the first of ``arenas``, and what the ``others`` of the trainer's ranks offer."""
 
-    def __init__(self, session: PushSession, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena]):
-        self._session, self._plan, self._arenas = session, plan, arenas
+    def __init__(
+        self,
+        session: PushSession,
+        plan: UpdateRequest,
+        layout: Layout,
+        arenas: Sequence[Arena],
+        others: Sequence[SharedParametersHandle | None],
+    ):
+        self._session, self._plan, self._arenas, self._others = session, plan, arenas, others
         self._last = layout.buckets(plan.bucket_bytes) - 1
 
     def await_ranks(self) -> None:
@@ -75,8 +89,10 @@ class MappedSending:
         alive, arena = tuple(arena.name for arena in self._arenas), self._arenas[0]
 
         def offer(mapped: tuple[str, ...]) -> Offer:
-            handle = control.raw_handle(None if arena.name in mapped else arena.handle())
-            return Offer(push=self._plan.push, arena=arena.name, handle=handle, alive=alive)
+            if arena.name in mapped:
+                return Offer(push=self._plan.push, arena=arena.name, alive=alive)
+            others = tuple(map(control.raw_handle, self._others))
+            return Offer(self._plan.push, arena.name, control.raw_handle(arena.handle()), alive, others)
 
         self._session.await_ranks(offer)
         if self._plan.stream:
@@ -114,8 +130,11 @@ class IpcZmqEngineEnd:
     def __init__(self, device: torch.device):
         self._control = EngineControl(remote=False)
         self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
-        #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version.
-        self._arenas: dict[str, Stream] = {}
+        #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version. Each has the memory of
+        #: every memory domain, or of the only one.
+        self._arenas: dict[str, list[Stream | None]] = {}
+        #: The last arena of several domains, and its stream.
+        self._divided: tuple[str, Divided] | None = None
 
     def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """Unsupported: ipc_zmq has no set-up route."""
@@ -124,42 +143,62 @@ class IpcZmqEngineEnd:
     def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> MappedIncoming:
         """See `base.EngineEnd`."""
         if request.address != self._control.address:
-            self._arenas.clear()
+            self._forget()
         layout = subset.layout
         session, offer = self._control.open(request, subset, rank, tuple(self._arenas), cancelled)
         nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
         try:
-            return MappedIncoming(session, request, layout, self._map(offer, nbytes), offer.arena)
+            self._map(offer)
+            return MappedIncoming(session, request, layout, self._stream(offer.arena, layout, nbytes), offer.arena)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"rank {rank} could not map the arena: {type(error).__name__}: {error}") from error
 
-    def _map(self, offer: Offer, nbytes: int) -> Stream:
+    def _map(self, offer: Offer) -> None:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap old arenas before mapping a new one
-        handle = control.handle_of(offer.handle, _HANDLE, "the sender")
-        if isinstance(handle, SharedParametersHandle):
-            self._arenas[offer.arena] = shared_parameters.attach(handle)
-        elif handle is not None:
-            self._arenas[offer.arena] = arenas.attach(handle)
-        arena = self._arenas.get(offer.arena)
-        if arena is None:
+            self._divided = None
+        handles = [control.handle_of(raw, _HANDLE, "the sender") for raw in (offer.handle, *offer.others)]
+        if any(handles):
+            self._divided = None
+            self._arenas[offer.arena] = [None if handle is None else _attach(handle) for handle in handles]
+        elif offer.arena not in self._arenas:
             raise TransferFailed(f"the arena {offer.arena} was never mapped here; push again")
-        if arena.numel() < nbytes:
-            raise TransferFailed(f"the arena holds {arena.numel()} bytes, but its buckets take {nbytes}")
-        return arena
+
+    def _stream(self, arena: str, layout: Layout, nbytes: int) -> Stream:
+        """The stream, or as much of it as a mapped arena has. Raises `TransferFailed` if that is too little."""
+        memories = self._arenas[arena]
+        sizes = [layout.domain_bytes(domain) for domain in range(len(layout.table))] or [nbytes]
+        held = [0 if memory is None else memory.numel() for memory in memories]
+        if len(held) != len(sizes) or any(map(operator.lt, held, sizes)):
+            raise TransferFailed(f"the arena holds {held} bytes, but its buckets take {sizes}; push again")
+        if not isinstance(layout, DividedLayout):
+            memory = memories[0]
+            assert memory is not None, "the first handle is that of an arena"
+            return memory
+        if self._divided is None or self._divided[0] != f"{arena} {layout.name}":
+            self._divided = f"{arena} {layout.name}", Divided(layout, memories)
+        return self._divided[1]
+
+    def _forget(self) -> None:
+        self._arenas.clear()
+        self._divided = None
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
         if address != self._control.address:
             return False
         self._control.disconnect()
-        self._arenas.clear()
+        self._forget()
         return True
 
     def close(self) -> None:
         """Release the socket and the mappings; idempotent."""
-        self._arenas.clear()
+        self._forget()
         self._control.close()
+
+
+def _attach(handle: ShmHandle | CudaHandle | SharedParametersHandle) -> Stream:
+    return shared_parameters.attach(handle) if isinstance(handle, SharedParametersHandle) else arenas.attach(handle)
 
 
 class MappedIncoming:

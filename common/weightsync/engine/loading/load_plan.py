@@ -24,10 +24,10 @@ from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.model_memory import Owner, overlap
 from weightsync.engine.loading.recorded import Copy, Recording
 from weightsync.engine.loading.recording import record
-from weightsync.tensors.boxes import Box, cut_of, hull, whole
+from weightsync.tensors.boxes import Box, hull, whole
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Copies, Run
-from weightsync.tensors.scattered import Stream, key
+from weightsync.tensors.scattered import Stream, key, pieces
 from weightsync.tensors.subset import Subset, widened
 
 #: Bytes that are compared at once.
@@ -53,6 +53,7 @@ class _Bound(NamedTuple):
 
     ``ends`` counts the pieces of `_PIECE_BYTES` up to the end of each run; ``samples`` of them are compared after a
     replay. If every run is one piece, ``columns`` has the sources, targets and sizes of all, to compare them in C.
+    ``gathered`` are copies of tensors that lie in several memory domains, and that are first made whole every time.
     """
 
     copies: Copies
@@ -62,6 +63,7 @@ class _Bound(NamedTuple):
     samples: int
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
+    gathered: list[tuple[Copy, Entry]]
 
 
 class LoadPlan:
@@ -124,10 +126,7 @@ class LoadPlan:
         read = {name: Box(none, none) for name, entry in entries.items() for none in [(0,) * len(entry.spec.shape)]}
         for copy in self.copies:
             entry = entries[copy.name]
-            size = entry.dtype.itemsize
-            alike = copy.dtype.itemsize == size and copy.offset_bytes % size == 0
-            shape, offset = entry.spec.shape, copy.offset_bytes // size
-            cut = cut_of(shape, copy.target.shape, copy.strides, offset) if alike else None
+            cut = copy.cut(entry)
             read[copy.name] = hull(read[copy.name], cut.box if cut is not None else whole(entry.spec))
         for name in self.loader:
             read[name] = whole(entries[name].spec)
@@ -198,12 +197,14 @@ class LoadPlan:
         """The runs with the addresses of this stage, neighbours joined."""
         joined: list[Run] = []
         for at, target, nbytes in self._runs:
-            run = Run(stage[at : at + nbytes].data_ptr(), target, nbytes)
-            last = joined[-1] if joined else Run(0, 0, 0)
-            if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
-                joined[-1] = Run(last.source, last.target, last.nbytes + run.nbytes)
-            else:
-                joined.append(run)
+            for piece in pieces(stage, at, nbytes):
+                run = Run(piece.data_ptr(), target, piece.numel())
+                target += run.nbytes  # noqa: PLW2901 - where the next piece goes
+                last = joined[-1] if joined else Run(0, 0, 0)
+                if joined and last.source + last.nbytes == run.source and last.target + last.nbytes == run.target:
+                    joined[-1] = Run(last.source, last.target, last.nbytes + run.nbytes)
+                else:
+                    joined.append(run)
         return joined
 
     def bind(self, stage: Stream) -> None:
@@ -215,8 +216,13 @@ class LoadPlan:
 
     def _bind(self, stage: Stream) -> _Bound:
         constants = [(each.target, each.value.expand(each.target.shape)) for each in self._constants]
-        strided = [(copy.target, _part(stage, copy, entry)) for copy, entry in self._strided]
-        pairs = [*constants, *strided]
+        pairs, gathered = [*constants], []
+        for copy, entry in self._strided:
+            found = copy.parts(stage, entry)
+            if found is None:
+                gathered.append((copy, entry))
+            else:
+                pairs += found
         runs = self._runs_from(stage)
         ends = list(itertools.accumulate(-(-run.nbytes // _PIECE_BYTES) for run in runs))
         nbytes = sum(run.nbytes for run in runs)
@@ -228,6 +234,7 @@ class LoadPlan:
             min(_SAMPLES, _SAMPLE_BYTES * ends[-1] // nbytes) if nbytes else 0,
             [target for target, _ in pairs],
             [source for _, source in pairs],
+            gathered,
         )
 
     def keep(self, stages: Iterable[Stream]) -> None:
@@ -240,9 +247,11 @@ class LoadPlan:
         self.bind(stage)
         bound = self._bound[key(stage)]
         bound.copies.make()
-        if bound.targets:
-            with torch.no_grad():
+        with torch.no_grad():
+            if bound.targets:
                 torch._foreach_copy_(bound.targets, bound.sources)
+            for copy, entry in bound.gathered:
+                copy.target.copy_(copy.part(stage, entry))
 
     def differs(self, stage: Stream) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if there is none."""
@@ -250,7 +259,7 @@ class LoadPlan:
         alike = all(_memcmp(*run) == 0 for run in self._runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
             for copy in [copy for copy, _ in self._strided] if alike else self.copies:
-                source = _part(stage, copy, entries[copy.name])
+                source = copy.part(stage, entries[copy.name])
                 if not _same(source, copy.target):
                     return copy.name
             for constant in self._constants:
@@ -348,13 +357,6 @@ def _places(found: Recording, owner: Owner) -> list[Any]:
     return sorted(
         (part.data_ptr(), tuple(part.shape), part.stride(), str(part.dtype)) for part in found.written.get(owner, ())
     )
-
-
-def _part(stage: Stream, copy: Copy, entry: Entry) -> torch.Tensor:
-    """The slice of a copy as a view of the stage."""
-    raw = entry.raw(stage).view(copy.dtype)
-    offset = raw.storage_offset() + copy.offset_bytes // copy.dtype.itemsize
-    return raw.as_strided(copy.target.shape, copy.strides, offset)
 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

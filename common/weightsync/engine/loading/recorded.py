@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from weightsync.engine.loading.model_memory import Memory, Owner
+from weightsync.tensors.boxes import Cut, cut_of, narrowed
+from weightsync.tensors.divided import Divided
+from weightsync.tensors.layout import Entry
+from weightsync.tensors.scattered import Stream
 
 
 class Copy(NamedTuple):
@@ -28,6 +32,29 @@ class Copy(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """Equal for copies of the same slice to the same place."""
         return (self.name, self.dtype, self.offset_bytes, self.strides, *_place(self.target))
+
+    def cut(self, entry: Entry) -> Cut | None:
+        """The slice as a box of the tensor, which is that of ``entry``; None if it is no box."""
+        size = entry.dtype.itemsize
+        if self.dtype.itemsize != size or self.offset_bytes % size:
+            return None
+        return cut_of(entry.spec.shape, self.target.shape, self.strides, self.offset_bytes // size)
+
+    def part(self, stage: Stream, entry: Entry) -> torch.Tensor:
+        """The slice: a view of the stage if the tensor lies in one part of it, otherwise a copy."""
+        raw = entry.raw(stage).view(self.dtype)
+        offset = raw.storage_offset() + self.offset_bytes // self.dtype.itemsize
+        return raw.as_strided(self.target.shape, self.strides, offset)
+
+    def parts(self, stage: Stream, entry: Entry) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Targets, and views of the stage to copy there: one pair, or one for each memory domain that has a part of the
+        slice; None if there are several domains, and the slice is no box."""
+        if not isinstance(stage, Divided):
+            return [(self.target, self.part(stage, entry))]
+        if (cut := self.cut(entry)) is None:
+            return None
+        found = stage.parts(entry, cut.box)
+        return [(narrowed(self.target, *cut.seen(box)), cut.turned(source).view(self.dtype)) for box, source in found]
 
 
 class Constant(NamedTuple):

@@ -5,10 +5,11 @@ Nothing is gathered: every byte of the model is copied once, from a rank that ho
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from weightsync.memory import arenas
 from weightsync.protocol.http import TensorSpec
 from weightsync.sources import Source
 from weightsync.tensors import digest
-from weightsync.tensors.boxes import Box, is_within, narrowed, whole
+from weightsync.tensors.boxes import Box, is_within, narrowed, relative, whole
 from weightsync.tensors.casting import cast
 from weightsync.tensors.layout import DTYPES, Cell, Layout, listed
+from weightsync.tensors.scattered import Stream
 from weightsync.tensors.subset import Wanted
 from weightsync.trainer.ranks.assignment import Assignment, Plan, spread
 
@@ -128,6 +130,15 @@ def _cell_of(layout: Layout, piece: Assignment, domain: int) -> Cell:
     return next(cell for cell in cells if cell.domain == domain and is_within(piece.part, cell.box))
 
 
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Inside the context, what a source raises while it is read becomes a `SourceError`."""
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:
+        raise SourceError(f"the weights could not be read: {error}") from error
+
+
 @torch.no_grad()
 def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorithm: str) -> Work:
     """Copy the pieces of ``orders`` into ``stream``, 1-D uint8, and hash the tensors that no other rank writes into.
@@ -145,10 +156,10 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     # Every tensor is read, needed or not: making one may be a collective operation of all ranks.
     for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
         for order in wanted.get(index, ()):
-            part = _cut(held.spec, held.boxes[order.box], parts[order.box], order.part)
+            part = cut(held.spec, held.boxes[order.box], parts[order.box], order.part)
             crossing = structs.replace(held.spec, dtype=order.dtype)
             region = stream[order.at : order.at + _nbytes(crossing, order.of)]
-            target = narrowed(region.view(DTYPES[order.dtype]).view(order.of.shape), *_within(order.part, order.of))
+            target = narrowed(region.view(DTYPES[order.dtype]).view(order.of.shape), *relative(order.part, order.of))
             nbytes += target.nbytes
             if target.dtype != part.dtype:
                 not_finite += cast(held.spec.name, target, part)
@@ -186,7 +197,7 @@ def hash_copies(source: Source, copies: Sequence[Assignment], algorithm: str) ->
     arenas.synchronize(source.device)
     for index, (held, parts) in enumerate(zip(source.held, source.parts(), strict=True)):
         for copy in wanted.get(index, ()):
-            part = _cut(held.spec, held.boxes[copy.box], parts[copy.box], copy.part).resolve_neg()
+            part = cut(held.spec, held.boxes[copy.box], parts[copy.box], copy.part).resolve_neg()
             if digest.algorithm_for(part.device) != algorithm:  # rank 0 has chosen it for its own device
                 part = part.cpu()
             digests.append((copy.tensor, copy.part, digest.hashed(algorithm, part).value()))
@@ -210,13 +221,13 @@ def check_equal(manifest: Sequence[TensorSpec], ranks: Sequence[Work]) -> None:
 
 
 @torch.no_grad()
-def hash_parts(parts: Sequence[HashPart], stream: torch.Tensor, algorithm: str) -> Work:
-    """Hash parts of ``stream`` after all ranks have written."""
+def hash_parts(parts: Sequence[HashPart], stream: Stream, algorithm: str) -> Work:
+    """Hash parts of ``stream``, which all ranks have written, or which is this rank's own memory."""
     start = time.perf_counter()
     digests = []
     for tensor, spec, at, of, box in parts:
         region = stream[at : at + _nbytes(spec, of)].view(DTYPES[spec.dtype]).view(of.shape)
-        found = digest.hashed(algorithm, region if box is None else narrowed(region, *_within(box, of)))
+        found = digest.hashed(algorithm, region if box is None else narrowed(region, *relative(box, of)))
         digests.append((tensor, box, found.value()))
     return Work(tuple(digests), 0, 0.0, time.perf_counter() - start)
 
@@ -225,18 +236,14 @@ def _nbytes(spec: TensorSpec, box: Box | None = None) -> int:
     return math.prod(spec.shape if box is None else box.shape) * DTYPES[spec.dtype].itemsize
 
 
-def _cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Tensor:
+def cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Tensor:
+    """A part of a rank's ``local`` tensor, which is ``box`` of that of ``spec``. Raises `SourceError` if it is not."""
     if tuple(local.shape) != tuple(box.shape) or local.dtype != DTYPES[spec.dtype]:
         raise SourceError(
             f"{spec.name} changed while it was sent: {spec.dtype} {list(box.shape)} became {local.dtype} "
             f"{list(local.shape)}"
         )
-    return narrowed(local, *_within(part, box))
-
-
-def _within(part: Box, of: Box) -> Box:
-    """A box of a tensor as a box of ``of``, another one that it lies in."""
-    return Box(tuple(a - b for a, b in zip(part.start, of.start, strict=True)), part.shape)
+    return narrowed(local, *relative(part, box))
 
 
 def _copy_and_hash(target: torch.Tensor, part: torch.Tensor, algorithm: str) -> tuple[int, float]:

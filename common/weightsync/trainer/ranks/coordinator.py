@@ -16,7 +16,6 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
-    SourceError,
     TransferFailed,
     UnsupportedOption,
     Weights,
@@ -26,7 +25,7 @@ from weightsync.errors import (
 from weightsync.memory import arenas
 from weightsync.memory.arenas import ShmArena
 from weightsync.protocol import http
-from weightsync.protocol.handles import ShmHandle
+from weightsync.protocol.handles import SharedParametersHandle, ShmHandle
 from weightsync.sources import Source
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box
@@ -39,6 +38,7 @@ from weightsync.trainer.ranks.assembly import CheckReplicas, Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
 from weightsync.trainer.ranks.control import CoordinatorControl
 from weightsync.trainer.ranks.conversation import Act, Ranks, earlier
+from weightsync.trainer.ranks.in_place import Offers
 from weightsync.trainer.ranks.messages import (
     Assist,
     Compare,
@@ -107,6 +107,8 @@ class Coordinator(Ranks):
         #: The names of the subsets that the ranks' orders cover.
         self._demand: Set[str] = frozenset()
         self._ordered: dict[int, Orders] = {}
+        #: What the ranks offer to be read in place.
+        self.offers = Offers(size, self._send, self._await_replies)
 
     def _take_part(
         self,
@@ -133,6 +135,7 @@ class Coordinator(Ranks):
         except BaseException as error:
             self._ordered.clear()
             self._provided.clear()
+            self.offers.forget()
             if isinstance(error, WeightSyncError) and not error.engines:
                 error.settle(dict(engines(deadline)))
             self._send_outcome(Outcome(failure=remote_error_of(error)))
@@ -202,6 +205,16 @@ class Coordinator(Ranks):
         return self._plan
 
     @property
+    def is_near(self) -> bool:
+        """Whether all ranks are on one host, with the same process numbers."""
+        return not self.addresses and len(self._control.pids) == len(self._others)
+
+    @property
+    def offered(self) -> Sequence[SharedParametersHandle | None]:
+        """See `base.PeerRanks`."""
+        return self.offers.handles
+
+    @property
     def senders(self) -> Sequence[int]:
         """See `base.PeerRanks`."""
         lowest = [self._domain_of.index(domain) for domain in range(max(self._domain_of) + 1)]
@@ -232,10 +245,8 @@ class Coordinator(Ranks):
         if any(copies):
             for rank in self._others:
                 self._send(rank, Compare(algorithm, copies[rank]))
-            try:
+            with assembly.reading():
                 hashed = [assembly.hash_copies(source, copies[0], algorithm)]
-            except (RuntimeError, OSError, ValueError) as error:
-                raise SourceError(f"the weights could not be read: {error}") from error
             hashed += self._work("to hash what other ranks hold too", deadline)
             assembly.check_equal(self._plan.manifest, hashed)
         self._compared, self._since = self._plan, 1

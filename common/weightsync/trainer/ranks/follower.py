@@ -17,16 +17,20 @@ from weightsync.errors import (
     TransferFailed,
     Weights,
 )
-from weightsync.memory import arenas
+from weightsync.memory import arenas, shared_parameters
+from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
 from weightsync.protocol.handles import ShmHandle
 from weightsync.sources.iterator import IteratorSource
 from weightsync.tensors.held import HeldShards
+from weightsync.tensors.scattered import Scattered, Stream
 from weightsync.trainer.ranks import assembly
-from weightsync.trainer.ranks.assembly import Orders, Work
+from weightsync.trainer.ranks.assembly import HashPart, Orders, Work
 from weightsync.trainer.ranks.control import FollowerControl
 from weightsync.trainer.ranks.conversation import GRACE_S, Act, Ranks
+from weightsync.trainer.ranks.in_place import Pieces, tensors_of
 from weightsync.trainer.ranks.messages import (
+    Asked,
     Assist,
     Compare,
     Fill,
@@ -36,6 +40,8 @@ from weightsync.trainer.ranks.messages import (
     Outcome,
     Provide,
     Release,
+    Share,
+    Shared,
     ToRank,
     Welcome,
     WorkDone,
@@ -62,7 +68,11 @@ class Follower(Ranks):
         self._arenas: dict[str, tuple[ShmHandle | None, torch.Tensor]] = {}
         #: Those of them that this rank has made for its host.
         self._own: dict[str, arenas.ShmArena] = {}
-        self._filling: tuple[torch.Tensor, str] | None = None
+        self._filling: tuple[Stream, str] | None = None
+        #: What this rank was last told to offer, and to hash of that; and what it offers engines to read in place.
+        self._pieces: Pieces = ()
+        self._to_hash: tuple[HashPart, ...] = ()
+        self._shared: SharedParameters | None = None
         self._helpers: dict[str, RankHelper] = {}
 
     def _take_part(
@@ -119,6 +129,7 @@ class Follower(Ranks):
                     self._control.send(last, http.to_json(done))
                 number += 1
         except BaseException as error:
+            self._revoke()  # before the caller may change them
             self._control.withdraw(last)
             if isinstance(error, (PushTimeout, TransferFailed)) and not error.engines:
                 error.weights = "unknown"  # only rank 0 knows
@@ -133,24 +144,29 @@ class Follower(Ranks):
 
     def _attempt(
         self,
-        message: Provide | Fill | Hash | Compare | Iterate | Release | Assist,
+        message: Asked,
         reading: Reading,
         check: Callable[[], None],
     ) -> tuple[WorkDone, Exception | None]:
         try:
-            if isinstance(message, Assist):
-                return WorkDone(body=msgspec.Raw(self._help(message, check) or b"null")), None
-            if isinstance(message, Provide):
-                return WorkDone(handle=self._provide(message)), None
-            if isinstance(message, Release):
-                reading.finish()
-                return WorkDone(), None
-            if isinstance(message, Iterate):
-                reading.run(self._iterate)
-                return WorkDone(), None
-            return WorkDone(reading.run(lambda: self._work(message))), None
+            return self._done(message, reading, check), None
         except Exception as error:
             return WorkDone(failure=remote_error_of(error)), error
+
+    def _done(self, message: Asked, reading: Reading, check: Callable[[], None]) -> WorkDone:
+        if isinstance(message, Assist):
+            return WorkDone(body=msgspec.Raw(self._help(message, check) or b"null"))
+        if isinstance(message, Provide):
+            return WorkDone(handle=self._provide(message))
+        if isinstance(message, Share):
+            return WorkDone(shared=reading.run(lambda: self._share(message)))
+        if isinstance(message, Release):
+            reading.finish()
+            return WorkDone()
+        if isinstance(message, Iterate):
+            reading.run(self._iterate)
+            return WorkDone()
+        return WorkDone(reading.run(lambda: self._work(message)))
 
     def _help(self, message: Assist, check: Callable[[], None]) -> bytes | None:
         if message.transport not in self._helpers:
@@ -159,6 +175,7 @@ class Follower(Ranks):
                 raise TransferFailed(f"in the transport {message.transport} only rank 0 of a trainer sends")
             self._helpers[message.transport] = make(self._rank)
         stream = self._filling[0] if self._filling is not None else None
+        assert not isinstance(stream, Scattered), "nothing helps a push that is read in place"
         try:
             return self._helpers[message.transport].help(bytes(message.body), stream, check)
         except (RuntimeError, OSError) as error:
@@ -169,7 +186,30 @@ class Follower(Ranks):
             raise SourceError("rank 0 pushes an iterator, and this rank does not; give every rank one")
         self._source.drain()
 
+    def _share(self, message: Share) -> Shared:
+        assert self._source is not None, "only a push shares"
+        self._drop_others(())
+        self._filling = None
+        self._pieces = message.pieces if message.pieces is not None else self._pieces
+        found = shared_parameters.find(tensors_of(self._source, self._pieces), torch.device("cpu"), self._shared)
+        if found is None:
+            self._revoke()
+            return Shared()
+        if self._shared is None or not self._shared.holds(self._pieces, found):
+            self._revoke()
+            self._shared = SharedParameters(self._pieces, found)
+        self._shared.tensors = found
+        self._filling = self._shared.bytes, ""
+        return Shared(self._shared.name, None if self._shared.name == message.known else self._shared.handle())
+
+    def _revoke(self) -> None:
+        """Engines that still read what this rank offers will notice, and not serve it."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = self._filling = None
+
     def _provide(self, message: Provide) -> ShmHandle:
+        self._revoke()
         self._drop_others(message.alive)
         self._filling = None
         if message.arena in self._own:  # of another size
@@ -181,6 +221,7 @@ class Follower(Ranks):
 
     def _let_go(self) -> None:
         """Unmap all arenas: the next push has others, for which there may be no memory beside these."""
+        self._revoke()
         self._filling = None
         self._drop_others(())
 
@@ -200,6 +241,7 @@ class Follower(Ranks):
             assert self._source is not None, "only a push compares"
             return assembly.hash_copies(self._source, message.copies, message.algorithm)
         if isinstance(message, Fill):
+            self._revoke()
             self._drop_others(message.alive)
             handle, name = message.handle, message.arena
             if name not in self._arenas or self._arenas[name][0] != handle:
@@ -209,12 +251,16 @@ class Follower(Ranks):
                 self._arenas[name] = handle, nothing if handle is None else arenas.attach(handle, in_part=True)
             self._orders = message.orders if message.orders is not None else self._orders
             self._filling = self._arenas[name][1], message.algorithm
-        assert self._filling is not None, "Fill, with the arena, is sent first"
+        assert self._filling is not None, "Fill, with the arena, or Share is sent first"
+        if isinstance(message, Hash) and message.algorithm:
+            self._to_hash = message.parts if message.parts is not None else self._to_hash
+            return assembly.hash_parts(self._to_hash, self._filling[0], message.algorithm)
         assert self._orders is not None, "the first Fill has the orders"
         stream, algorithm = self._filling
         if isinstance(message, Hash):
             return assembly.hash_parts(self._orders.hash, stream, algorithm)
         assert self._source is not None, "only a push sends Fill"
+        assert not isinstance(stream, Scattered), "Fill brings an arena"
         return assembly.write(self._source, self._orders.write, stream, algorithm)
 
     def close(self) -> None:

@@ -6,10 +6,10 @@ import msgspec
 
 from weightsync import errors
 from weightsync.errors import SourceError, TransferFailed, Weights, WeightSyncError
-from weightsync.protocol.handles import ShmHandle
+from weightsync.protocol.handles import SharedParametersHandle, ShmHandle
 from weightsync.protocol.http import Message
 from weightsync.tensors.held import HeldShards
-from weightsync.trainer.ranks.assembly import Orders, Work
+from weightsync.trainer.ranks.assembly import HashPart, Orders, Work
 from weightsync.trainer.ranks.assignment import Assignment
 
 
@@ -74,8 +74,29 @@ class Fill(Message, frozen=True, tag="fill"):
     orders: Orders | None = None
 
 
+class Share(Message, frozen=True, tag="share"):
+    """0 -> rank: offer ``pieces`` of your parameters to be read in place; None if they are the same as last time.
+
+    ``known`` is the name of the offer that rank 0 has.
+    """
+
+    known: str
+    pieces: tuple[Assignment, ...] | None
+
+
+class Shared(Message, frozen=True):
+    """The offer: no name if the rank offers nothing, and no handle if rank 0 has it."""
+
+    name: str = ""
+    handle: SharedParametersHandle | None = None
+
+
 class Hash(Message, frozen=True, tag="hash"):
-    """0 -> rank: all ranks have written; hash."""
+    """0 -> rank: all ranks have written; hash. Or hash what you offer: ``parts``, None if they are the same as last
+    time."""
+
+    algorithm: str = ""
+    parts: tuple[HashPart, ...] | None = None
 
 
 class Compare(Message, frozen=True, tag="compare"):
@@ -117,10 +138,12 @@ class WorkDone(Message, frozen=True):
     failure: RemoteError | None = None
     handle: ShmHandle | None = None
     left_s: float | None = None
+    shared: Shared | None = None
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-ToRank = Welcome | Provide | Fill | Hash | Compare | Iterate | Release | Assist | Outcome
+Asked = Provide | Fill | Share | Hash | Compare | Iterate | Release | Assist
+ToRank = Welcome | Asked | Outcome
 
 
 def remote_error_of(error: BaseException) -> RemoteError:
