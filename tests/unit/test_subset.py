@@ -20,7 +20,7 @@ from weightsync.protocol import http
 from weightsync.protocol.rank_replies import RankReply
 from weightsync.tensors.boxes import Box, hull, narrowed
 from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
-from weightsync.tensors.subset import Subset, Wanted, widened
+from weightsync.tensors.subset import Subset, Wanted, run_cost, widened
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
 from weightsync.transports.base import Peer
@@ -71,21 +71,18 @@ def test_runs_are_the_bytes_of_the_boxes_and_the_padding_between_tensors(found, 
     assert parts.idle(bucket_bytes) == {number for number, runs in enumerate(cut) if not runs}
 
 
-def cost(layout, number, box):
-    """The cost of reading a box, in bytes."""
-    parts = Subset(layout, {} if box is None else {number: box})
-    return sum((16 << 10) + nbytes for _, nbytes in parts._runs_of(layout.entries[number]))
-
-
-@given(kept())
-def test_widening_a_box_never_costs_more(found):
+@given(kept(), st.sampled_from([256, 1000, 16 << 10]))
+def test_widening_a_box_never_costs_more(found, run_bytes):
     layout, boxes = found
+
+    def cost(number, box):
+        parts = Subset(layout, {} if box is None else {number: box})
+        return sum(run_bytes + nbytes for _, nbytes in parts._runs_of(layout.entries[number]))
+
     for number, box in boxes.items():
-        wide = widened(layout.entries[number], box)
+        wide = widened(layout.entries[number], box, run_bytes)
         assert wide is None or hull(wide, box) == wide
-        assert (
-            cost(layout, number, wide) <= min(cost(layout, number, box), cost(layout, number, None)) or 0 in box.shape
-        )
+        assert cost(number, wide) <= min(cost(number, box), cost(number, None)) or 0 in box.shape
 
 
 @pytest.mark.parametrize(
@@ -101,6 +98,15 @@ def test_widening_a_box_never_costs_more(found):
 def test_the_cost_decides_how_much_is_read(shape, box, read):
     (entry,) = Layout([spec_of("a", torch.empty(shape, dtype=torch.int16))]).entries
     assert widened(entry, box) == read
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "read"),
+    [(1.0, Box((0, 0), (8, 512))), (50e6, Box((0, 0), (8, 512))), (200e6, None), (3e9, None)],
+)
+def test_of_a_slow_link_rows_in_many_pieces_cost_less_than_their_tensor(bytes_per_s, read):
+    (entry,) = Layout([spec_of("a", torch.empty((8, 1024), dtype=torch.int16))]).entries
+    assert widened(entry, Box((0, 0), (8, 512)), run_cost(bytes_per_s)) == read
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])

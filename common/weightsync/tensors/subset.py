@@ -21,8 +21,10 @@ from weightsync.tensors.layout import ALIGN_BYTES, Entry, Layout, cut_run
 from weightsync.tensors.native_copy import Block
 
 #: Every separate piece of a transfer costs as much time as this many bytes: 2.6 microseconds over shared memory and 6.8
-#: over TCP, by `make bench-transports ARGS=chunks`.
+#: over TCP, by `make bench-transports ARGS=chunks`. Over a link that carries fewer bytes a second it costs fewer.
 _RUN_COST_BYTES: Final = 16 << 10
+_RUN_COST_S: Final = 6.8e-6
+_LEAST_COST_BYTES: Final = 256
 
 Found = Mapping[tuple[int, Box | None], int]
 """Digests by (number of the tensor, box of it that was hashed or None for the whole tensor)."""
@@ -123,15 +125,20 @@ class Subset:
         return cut
 
 
-def widened(entry: Entry, box: Box) -> Box | None:
-    """The box around ``box`` that is cheapest to transfer; None for the whole tensor."""
+def run_cost(bytes_per_s: float) -> int:
+    """What a piece of a transfer costs over a link of this speed, in bytes."""
+    return max(_LEAST_COST_BYTES, min(_RUN_COST_BYTES, int(_RUN_COST_S * bytes_per_s)))
+
+
+def widened(entry: Entry, box: Box, run_bytes: int = _RUN_COST_BYTES) -> Box | None:
+    """The box around ``box`` that is cheapest to transfer; None for the whole tensor. A piece costs ``run_bytes``."""
     shape, itemsize = entry.spec.shape, entry.dtype.itemsize
     if 0 in box.shape:
         return box
-    best, least = None, _RUN_COST_BYTES + entry.nbytes
+    best, least = None, run_bytes + entry.nbytes
     while box.shape != shape:
         inner = innermost(shape, box)
-        cost = math.prod(box.shape[:inner]) * _RUN_COST_BYTES + math.prod(box.shape) * itemsize
+        cost = math.prod(box.shape[:inner]) * run_bytes + math.prod(box.shape) * itemsize
         if cost < least:
             best, least = box, cost
         box = Box(_replaced(box.start, inner, 0), _replaced(box.shape, inner, shape[inner]))

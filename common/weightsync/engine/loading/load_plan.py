@@ -28,7 +28,7 @@ from weightsync.tensors.boxes import Box, hull, whole
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key, pieces
-from weightsync.tensors.subset import Subset, widened
+from weightsync.tensors.subset import Subset, run_cost, widened
 
 #: Bytes that are compared at once.
 _COMPARED_BYTES: Final = 64 << 20
@@ -92,8 +92,9 @@ class LoadPlan:
         for owner, copies in _by_owner(found).items():
             if owner not in found.fallen:
                 self.copies += copies
-        #: What is read of the checkpoint, by the plan and by the loader.
+        #: What is read of the checkpoint, by the plan and by the loader; and whether it was fitted to a link.
         self.subset = Subset(layout, dict(self._read()))
+        self._fitted = False
         self._constants = [
             constant for constant in found.constants if self.memory.owner(constant.target) not in found.fallen
         ]
@@ -120,7 +121,13 @@ class LoadPlan:
             if _places(alone, owner) != _places(self.recording, owner):
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
 
-    def _read(self) -> Iterator[tuple[int, Box]]:
+    def fit(self, bytes_per_s: float) -> None:
+        """Read no more than pays off over a link of this speed. Only the first call has an effect: another subset takes
+        new transfers."""
+        if not self._fitted:
+            self._fitted, self.subset = True, Subset(self.layout, dict(self._read(run_cost(bytes_per_s))))
+
+    def _read(self, *run_bytes: int) -> Iterator[tuple[int, Box]]:
         """For every tensor that is not read as a whole, its number and the box that is read."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         read = {name: Box(none, none) for name, entry in entries.items() for none in [(0,) * len(entry.spec.shape)]}
@@ -131,7 +138,7 @@ class LoadPlan:
         for name in self.loader:
             read[name] = whole(entries[name].spec)
         for entry in self.layout.entries:
-            box = widened(entry, read[entry.spec.name])
+            box = widened(entry, read[entry.spec.name], *run_bytes)
             if box is not None:
                 yield entry.number, box
 

@@ -271,11 +271,16 @@ class Loading:
             return False
         return staged.subset.name in ("", plan.subset.name)
 
-    def subset(self, layout: Layout) -> Subset:
-        """What this rank needs of an accepted push: the subset that its load plan reads, once that is trusted."""
+    def subset(self, layout: Layout, bytes_per_s: float = 0.0) -> Subset:
+        """What this rank needs of an accepted push: the subset that its load plan reads, once that is trusted.
+
+        ``bytes_per_s`` is the speed at which a push arrives, if it is known.
+        """
         plan = self._plan
         if plan is None or not self._machine.allows("replay") or plan.layout is not layout:
             return Subset(layout, {})  # the engine's loader may have to load it
+        if bytes_per_s:
+            plan.fit(bytes_per_s)
         return plan.subset if not plan.subset.name or self._unmoved() else Subset(layout, {})
 
     # --- loading
