@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-metrics bench-files bench-hosts bench-memory faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-memory faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -72,6 +72,9 @@ bench-sizes: env  ## what a push costs by the size of a model and by the number 
 
 bench-waits: env  ## how long a trainer waits in push_async, and what casting costs
 	.venv/bin/python benchmarks/waits.py $(ARGS)
+
+bench-fleet: env  ## what each engine costs a trainer, extrapolated to 1,000 engines
+	.venv/bin/python -m benchmarks.fleet $(ARGS)
 
 bench-metrics: env  ## what it costs to tell of a push in metrics and logs, as a share of the push
 	.venv/bin/python -m benchmarks.metrics $(ARGS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,9 +52,9 @@ class BlocksAdapter(ModelAdapter):
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.model.state_dict().items()))
 
 
-def engine(count: int, nbytes: int) -> ReferenceEngine:
-    """A reference engine with such a model; a context manager."""
-    return ReferenceEngine(f"{count}x{nbytes}", launcher=(sys.executable, "-m", "benchmarks.blocks"))
+def engine(count: int, nbytes: int, python: Sequence[str] = (sys.executable,)) -> ReferenceEngine:
+    """A reference engine with such a model; a context manager. ``python`` is the command that runs Python."""
+    return ReferenceEngine(f"{count}x{nbytes}", launcher=(*python, "-m", "benchmarks.blocks"))
 
 
 class InProcess(ReferenceInProcess):
