@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-memory faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -84,6 +84,9 @@ bench-files: env  ## files of ours that a warm push into SGLang executes: make b
 
 bench-hosts: env  ## pushes between hosts over slow links, beside one TCP stream; as root
 	.venv/bin/python benchmarks/hosts.py $(ARGS)
+
+bench-nodes: env  ## pushes over slow links into one SGLang over two hosts, and the bytes that they take; as root
+	.venv/bin/python -m benchmarks.nodes $(ARGS)
 
 bench-memory: env  ## the memory that a push adds to every process of a trainer of four
 	.venv/bin/python -m benchmarks.memory $(ARGS)

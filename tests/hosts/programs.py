@@ -1,13 +1,22 @@
 """The programs on the simulated hosts, controlled from outside."""
 
+import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
 
+import psutil
+
+from tests.faults.harness import SITE
+from tools import servers
+
 PORT = 8000
+#: Where the ranks of an engine on several hosts find each other.
+STORE = 5000
 START_S = 120.0
 ASK_S = 30.0
 AGAIN_S = 1.0
@@ -76,6 +85,73 @@ class Engine:
         """Kill the process; idempotent."""
         self._process.kill()
         self._process.wait(ASK_S)
+
+
+class Nodes(Engine):
+    """SGLang over several hosts; the first has its front end."""
+
+    start_s = 300.0
+
+    def __init__(self, hosts, folder, work):
+        self._hosts, self._work, self.orders = hosts, work, work / "order"
+        super().__init__(hosts[0], folder)
+
+    def start(self):
+        path = os.pathsep.join([str(SITE), str(servers.ROOT)])
+        common = {**servers.environment_of("sglang", tp=1), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = servers.command_of("sglang", self._folder, len(self._hosts), PORT)
+        several = ("--nnodes", str(len(self._hosts)), "--dist-init-addr", f"{self._hosts[0].address}:{STORE}")
+        self._processes = []
+        for rank, host in enumerate(self._hosts):
+            own = {
+                "SGLANG_CPU_OMP_THREADS_BIND": str(rank),
+                "SGLANG_HOST_IP": host.address,
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "FAULT_FILE": str(self.orders),
+            }
+            with (self._work / f"node-{rank}.log").open("wb") as log:
+                self._processes.append(
+                    host.popen(
+                        *(*command, *several, "--host", host.address, "--node-rank", str(rank)),
+                        environment=common | own,
+                        cwd=self._work,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        self._process = self._processes[0]
+
+    def answer(self, prompt, tokens):
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        reply = self._ask("/generate", input_ids=prompt, sampling_params=sampling, return_logprob=True)
+        pairs = reply["meta_info"]["output_token_logprobs"]
+        return [token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs]
+
+    def order(self, action, rank):
+        """Order a fault in the next load of a rank."""
+        where = {"tensor": 5, "rank": rank}
+        self.orders.write_text(json.dumps({"point": "rank loads", "where": where, "action": action}))
+
+    @contextlib.contextmanager
+    def frozen(self, node):
+        """For the duration of the block, stop the processes of a node."""
+        root = psutil.Process(self._processes[node].pid)
+        stopped = [root, *root.children(recursive=True)]
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in stopped:
+                process.resume()
+
+    def kill(self):
+        for process in self._processes:
+            for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.wait(ASK_S)
 
 
 class Trainer:
