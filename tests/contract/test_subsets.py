@@ -41,6 +41,15 @@ def test_a_rank_gets_and_verifies_the_subset_that_it_needs(harness, bucket_bytes
                 assert torch.equal(bits(narrowed(got, start, shape)), bits(narrowed(want, start, shape)))
 
 
+@pytest.mark.parametrize("buckets", [4, 16])
+def test_a_rank_that_could_be_sent_less_measures_the_link(harness, way, buckets):
+    tensors = [torch.randn(buckets, 1024)]
+    harness.push(tensors, 4096, needs={Peer(A, 0): {0: Box((0, 0), (buckets // 2, 1024))}})
+    measured = {peer: end.bytes_per_s > 0 for peer, end in harness.peers.items()}
+    selective = way.transport == "nixl" and buckets > 4
+    assert measured == {peer: selective and peer != Peer(A, 0) for peer in harness.peers}
+
+
 def test_a_subset_of_another_manifest_is_requested_again(harness):
     for rows in (64, 32, 64, 64):
         tensors = [torch.randn(rows, 2048), torch.randn(7)]

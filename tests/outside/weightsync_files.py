@@ -171,6 +171,8 @@ class Source:
 
 
 class Engine:
+    bytes_per_s = 0.0
+
     def __init__(self, device):
         self._device, self._folder = device, ""
         self._control = EngineControl(remote=True)

@@ -1,5 +1,7 @@
 """The ways in which the ranks of a trainer split a model between them."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +11,29 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests import megatron
 from tests.sharded import placements
 from weightsync import LocalShard
+
+
+class Reused(Mapping):
+    """Makes its values when they are asked for."""
+
+    def __init__(self, shards):
+        self._shards = shards
+        self._memory = torch.zeros(max(shard.tensor.numel() for shard in shards.values()), dtype=torch.bfloat16)
+        self._memory.share_memory_()
+
+    def __getitem__(self, name):
+        shard = self._shards[name]
+        place = self._memory[: shard.tensor.numel()].view(shard.tensor.shape).copy_(shard.tensor)
+        return LocalShard(place, shard.shape, shard.start)
+
+    def __iter__(self):
+        return iter(self._shards)
+
+    def __len__(self):
+        return len(self._shards)
+
+    def state_dict(self):
+        return self._shards
 
 
 class Splits:
@@ -99,6 +124,18 @@ class Splits:
             name: LocalShard(tensor[start:end].clone(), tuple(tensor.shape), (start, *[0] * (tensor.ndim - 1)))
             for name, tensor in state.items()
         }
+
+    def _overlapping(self, _, state, rank):
+        """Eight rows each, of which the next rank has four too, and the last rank the rest."""
+        start, end = 4 * rank, 4 * rank + 8 if rank + 1 < self.size else None
+        return {
+            name: LocalShard(tensor[start:end].clone(), tuple(tensor.shape), (start, *[0] * (tensor.ndim - 1)))
+            for name, tensor in state.items()
+        }
+
+    def _reused(self, _, state, rank):
+        """As `_overlapping`, in a mapping that puts each tensor into one and the same shared memory."""
+        return Reused(self._overlapping(_, state, rank))
 
     def _megatron(self, model, state, rank):
         """Megatron's layout: fused, renamed, and split by groups, rows and columns."""

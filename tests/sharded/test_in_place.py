@@ -43,7 +43,7 @@ def ready(engines, pair, untrained):
 
 
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("how", ["fsdp", "hsdp", "parts", "stages", "half", "swapped"])
+@pytest.mark.parametrize("how", ["fsdp", "hsdp", "parts", "stages", "half", "swapped", "overlapping"])
 def test_what_every_process_holds_is_read_where_it_is(engines, four, expected, changed, how):
     shared(four, engines, how)
     for digest in (expected, changed, expected):
@@ -68,13 +68,13 @@ def test_it_holds_with_every_way_to_verify(engines, pair, expected, changed, opt
 @pytest.mark.parametrize(
     ("how", "options"),
     [
-        *[("columns", {}), ("mesh", {}), ("named", {}), ("masters", {})],
+        *[(how, {}) for how in ("columns", "mesh", "named", "masters", "reused")],
         *[("fsdp", options) for options in ({"bucket_bytes": 8192}, {"keep_previous": True}, {"transport": "nixl"})],
     ],
 )
 def test_what_cannot_be_read_in_place_is_written_into_an_arena(engines, four, expected, how, options):
     assert fine(four.all(f"shard {how}"), 4)
-    if how != "named":
+    if how not in ("named", "reused"):
         assert fine(four.all("share"), 4)
     assert fine(four.build(engines, **options), 4)
     for _ in range(2):
@@ -113,13 +113,14 @@ def test_an_engine_of_an_earlier_release_reads_an_arena(engines, pair, expected)
 
 
 def test_pushes_in_the_background_are_copied(ready, engines, expected, changed):
-    for digest in (expected, expected):  # each changes the weights twice
-        assert {one["read"] for one in ready.all("push_async")} == {"copied"}
-        assert served(engines) == [digest, digest]
-        assert_in_place(ready)
-        assert served(engines) == [digest, digest]
-    ready.all("change")
     assert_in_place(ready)
+    assert served(engines) == [expected, expected]
+    for _ in range(2):  # each changes the weights twice
+        assert {one["read"] for one in ready.all("push_async")} == {"copied"}
+        assert served(engines) == [expected, expected]
+    # From then on all are: a copied push has a load plan of its own.
+    ready.all("change")
+    assert_pushed(ready)
     assert served(engines) == [changed, changed]
 
 

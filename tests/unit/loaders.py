@@ -56,7 +56,7 @@ def scattered(layout, stage):
 def divided(layout, stage, choose):
     """The same bytes, with every tensor cut in several dimensions, and the parts in the memory of two domains.
 
-    ``choose(count)`` returns one of so many numbers.
+    One is an arena; in the other every part has memory of its own. ``choose(count)`` returns one of so many numbers.
     """
     held = [[], []]
     for entry in layout.entries:
@@ -71,7 +71,10 @@ def divided(layout, stage, choose):
         for cell in made.cells(entry.number):
             part = narrowed(entry.view(stage), *cell.box).contiguous().view(-1).view(torch.uint8)
             memories[cell.domain][cell.at : cell.at + part.numel()] = part
-    return Divided(made, [memory if memory.numel() else None for memory in memories])
+    starts = sorted(cell.at for entry in made.entries for cell in made.cells(entry.number) if cell.domain == 1)
+    parts = [memories[1][at:end].clone() for at, end in itertools.pairwise([*starts, made.domain_bytes(1)])]
+    apart = Parts(starts, parts, made.domain_bytes(1), torch.zeros(1)) if parts else None
+    return Divided(made, [memories[0] if memories[0].numel() else None, apart])
 
 
 def plan_for(model, load, checkpoint):

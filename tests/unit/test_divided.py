@@ -1,11 +1,14 @@
 """The stream of several memory domains, where all of their memory is mapped."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.divisions import boxes_of, divisions, filled
+from tests.unit.loaders import Model, divided, plan_for
 from weightsync.errors import TransferFailed
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors import digest
@@ -16,18 +19,25 @@ from weightsync.tensors.scattered import Parts, pieces, spans
 from weightsync.tensors.subset import Subset
 
 
-def mapped(division):
-    """The stream of a division, in one piece, and as the memory of its domains."""
+def mapped(division, apart):
+    """The stream of a division, in one piece, and as the memory of its domains; ``apart``: each part in its own."""
     specs, held = division
     assume(any(held[1:]))
-    layout = DividedLayout(specs, divide(held))
+    separate = tuple(tuple((number, tuple(box)) for number, box in own) for own in held)
+    layout = DividedLayout(specs, separate if apart else divide(held))
     stream, arenas = filled(layout, layout.table)
-    return layout, stream, Divided(layout, [arena if arena.numel() else None for arena in arenas])
+    memories = list(arenas)
+    for domain, arena in enumerate(arenas if apart else ()):
+        cells = [cell for entry in layout.entries for cell in layout.cells(entry.number) if cell.domain == domain]
+        starts = sorted(cell.at for cell in cells)
+        parts = [arena[at:end].clone() for at, end in itertools.pairwise([*starts, arena.numel()])]
+        memories[domain] = Parts(starts, parts, arena.numel(), torch.zeros(1)) if parts else arena
+    return layout, stream, Divided(layout, [memory if memory.numel() else None for memory in memories])
 
 
-@given(divisions(), st.data())
-def test_slices_boxes_and_digests_are_those_of_the_whole_stream(division, data):
-    layout, stream, divided = mapped(division)
+@given(divisions(), st.booleans(), st.data())
+def test_slices_boxes_and_digests_are_those_of_the_whole_stream(division, apart, data):
+    layout, stream, divided = mapped(division, apart)
     assert divided.numel() == stream.numel()
     for entry in layout.entries:
         first = data.draw(st.integers(0, entry.nbytes))
@@ -85,3 +95,26 @@ def test_memory_that_one_process_has_revoked_is_refused():
 def test_bytes_that_no_process_holds_are_refused(first, end):
     with pytest.raises(TransferFailed, match=f"bytes {first} to {end} of the stream do not lie in any rank's memory"):
         one_tensor(torch.zeros(1)).pieces(first, end)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_slice_that_is_no_box_is_copied_and_sampled(place):
+    """A loader whose slices of a tensor are no boxes, of a tensor in two parts and of one in a single part."""
+
+    def every_other(model, weights):
+        for name, tensor in weights:
+            model.get_parameter(name).data.copy_(tensor.view(12, 2)[:, 0])
+
+    checkpoint = {name: torch.randn(4, 6) for name in ("cut", "whole")}
+    model = Model({name: torch.zeros(12) for name in checkpoint})
+    plan, stage = plan_for(model, every_other, checkpoint)
+    numbers = iter([2, 0, 0, 0, 1, 0, 0, 0])  # the first is cut after its second row
+    divided_stage = divided(plan.layout, stage, lambda count: next(numbers, place) % count)
+    plan.replay(divided_stage)
+    for name, tensor in checkpoint.items():
+        assert torch.equal(model.get_parameter(name).data, tensor.view(12, 2)[:, 0])
+    assert plan.differs(divided_stage) == plan.strays(divided_stage) == ""
+    for name in checkpoint:
+        model.get_parameter(name).data.add_(1)
+        assert name in {plan.strays(divided_stage) for _ in range(4)}
+        plan.replay(divided_stage)

@@ -102,11 +102,11 @@ def test_the_cost_decides_how_much_is_read(shape, box, read):
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "read"),
-    [(1.0, Box((0, 0), (8, 512))), (50e6, Box((0, 0), (8, 512))), (200e6, None), (3e9, None)],
+    [(1.0, Box((0, 0), (8, 2048))), (50e6, Box((0, 0), (8, 2048))), (1e9, None), (3e9, None)],
 )
 def test_of_a_slow_link_rows_in_many_pieces_cost_less_than_their_tensor(bytes_per_s, read):
-    (entry,) = Layout([spec_of("a", torch.empty((8, 1024), dtype=torch.int16))]).entries
-    assert widened(entry, Box((0, 0), (8, 512)), run_cost(bytes_per_s)) == read
+    (entry,) = Layout([spec_of("a", torch.empty((8, 4096), dtype=torch.int16))]).entries
+    assert widened(entry, Box((0, 0), (8, 2048)), run_cost(bytes_per_s)) == read
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])

@@ -169,7 +169,7 @@ class Receiver:
         check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep and not request.any_order
-        job = _Job(request, end, self._loading.subset(layout, self._stages.bytes_per_s) if some else Subset(layout, {}))
+        job = _Job(request, end, self._loading.subset(layout, end.bytes_per_s) if some else Subset(layout, {}))
         self._drop_kept(layout if request.keep else None)
         self._before = ("", None, None)
         with self._lock:

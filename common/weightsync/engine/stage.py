@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -60,8 +58,6 @@ class Staged:
         )
 
 
-#: The speed of a link is measured with more buckets than this.
-_FEW: Final = 4
 #: How many stages keep their prepared hashes: two of this rank's own, or two arenas of a sender.
 _PREPARED: Final = 2
 
@@ -95,8 +91,6 @@ class Stages:
 
     rank: int
     device: torch.device
-    bytes_per_s: float = 0.0
-    """The speed at which the last push arrived that was sent in full; 0 before there is one."""
     _own: list[torch.Tensor] = field(default_factory=list)
     #: By stage, see `scattered.key`.
     _prepared: dict[int, _Prepared] = field(default_factory=dict)
@@ -118,9 +112,7 @@ class Stages:
                 self._fill_in_any_order(incoming, layout, own, check)
                 return Staged(request.push, subset, own, owner=request.owner), check.seconds
             prepared = self._prepare(stage, subset, request) if check.algorithm else None
-            arrived = [time.perf_counter()]
             for bucket in incoming.buckets(own):
-                arrived.append(time.perf_counter())
                 if bucket.digest is not None and check.algorithm:
                     check.whole(bucket, stage, request.bucket_bytes)
                 if prepared is not None and not check.is_same(bucket, prepared.buckets[bucket.number]):
@@ -132,8 +124,6 @@ class Stages:
             raise
         if incoming.lingers:
             self._give_up(stage)
-        if own is not None and not subset.name:
-            self.bytes_per_s = _speed(arrived, request.bucket_bytes)
         arena = incoming.arena if own is None else ""
         return Staged(request.push, subset, stage, arena, owner=request.owner), check.seconds
 
@@ -211,15 +201,6 @@ def check_several_hosts(layout: Layout, request: UpdateRequest, transport: str) 
             f"{len(layout.table)} of the trainer's hosts or processes hold this push, which takes a transport in which "
             "each of them sends, tensors in order, and a stage"
         )
-
-
-def _speed(arrived: Sequence[float], bucket_bytes: int) -> float:
-    """The speed of a link over which buckets have arrived at these times, in bytes a second; 0 for too few buckets.
-
-    That of the fastest quarter of them: the others may have waited for the sender to pack them.
-    """
-    gaps = sorted(itertools.starmap(operator.sub, zip(arrived[2:], arrived[1:-1], strict=True)))
-    return bucket_bytes / max(gaps[len(gaps) // 4], 1e-9) if len(gaps) > _FEW else 0.0
 
 
 class _Check:

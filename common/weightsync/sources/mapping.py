@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,11 @@ class MappingSource:
             self.device = _tensor(next(iter(weights.values()))).device
         if type(weights) is dict and fingerprint.are_plain(list(weights.values())):
             self.seen = Remembered(weights, self)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a value is there before and after it is looked up, and looking it up asks no other rank."""
+        return type(self._weights) in (dict, OrderedDict)
 
     def identity(self) -> object | None:
         """See `Source.identity`; None unless the mapping is a plain dictionary of plain tensors."""

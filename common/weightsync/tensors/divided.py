@@ -13,7 +13,7 @@ from weightsync.tensors.boxes import Box, is_within, narrowed, overlap, relative
 from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Entry
 from weightsync.tensors.native_copy import Block
-from weightsync.tensors.scattered import Scattered, Stream
+from weightsync.tensors.scattered import Scattered, Stream, pieces
 from weightsync.tensors.scattered import spans as spans_of
 from weightsync.tensors.subset import place
 
@@ -36,7 +36,7 @@ class Divided(Scattered):
             first, last = there + upto - at, there + min(end - at, nbytes)
             if not at <= upto < at + nbytes:
                 break
-            found.append(self._in(domain)[first:last])
+            found += pieces(self._in(domain), first, last - first)
             upto, number = upto + last - first, number + 1
         if upto < end:
             raise TransferFailed(f"bytes {start} to {end} of the stream do not lie in any rank's memory")
@@ -44,13 +44,18 @@ class Divided(Scattered):
 
     def part(self, entry: Entry, box: Box | None) -> torch.Tensor:
         """A box of a tensor, None for all of it: a view if it lies in one domain, otherwise a copy."""
+        found = self.seen(entry, box)
+        return narrowed(entry.view(self), *(box or whole(entry.spec))) if found is None else found
+
+    def seen(self, entry: Entry, box: Box | None) -> torch.Tensor | None:
+        """As `part`; None if it would be a copy."""
         box = whole(entry.spec) if box is None else box
         for cell in self._layout.cells(entry.number):
             if is_within(box, cell.box):
                 nbytes = math.prod(cell.box.shape) * entry.dtype.itemsize
                 memory = self._in(cell.domain)[cell.at : cell.at + nbytes]
                 return narrowed(memory.view(entry.dtype).view(cell.box.shape), *relative(box, cell.box))
-        return narrowed(entry.view(self), *box)
+        return None
 
     def parts(self, entry: Entry, box: Box) -> list[tuple[Box, torch.Tensor]]:
         """What each domain holds of a box of a tensor, as views."""
@@ -81,8 +86,8 @@ def part(stream: Stream, entry: Entry, box: Box | None) -> torch.Tensor:
 
 
 def block(stream: Stream, entry: Entry, box: Box | None) -> Block | None:
-    """Where a box of a tensor lies in host memory, None for all of it; no block if it is not contiguous."""
+    """Where a box of a tensor lies in host memory, None for all of it; no block if it is not contiguous there."""
     if not isinstance(stream, Divided):
         return place(entry, box, entry.raw(stream).data_ptr())
-    found = stream.part(entry, box)
-    return Block(found.data_ptr(), found.nbytes) if found.is_contiguous() else None
+    found = stream.seen(entry, box)
+    return Block(found.data_ptr(), found.nbytes) if found is not None and found.is_contiguous() else None

@@ -46,7 +46,7 @@ class Scattered(abc.ABC):
 
 
 class Parts(Scattered):
-    """Memory of one process. Each slice has to lie in one part.
+    """Memory of one process.
 
     ``parts`` are 1-D uint8 tensors, at least one; ``starts`` are their offsets in the stream. ``revoked`` is a tensor
     of one element, not zero once the owner of the memory may write there again. ``owner_lives`` tells whether the
@@ -66,13 +66,18 @@ class Parts(Scattered):
         self._owner_lives = owner_lives
 
     def pieces(self, start: int, end: int) -> list[torch.Tensor]:
-        """See `Scattered`. Raises `TransferFailed` unless they lie within one part."""
-        at = bisect.bisect_right(self._starts, start) - 1
-        first = self._starts[at]
-        found = self._parts[at][start - first : end - first]
-        if found.numel() != end - start:
-            raise TransferFailed(f"bytes {start} to {end} of the stream do not lie in one part of memory")
-        return [found]
+        """See `Scattered`."""
+        found, upto, at = [], start, bisect.bisect_right(self._starts, start) - 1
+        while upto < end and 0 <= at < len(self._starts):
+            first = self._starts[at]
+            part = self._parts[at][upto - first : end - first] if first <= upto else self._parts[at][:0]
+            if not part.numel():
+                break  # between two parts
+            found.append(part)
+            upto, at = upto + part.numel(), at + 1
+        if upto < end:
+            raise TransferFailed(f"bytes {start} to {end} of the stream lie in no part of memory")
+        return found
 
     def spans(self) -> list[tuple[int, int]]:
         """See `Scattered`."""

@@ -21,10 +21,11 @@ from weightsync.tensors.layout import ALIGN_BYTES, Entry, Layout, cut_run
 from weightsync.tensors.native_copy import Block
 
 #: Every separate piece of a transfer costs as much time as this many bytes: 2.6 microseconds over shared memory and 6.8
-#: over TCP, by `make bench-transports ARGS=chunks`. Over a link that carries fewer bytes a second it costs fewer.
+#: over TCP, by `make bench-transports ARGS=chunks`. Over a slow link, of so many bytes a second, it costs less. There
+#: are only two costs, because ranks pass on to each other only if they need the same.
 _RUN_COST_BYTES: Final = 16 << 10
-_RUN_COST_S: Final = 6.8e-6
-_LEAST_COST_BYTES: Final = 256
+_SLOW: Final = 200e6
+_SLOW_COST_BYTES: Final = 1 << 10
 
 Found = Mapping[tuple[int, Box | None], int]
 """Digests by (number of the tensor, box of it that was hashed or None for the whole tensor)."""
@@ -127,7 +128,7 @@ class Subset:
 
 def run_cost(bytes_per_s: float) -> int:
     """What a piece of a transfer costs over a link of this speed, in bytes."""
-    return max(_LEAST_COST_BYTES, min(_RUN_COST_BYTES, int(_RUN_COST_S * bytes_per_s)))
+    return _SLOW_COST_BYTES if bytes_per_s < _SLOW else _RUN_COST_BYTES
 
 
 def widened(entry: Entry, box: Box, run_bytes: int = _RUN_COST_BYTES) -> Box | None:

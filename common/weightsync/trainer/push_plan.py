@@ -19,8 +19,6 @@ from weightsync.sources import Source
 from weightsync.sources.base import finish
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.iterator import IteratorSource, Placed
-from weightsync.sources.mapping import MappingSource
-from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
 from weightsync.tensors.domains import layout_of
@@ -32,6 +30,7 @@ from weightsync.trainer.fit import Fit, fit
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.ranks.assignment import Plan
+from weightsync.trainer.ranks.in_place import lasting
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
 
@@ -109,6 +108,8 @@ class Planner:
         self._layout: Layout | None = None
         #: Whether several processes fill the arena.
         self._assembled = False
+        #: Whether the trainer's ranks have pushed in the background, which copies what they hold.
+        self._early = False
         self._chosen: Choice | None = None
         #: The layout of what the last iterator yielded, if that was not everything.
         self._placed = Layout(())
@@ -155,7 +156,11 @@ class Planner:
         if not assembled:
             shared = None if sources else self._share(source, transfer, identity)
         elif self._ranks is not None and split is not None:
-            offer = None if sources or early else self._share_parts(self._ranks, split, source, transfer, deadline)
+            # A copied push and one that is read in place have other layouts, each with a load plan of its own.
+            self._early |= early
+            offer = (
+                None if sources or self._early else self._share_parts(self._ranks, split, source, transfer, deadline)
+            )
             shared, table = offer if offer is not None else (None, self._ranks.divided(split))
         layout = self._layout_of(manifest, assembled, table)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
@@ -275,8 +280,7 @@ class Planner:
         reachable = self._engines.local and all(rank.process_space == here for rank in self._engines.ranks)
         if not reachable or options.keep or options.staging == "none" or options.bucket_bytes is not None:
             return False
-        # Other sources make their tensors while they are read: the first may already cost a gather.
-        return isinstance(source, (MappingSource, ModuleSource))
+        return lasting(source)
 
     def _check_several_hosts(self, choice: Choice) -> None:
         """Raise `UnsupportedOption` if an engine cannot take a push from several hosts."""

@@ -201,6 +201,9 @@ class RankHelper(Protocol):
 class EngineEnd(Protocol):
     """The receiving side of a transport in one rank. It lives as long as the rank and serves one push at a time."""
 
+    bytes_per_s: float
+    """The speed of the link, if a rank is sent only what it needs of the stream, and it was measured; otherwise 0."""
+
     def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """Connect to a sender. Raises `UnsupportedOption` or `TransferFailed`."""
 

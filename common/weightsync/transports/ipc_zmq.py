@@ -127,6 +127,8 @@ class IpcZmqEngineEnd:
     Not thread-safe: `receiver.Receiver` calls it from one thread at a time.
     """
 
+    bytes_per_s = 0.0
+
     def __init__(self, device: torch.device):
         self._control = EngineControl(remote=False)
         self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail

@@ -293,6 +293,11 @@ class LoadPlan:
                 if not _same(_rows(bound.sources[at], turn), _rows(bound.targets[at], turn)):
                     owner = self.memory.owner(bound.targets[at])
                     return owner.name if owner is not None else ""
+            for at in _sample(len(bound.gathered), turn, 1):
+                copy, entry = bound.gathered[at]
+                if not _same(_rows(copy.part(stage, entry), turn), _rows(copy.target, turn)):
+                    owner = self.memory.owner(copy.target)
+                    return owner.name if owner is not None else ""
         return ""
 
     def changed(self, loader_hooks: LoaderHooks, samples: int = 0) -> str:

@@ -47,9 +47,11 @@ class Copy(NamedTuple):
         return raw.as_strided(self.target.shape, self.strides, offset)
 
     def parts(self, stage: Stream, entry: Entry) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Targets, and views of the stage to copy there: one pair, or one for each memory domain that has a part of the
-        slice; None if there are several domains, and the slice is no box."""
+        """Targets, and views of the stage to copy there: one pair, or if several memory domains have parts of the
+        tensor, one for each that has a part of the slice; None if it is no box of the tensor then."""
         if not isinstance(stage, Divided):
+            return [(self.target, self.part(stage, entry))]
+        if stage.seen(entry, None) is not None:
             return [(self.target, self.part(stage, entry))]
         if (cut := self.cut(entry)) is None:
             return None

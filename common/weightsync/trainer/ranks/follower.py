@@ -28,7 +28,7 @@ from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import HashPart, Orders, Work
 from weightsync.trainer.ranks.control import FollowerControl
 from weightsync.trainer.ranks.conversation import GRACE_S, Act, Ranks
-from weightsync.trainer.ranks.in_place import Pieces, tensors_of
+from weightsync.trainer.ranks.in_place import Pieces, lasting, tensors_of
 from weightsync.trainer.ranks.messages import (
     Asked,
     Assist,
@@ -73,6 +73,8 @@ class Follower(Ranks):
         self._pieces: Pieces = ()
         self._to_hash: tuple[HashPart, ...] = ()
         self._shared: SharedParameters | None = None
+        #: Whether that is in this call.
+        self._shares = False
         self._helpers: dict[str, RankHelper] = {}
 
     def _take_part(
@@ -100,6 +102,7 @@ class Follower(Ranks):
             deadline.left(),
             "" if self._session else self._control.address(),
         )
+        self._shares = False
         self._known, known = None, held if held is not None else self._known
         self._control.forget(0)  # the outcome of an earlier call, which came too late
         self._control.send(name, http.to_json(greeting))
@@ -115,6 +118,8 @@ class Follower(Ranks):
                         self._let_go()
                         raise as_exception(message.failure) from failure
                     self._known = known
+                    if not self._shares:
+                        self._revoke()
                     result: _T = msgspec.json.decode(message.result, type=kind)
                     return result
                 if isinstance(message, Welcome):
@@ -191,10 +196,13 @@ class Follower(Ranks):
         self._drop_others(())
         self._filling = None
         self._pieces = message.pieces if message.pieces is not None else self._pieces
-        found = shared_parameters.find(tensors_of(self._source, self._pieces), torch.device("cpu"), self._shared)
+        source, found = self._source, None
+        if lasting(source):
+            found = shared_parameters.find(tensors_of(source, self._pieces), torch.device("cpu"), self._shared)
         if found is None:
             self._revoke()
             return Shared()
+        self._shares = True
         if self._shared is None or not self._shared.holds(self._pieces, found):
             self._revoke()
             self._shared = SharedParameters(self._pieces, found)

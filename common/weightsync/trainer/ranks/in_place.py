@@ -6,6 +6,7 @@ offer holds until its rank revokes it: when the call fails, or when it is asked 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
@@ -17,6 +18,8 @@ from weightsync.memory import shared_parameters
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.handles import SharedParametersHandle
 from weightsync.sources import Source
+from weightsync.sources.mapping import MappingSource
+from weightsync.sources.module import ModuleSource
 from weightsync.tensors.boxes import innermost, is_within, whole
 from weightsync.tensors.layout import Layout, Table
 from weightsync.tensors.scattered import Stream
@@ -51,6 +54,8 @@ class Offers:
         self._offered: dict[int, Shared] = {}
         self._hashing: tuple[Layout | None, frozenset[str], list[tuple[HashPart, ...]]] = (None, frozenset(), [])
         self._told_to_hash: dict[int, tuple[HashPart, ...]] = {}
+        #: The address of rank 0's first tensor, if that is not in shared memory.
+        self._private = 0
 
     def forget(self) -> None:
         """Note that the call failed: every rank has revoked its offer."""
@@ -72,7 +77,7 @@ class Offers:
         if not pieces or not pieces[0]:
             return None
         with assembly.reading():
-            own = shared_parameters.find(tensors_of(source, pieces[0]), _CPU, known)
+            own = self._found(tensors_of(source, pieces[0]), known)
         if own is None:
             return None
         for rank in self._others:
@@ -85,6 +90,16 @@ class Offers:
                 self._offered[rank] = done.shared
         able = all(self._offered[rank].name for rank in self._others if pieces[rank])
         return (own, table) if able else None
+
+    def _found(self, tensors: Iterator[torch.Tensor], known: SharedParameters | None) -> list[torch.Tensor] | None:
+        """See `shared_parameters.find`; in most trainers the first tensor is private, and stays where it is."""
+        first = next(tensors)
+        if first.data_ptr() == self._private:
+            return None
+        found = shared_parameters.find(itertools.chain([first], tensors), _CPU, known)
+        if found is None and shared_parameters.find([first], _CPU) is None:
+            self._private = first.data_ptr()
+        return found
 
     def hashed(
         self, layout: Layout, stream: Stream, algorithm: str, demand: Wanted, deadline: Deadline
@@ -103,6 +118,14 @@ class Offers:
         done += [reply.work for reply in replies.values() if reply.work is not None]
         found = {(tensor, box): value for work in done for tensor, box, value in work.digests}
         return found, Work((), 0, 0.0, max(work.digest_s for work in done))
+
+
+def lasting(source: Source) -> bool:
+    """Whether this kind of source has its tensors before and after they are read, and reads them without other ranks.
+
+    Others make them while they are read: they may use one memory for all, or need every rank for each.
+    """
+    return isinstance(source, ModuleSource) or (isinstance(source, MappingSource) and source.lasts)
 
 
 def tensors_of(source: Source, pieces: Pieces) -> Iterator[torch.Tensor]:

@@ -30,6 +30,8 @@ from weightsync.transports.nccl.messages import InitNcclGroup
 class NcclEngineEnd:
     """Engine end of one rank, see `base.EngineEnd`. ``device`` is where it receives the bytes."""
 
+    bytes_per_s = 0.0
+
     def __init__(self, device: torch.device):
         self._device = device
         self._control = EngineControl(remote=True)

@@ -30,6 +30,7 @@ class NixlEngineEnd:
         self._agent: Agent | None = None
         self._link: Link | None = None
         self._incoming: NixlIncoming | None = None
+        self.bytes_per_s = 0.0
 
     def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """See `base.EngineEnd`."""
@@ -61,6 +62,8 @@ class NixlEngineEnd:
 
     def confirm(self, push: str, verify_s: float) -> None:
         """See `base.EngineEnd`; before the stage is used or written again, no transfer may be under way."""
+        if self._incoming is not None:
+            self.bytes_per_s = self._incoming.bytes_per_s or self.bytes_per_s
         if self._link is not None and self._incoming is not None and self._incoming.lingers:
             self._end()  # the trainer sends its handshake again
         self._control.confirm(push, verify_s)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -20,6 +22,9 @@ from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import IN_FLIGHT, SPIN_S, Transfers, translated
 from weightsync.transports.nixl.messages import NixlHandle
 from weightsync.transports.nixl.passing import Passing
+
+#: The speed of a link is measured by at least so many gaps between the arrivals of buckets.
+_GAPS: Final = 5
 
 
 class Way(Protocol):
@@ -62,6 +67,15 @@ class Link(Protocol):
         """What this rank passes on of a push."""
 
 
+def speed(arrived: Sequence[float], bucket_bytes: int) -> float:
+    """The speed of a link over which buckets have arrived at these times, in bytes a second; 0 for too few buckets.
+
+    That of the fastest quarter of them: the others may have waited for the sender to pack them.
+    """
+    gaps = sorted(itertools.starmap(operator.sub, zip(arrived[1:], arrived[:-1], strict=True)))
+    return bucket_bytes / max(gaps[len(gaps) // 4], 1e-9) if len(gaps) >= _GAPS else 0.0
+
+
 class NixlIncoming:
     """See `base.Incoming`.
 
@@ -77,6 +91,8 @@ class NixlIncoming:
         self._layout = subset.layout
         self.arena = arena
         self._announced: list[BucketReady] = []
+        #: When each bucket was found to have arrived.
+        self._arrived: list[float] = []
         self._reads: list[Transfers] = []
         #: The buckets of which each host has written what this rank needs, by the host's agent.
         self._written: dict[str, set[int]] = {}
@@ -104,6 +120,7 @@ class NixlIncoming:
                     posted += 1
                 self._drive()
                 self._receive(0.0 if posted > number or self._written else LOOK_UP_S)
+            self._arrived.append(time.perf_counter())
             # Of several hosts none knows what the others have sent, and of what is not read NIXL notifies nobody.
             if self._layout.table or (self._reads and not self._reads[0].moves(number)):
                 self._session.taken(number)
@@ -113,6 +130,11 @@ class NixlIncoming:
                 self._pass_on(number, count)
             elif self._written and number + slots < count:
                 self._session.send(WriteWindow(self._request.push, slots, number + 1 + slots))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The speed of the link, if this rank was sent everything; 0 if it is unknown."""
+        return speed(self._arrived, self._request.bucket_bytes) if not self._subset.name else 0.0
 
     def _pass_on(self, bucket: int, count: int) -> None:
         """Pass on a bucket that is verified; if it is the last, until all who get it from this rank have everything."""
