@@ -1,4 +1,4 @@
-"""Three simulated hosts: a trainer on one and engines on all of them."""
+"""Simulated hosts: a trainer on one, engines on three, and one more."""
 
 import contextlib
 import subprocess
@@ -16,7 +16,7 @@ from weightsync.transports.nixl import agents
 def network():
     with contextlib.ExitStack() as made:
         try:
-            network = Network("trainer", "a", "b")
+            network = Network("trainer", "a", "b", "c")
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             if why := refusal(error):
                 pytest.skip(f"needs network namespaces, run the tests as root: {why}")
@@ -30,8 +30,8 @@ def engines(network, model_folder):
     """The engines, by the name of their host."""
     with contextlib.ExitStack() as running:
         engines = {}
-        for name, host in network.hosts.items():
-            engines[name] = Engine(host, model_folder("llama", 0))
+        for name in ("trainer", "a", "b"):
+            engines[name] = Engine(network.hosts[name], model_folder("llama", 0))
             running.callback(engines[name].kill)
         for engine in engines.values():
             engine.wait()

@@ -17,6 +17,7 @@ from weightsync.tensors import digest, native_copy
 from weightsync.tensors.any_order import Arrival
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.divided import block, part
+from weightsync.tensors.domains import digested
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Hashes
 from weightsync.tensors.scattered import Scattered, Stream, key
@@ -215,6 +216,7 @@ class _Check:
                 "both sides"
             )
         self.seconds = 0.0
+        self._digested: list[list[tuple[int, int]]] = []
 
     def is_same(self, bucket: Bucket, hashes: Hashes | None) -> bool:
         """Whether a bucket has the announced digests; False also if there are no prepared ``hashes``."""
@@ -227,7 +229,8 @@ class _Check:
         """Verify what this rank needs of a bucket, which it is to pass on. Raises `DigestMismatch`."""
         start = time.perf_counter()
         assert isinstance(stage, torch.Tensor), "what is passed on lies in a stage of this rank"
-        runs = self._subset.cut(bucket_bytes)[bucket.number]
+        self._digested = self._digested or digested(self._subset, bucket_bytes)
+        runs = self._digested[bucket.number]
         if digest.digest_runs(self.algorithm, stage, runs) != bucket.digest:
             raise DigestMismatch(
                 f"rank {self._rank}: bucket {bucket.number} is not what the trainer held (its digest differs)"

@@ -19,6 +19,8 @@ ANY_ORDER_MINOR: Final = 3
 SEVERAL_HOSTS_MINOR: Final = 5
 #: The minor version from which they can read in place what several trainer processes hold.
 SHARED_SHARDS_MINOR: Final = 6
+#: The minor version from which they pass on buckets of which several hosts hold parts.
+PASS_ON_PARTS_MINOR: Final = 6
 #: In place of a handle: the other side has it already, or does not need one.
 NO_HANDLE: Final = msgspec.Raw(b"\xc0")
 

@@ -106,9 +106,13 @@ def hashed(algorithm: str, tensor: torch.Tensor) -> Hasher:
 
 
 def digest_runs(algorithm: str, memory: torch.Tensor, runs: Sequence[tuple[int, int]]) -> int:
-    """Digest of several runs of ``memory`` (1-D uint8), pairs of offset and bytes: of their digests, if not of one."""
-    found = [digest_bytes(algorithm, memory[at : at + nbytes]) for at, nbytes in runs]
-    return found[0] if len(found) == 1 else xxhash.xxh3_64_intdigest(array.array("Q", found).tobytes())
+    """Digest of several runs of ``memory`` (1-D uint8), pairs of offset and bytes."""
+    return joined([digest_bytes(algorithm, memory[at : at + nbytes]) for at, nbytes in runs])
+
+
+def joined(digests: Sequence[int]) -> int:
+    """Digest of several runs, given the digest of each."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_64_intdigest(array.array("Q", digests).tobytes())
 
 
 def digest_bytes(algorithm: str, raw: torch.Tensor) -> int:

@@ -165,6 +165,16 @@ def _common(runs: Sequence[Run], wanted: Sequence[tuple[int, int]]) -> Iterator[
             yield Run(start, run.there + start - run.at, end - start)
 
 
+def digested(subset: Subset, bucket_bytes: int) -> list[list[tuple[int, int]]]:
+    """What each bucket's own digest is of, see `digest.digest_runs`: the runs that a rank needs of it, in order, cut
+    where the part of a domain ends."""
+    layout = subset.layout
+    if not isinstance(layout, DividedLayout):
+        return subset.cut(bucket_bytes)
+    by_domain = [layout.needed(domain, subset, bucket_bytes) for domain in range(len(layout.table))]
+    return [sorted((at, nbytes) for runs in those for at, _, nbytes in runs) for those in zip(*by_domain, strict=True)]
+
+
 def layout_of(manifest: Sequence[TensorSpec], table: Table) -> Layout:
     """The layout of a push whose bytes lie in the domains of ``table``; it is empty if they lie in one."""
     return DividedLayout(manifest, table) if table else Layout(manifest)

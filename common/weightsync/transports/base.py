@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import WeightSyncError
+from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
 from weightsync.protocol.diagnosis import Finding
@@ -181,14 +181,21 @@ class PeerRanks(Protocol):
         """``error``, extended with the state of every rank whose process is not running."""
 
 
+def wanted(interrupted: Callable[[], bool]) -> None:
+    """For a `RankHelper` to which rank 0 says nothing before it has replied: raise `TransferFailed` if it has."""
+    if interrupted():
+        raise TransferFailed("the push was cancelled")
+
+
 class RankHelper(Protocol):
     """A transport's code in a trainer rank other than rank 0."""
 
-    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> bytes | None:
+    def help(self, body: bytes, stream: torch.Tensor | None, interrupted: Callable[[], bool]) -> bytes | None:
         """Serve one message of rank 0's `TrainerEnd`, and return the reply, JSON, if there is one.
 
-        ``stream`` is the memory that was filled last, or is to be filled next (1-D uint8). ``check`` raises once rank 0
-        no longer waits for this rank. Raises `WeightSyncError`.
+        ``stream`` is the memory that was filled last, or is to be filled next (1-D uint8). ``interrupted`` says whether
+        rank 0 has sent its next message, which it does while it waits for a reply only if it has more to say or calls
+        the push off; it raises if rank 0 has ended. Raises `WeightSyncError`.
         """
 
     def forget(self) -> None:

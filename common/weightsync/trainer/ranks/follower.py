@@ -129,7 +129,7 @@ class Follower(Ranks):
                 else:
                     last = f"{nonce}/up/{number}"
                     after = f"{nonce}/down/{number + 1}"
-                    done, failure = self._attempt(message, reading, lambda: self._still_wanted(after))  # noqa: B023 - called here
+                    done, failure = self._attempt(message, reading, lambda: self._interrupted(after))  # noqa: B023 - called here
                     done = msgspec.structs.replace(done, left_s=deadline.left())
                     self._control.send(last, http.to_json(done))
                 number += 1
@@ -140,27 +140,28 @@ class Follower(Ranks):
                 error.weights = "unknown"  # only rank 0 knows
             raise
 
-    def _still_wanted(self, after: str) -> None:
-        """Raise if rank 0 has sent its next message, or if its process has ended."""
+    def _interrupted(self, after: str) -> bool:
+        """See `base.RankHelper.help`."""
         if self._control.is_here(0, after):
-            raise TransferFailed("the push was cancelled")
+            return True
         if self._control.ended(0):
             raise TransferFailed(f"{self._control.describe([0])}: it was to finish the push")
+        return False
 
     def _attempt(
         self,
         message: Asked,
         reading: Reading,
-        check: Callable[[], None],
+        interrupted: Callable[[], bool],
     ) -> tuple[WorkDone, Exception | None]:
         try:
-            return self._done(message, reading, check), None
+            return self._done(message, reading, interrupted), None
         except Exception as error:
             return WorkDone(failure=remote_error_of(error)), error
 
-    def _done(self, message: Asked, reading: Reading, check: Callable[[], None]) -> WorkDone:
+    def _done(self, message: Asked, reading: Reading, interrupted: Callable[[], bool]) -> WorkDone:
         if isinstance(message, Assist):
-            return WorkDone(body=msgspec.Raw(self._help(message, check) or b"null"))
+            return WorkDone(body=msgspec.Raw(self._help(message, interrupted) or b"null"))
         if isinstance(message, Provide):
             return WorkDone(handle=self._provide(message))
         if isinstance(message, Share):
@@ -173,7 +174,7 @@ class Follower(Ranks):
             return WorkDone()
         return WorkDone(reading.run(lambda: self._work(message)))
 
-    def _help(self, message: Assist, check: Callable[[], None]) -> bytes | None:
+    def _help(self, message: Assist, interrupted: Callable[[], bool]) -> bytes | None:
         if message.transport not in self._helpers:
             make = registry.spec(message.transport).rank_helper
             if make is None:
@@ -182,7 +183,7 @@ class Follower(Ranks):
         stream = self._filling[0] if self._filling is not None else None
         assert not isinstance(stream, Scattered), "nothing helps a push that is read in place"
         try:
-            return self._helpers[message.transport].help(bytes(message.body), stream, check)
+            return self._helpers[message.transport].help(bytes(message.body), stream, interrupted)
         except (RuntimeError, OSError) as error:
             raise TransferFailed(f"it could not help {message.transport}: {error}") from error
 

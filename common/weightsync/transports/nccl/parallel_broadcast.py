@@ -20,6 +20,7 @@ from weightsync.errors import TransferFailed
 from weightsync.protocol.http import Message
 from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
+from weightsync.transports.base import wanted
 from weightsync.transports.control.sockets import LOOK_UP_S, local_address
 from weightsync.transports.nccl.groups import FAILED, JOINED, MADE, Group, Joining, await_keys
 from weightsync.transports.nccl.messages import InitNcclGroup
@@ -117,7 +118,7 @@ class BroadcastHelper:
         self._rank = rank
         self._joining: Joining | None = None
 
-    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
+    def help(self, body: bytes, stream: torch.Tensor | None, interrupted: Callable[[], bool]) -> None:
         """Join this rank's group, or broadcast its buckets. Raises `TransferFailed` or `PushTimeout`."""
         message: Make | Send = msgspec.json.decode(body, type=Make | Send)
         if isinstance(message, Make):
@@ -127,7 +128,7 @@ class BroadcastHelper:
             self._joining = Joining(init, 0, here)
             try:
                 while not self._joining.done.wait(LOOK_UP_S):
-                    check()
+                    wanted(interrupted)
                     # The joining thread blocks in the store if the store's process is frozen.
                     deadline.check(f"the group {init.group_name} to be made")
                 self._joining.wait(deadline, self._joining.cancelled)
@@ -141,12 +142,12 @@ class BroadcastHelper:
             raise TransferFailed(f"trainer rank {self._rank} was asked to broadcast without a group or a filled stream")
         works: deque[Any] = deque()
         try:
-            self._send(message, stream, check, works)
+            self._send(message, stream, interrupted, works)
         except BaseException:
             self.close(works)  # a group with an unfinished broadcast cannot be used again
             raise
 
-    def _send(self, message: Send, stream: torch.Tensor, check: Callable[[], None], works: deque[Any]) -> None:
+    def _send(self, message: Send, stream: torch.Tensor, interrupted: Callable[[], bool], works: deque[Any]) -> None:
         assert self._joining is not None
         deadline = Deadline(message.timeout_s)
         group = self._joining.wait(deadline, self._joining.cancelled)
@@ -158,7 +159,7 @@ class BroadcastHelper:
                 deadline.check(f"bucket {number} to be broadcast by trainer rank {self._rank}")
                 if time.monotonic() - checked > LOOK_UP_S:
                     checked = time.monotonic()
-                    check()
+                    wanted(interrupted)
                 time.sleep(LOOK_S)
             try:
                 works.popleft().wait()

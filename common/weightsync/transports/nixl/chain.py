@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 from weightsync.protocol.control import PassOn, Supplied
 from weightsync.protocol.http import UpdateRequest
-from weightsync.tensors import digest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
@@ -20,8 +17,8 @@ from weightsync.transports.nixl.suppliers import Change, Suppliers, chains
 class Chain:
     """``hosts`` are those of the ranks that the trainer can write to, and that can pass buckets on.
 
-    ``agents`` are the ranks' agents. ``memory`` is the arena, and ``write`` has the trainer write to a rank, from a
-    bucket on. Without members every rank is written to by the trainer.
+    ``agents`` are the ranks' agents. ``hashed`` has the digest of every bucket, by the name of a subset, and ``write``
+    has the trainer write to a rank, from a bucket on. Without members every rank is written to by the trainer.
     """
 
     def __init__(
@@ -29,17 +26,17 @@ class Chain:
         session: PushSession,
         plan: UpdateRequest,
         layout: Layout,
-        memory: torch.Tensor,
+        hashed: Callable[[Mapping[str, Subset]], Callable[[int], Mapping[str, int]]],
         hosts: Mapping[Peer, str],
         agents: Mapping[Peer, str],
         write: Callable[[Peer, int], None],
     ):
-        self._session, self._plan, self._layout, self._memory = session, plan, layout, memory
+        self._session, self._plan, self._layout, self._hashed = session, plan, layout, hashed
         self._hosts, self._agents, self._write = hosts, agents, write
         self._buckets = layout.buckets(plan.bucket_bytes)
         self._suppliers: Suppliers | None = None
-        #: What the members need, by name.
-        self._subsets: dict[str, Subset] = {}
+        #: The digests of a bucket of what the members need, by name.
+        self._digests: Callable[[int], Mapping[str, int]] = lambda bucket: {}
         self._announced = -1
         #: The engines of ranks into whose memory, or out of which, something may be written after the push.
         self.lingering: set[str] = set()
@@ -47,20 +44,26 @@ class Chain:
     def form(self) -> None:
         """Decide who supplies whom, and tell them. Raises `TransferFailed` or `PushTimeout`."""
         session, plan, hosts = self._session, self._plan, self._hosts
-        if plan.stream or plan.any_order or self._layout.table or len(hosts) < 2:
+        if plan.stream or plan.any_order or len(hosts) < 2:
             return
         session.wait(lambda: hosts.keys() - session.windows.keys(), "the ranks to offer memory to write to")
-        staged = [peer for peer in hosts if session.windows[peer].slots >= self._buckets]
+        staged = [peer for peer in hosts if session.windows[peer].slots >= self._buckets and self._is_written(peer)]
         found = chains(((session.needs[peer].name, hosts[peer], peer) for peer in staged), self._buckets)
         if not found:
             return
         whole = plan.slots * plan.bucket_bytes >= self._layout.nbytes
         self._suppliers = Suppliers(found, whole, time.monotonic())
-        self._subsets = {session.needs[peer].name: session.needs[peer] for peer in self._suppliers.of}
+        if plan.digest:
+            self._digests = self._hashed({session.needs[peer].name: session.needs[peer] for peer in found})
         for peer, supplier in found.items():
             self._tell(Change(peer, None, supplier))
         for peer in self._suppliers.supplied_by(None):
             session.tell(peer, Supplied(plan.push))
+
+    def _is_written(self, peer: Peer) -> bool:
+        """Whether a rank reads nothing by itself."""
+        holding = {domain for domain in range(len(self._layout.table)) if self._layout.domain_bytes(domain)}
+        return holding <= set(self._session.windows[peer].domains)
 
     def _tell(self, change: Change) -> None:
         session, push = self._session, self._plan.push
@@ -87,19 +90,10 @@ class Chain:
         """Whether a rank itself tells when it has a bucket."""
         return self._suppliers is not None and peer in self._suppliers.of
 
-    def announced(self, bucket: int) -> dict[str, int]:
-        """The digests of a bucket, which lies in the arena, by the name of a subset."""
+    def announced(self, bucket: int) -> Mapping[str, int]:
+        """The digests of a bucket, which is filled, by the name of a subset."""
         self._announced = bucket
-        if not self._plan.digest:
-            return {}
-        size, slots = self._plan.bucket_bytes, self._plan.slots
-        moved = (bucket % slots - bucket) * size
-        return {
-            name: digest.digest_runs(
-                self._plan.digest, self._memory, [(at + moved, nbytes) for at, nbytes in subset.cut(size)[bucket]]
-            )
-            for name, subset in self._subsets.items()
-        }
+        return self._digests(bucket)
 
     def watch(self) -> None:
         """Give ranks that are stuck, or that a stuck one supplies, another supplier. Raises `TransferFailed`."""

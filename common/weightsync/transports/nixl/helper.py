@@ -13,10 +13,12 @@ from weightsync.errors import TransferFailed
 from weightsync.protocol import control
 from weightsync.protocol.control import BucketDone
 from weightsync.protocol.http import to_json
+from weightsync.tensors.digest import digest_bytes
 from weightsync.tensors.domains import Run
+from weightsync.transports.base import wanted
 from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S
-from weightsync.transports.nixl.messages import Expose, Exposed, Meet, Serve, ToHelper
+from weightsync.transports.nixl.messages import Digest, Digested, Expose, Exposed, Meet, Serve, ToHelper
 from weightsync.transports.nixl.sending import SendingHost, unpacked_runs
 from weightsync.transports.nixl.writing import Writing
 
@@ -30,8 +32,10 @@ class NixlHelper:
         self._host: SendingHost | None = None
         #: What engine ranks need of this host, by name, see `Serve`.
         self._runs: dict[str, list[list[Run]]] = {}
+        #: What is under way, after rank 0 has interrupted it: WRITEs, and READs that are still to come, by agent.
+        self._serving: tuple[Writing, dict[str, int]] | None = None
 
-    def help(self, body: bytes, stream: torch.Tensor | None, check: Callable[[], None]) -> bytes | None:
+    def help(self, body: bytes, stream: torch.Tensor | None, interrupted: Callable[[], bool]) -> bytes | None:
         """See `base.RankHelper`."""
         message: ToHelper = msgspec.json.decode(body, type=ToHelper)
         if isinstance(message, Expose):
@@ -39,9 +43,15 @@ class NixlHelper:
         if self._host is None:
             raise TransferFailed(f"trainer rank {self._rank} has no NIXL agent any more; push again")
         if isinstance(message, Meet):
-            self._host.meet(message.agents, Deadline(message.timeout_s), check)
-        else:
-            self._serve(self._host, message, stream, check)
+            self._host.meet(message.agents, Deadline(message.timeout_s), lambda: wanted(interrupted))
+            return None
+        if stream is None:
+            raise TransferFailed(f"trainer rank {self._rank} was asked to send without an arena")
+        for name, packed in message.runs.items():
+            self._runs[name] = unpacked_runs(packed, message.bucket_bytes, message.buckets)
+        if isinstance(message, Digest):
+            return to_json(Digested({name: self._hashed(message.algorithm, name, stream) for name in message.names}))
+        self._serve(self._host, message, stream, interrupted)
         return None
 
     def _expose(self, stream: torch.Tensor | None) -> Exposed:
@@ -52,20 +62,26 @@ class NixlHelper:
         self._host.register(stream)
         return Exposed(self._host.described, self._host.handle(stream))
 
-    def _serve(self, host: SendingHost, message: Serve, stream: torch.Tensor | None, check: Callable[[], None]) -> None:
-        """Write to the ranks that have asked for it, and let the others read, until all have what they need."""
-        if stream is None:
-            raise TransferFailed(f"trainer rank {self._rank} was asked to send without an arena")
-        wanted = {name for *_, name in message.writes}
-        for name, packed in message.runs.items():
-            self._runs[name] = unpacked_runs(packed, message.bucket_bytes, message.buckets)
-        self._runs = {name: runs for name, runs in self._runs.items() if name in wanted}
-        writing, left = Writing(message.push, message.buckets), dict(message.reads)
+    def _hashed(self, algorithm: str, name: str, stream: torch.Tensor) -> list[list[int]]:
+        """The digest of each run of each bucket."""
+        return [
+            [digest_bytes(algorithm, stream[run.there :][: run.nbytes]) for run in runs] for runs in self._runs[name]
+        ]
+
+    def _serve(self, host: SendingHost, message: Serve, stream: torch.Tensor, interrupted: Callable[[], bool]) -> None:
+        """Write to the ranks that have asked for it, and let the others read, until all have what they need.
+
+        Returns before that if rank 0 has more to say.
+        """
+        if message.first is None or self._serving is None:
+            self._serving = Writing(message.push, message.buckets), dict(message.reads)
+            self._runs = {name: self._runs[name] for name in {name for *_, name in message.writes} & self._runs.keys()}
+        writing, left = self._serving
         for agent, handle, name in message.writes:
             runs, peer = self._runs[name], host.peers[agent]
             depends_on = name, message.bucket_bytes
             made = host.writer.transfers(handle, stream, lambda: runs, depends_on, peer)  # noqa: B023 - called here
-            writing.add(peer, made, message.buckets)
+            writing.add(peer, made, message.buckets, message.first or 0)
         deadline, checked = Deadline(message.timeout_s), time.monotonic()
         while True:
             busy = writing.drive()
@@ -78,7 +94,8 @@ class NixlHelper:
             deadline.check(f"{', '.join(sorted(map(str, late)))} to get what trainer rank {self._rank} sends")
             if time.monotonic() - checked > LOOK_UP_S:
                 checked = time.monotonic()
-                check()
+                if interrupted():
+                    return
             time.sleep(0 if busy else SPIN_S)
 
     def _count_reads(self, host: SendingHost, push: str, left: dict[str, int]) -> None:
@@ -100,4 +117,4 @@ class NixlHelper:
         """End the agent; idempotent."""
         if self._host is not None:
             self._host.end()
-            self._host = None
+            self._host = self._serving = None

@@ -122,7 +122,8 @@ class NixlIncoming:
                 self._receive(0.0 if posted > number or self._written else LOOK_UP_S)
             self._arrived.append(time.perf_counter())
             # Of several hosts none knows what the others have sent, and of what is not read NIXL notifies nobody.
-            if self._layout.table or (self._reads and not self._reads[0].moves(number)):
+            elsewhere = self._layout.table or (self._reads and not self._reads[0].moves(number))
+            if elsewhere and not self._chained:
                 self._session.taken(number)
             yield self._bucket(number, memory, slots)
             if self._chained:
@@ -158,7 +159,7 @@ class NixlIncoming:
                 continue
             with self._session.explained():
                 self._reads.append(self._link.reads(domain, self.arena, self._request, self._subset, stage))
-        if domains and stage is not None and not self._layout.table:
+        if domains and stage is not None and not self._reads:
             self._passing = self._link.passing(self._request, self._subset, memory)
         if domains or self._layout.table:
             window = control.raw_handle(self._link.opened(memory)) if domains else control.NO_HANDLE

@@ -84,12 +84,30 @@ class Meet(Message, frozen=True, tag="meet"):
     timeout_s: float
 
 
+class Digest(Message, frozen=True, tag="digest"):
+    """rank 0 -> rank: hash each run of what ranks need of the ``buckets``, by the names of the runs; ``runs`` as in
+    `Serve`."""
+
+    algorithm: str
+    bucket_bytes: int
+    buckets: int
+    names: tuple[str, ...]
+    runs: dict[str, bytes]
+
+
+class Digested(Message, frozen=True):
+    """rank -> 0: the digest of each run of each bucket, by the name of the runs."""
+
+    runs: dict[str, list[list[int]]]
+
+
 class Serve(Message, frozen=True, tag="serve"):
     """rank 0 -> rank: every bucket of ``push`` is filled; move what you hold of them within ``timeout_s``.
 
     ``writes`` are the ranks to write to: agent, handle, and the name of the runs that the rank needs. ``reads`` are the
     agents that read, and how many READs each will make. ``runs`` has the runs that this rank was not told before, by
-    name, see `sending.packed_runs`.
+    name, see `sending.packed_runs`. With ``first``, these ranks are written to besides those that this rank was told
+    before, from that bucket on.
     """
 
     push: str
@@ -99,6 +117,7 @@ class Serve(Message, frozen=True, tag="serve"):
     reads: dict[str, int]
     runs: dict[str, bytes]
     timeout_s: float
+    first: int | None = None
 
 
-ToHelper = Expose | Meet | Serve
+ToHelper = Expose | Meet | Digest | Serve

@@ -14,7 +14,17 @@ from weightsync.tensors.subset import Subset
 from weightsync.transports.base import PeerRanks
 from weightsync.transports.control.trainer import blaming
 from weightsync.transports.nixl.findings import NAME
-from weightsync.transports.nixl.messages import EngineAgent, Expose, Exposed, Meet, NixlHandle, Serve, ToHelper
+from weightsync.transports.nixl.messages import (
+    Digest,
+    Digested,
+    EngineAgent,
+    Expose,
+    Exposed,
+    Meet,
+    NixlHandle,
+    Serve,
+    ToHelper,
+)
 from weightsync.transports.nixl.sending import packed_runs
 
 
@@ -25,6 +35,11 @@ class Receiver(NamedTuple):
     needs: Subset
     handle: NixlHandle | None
     written_by: Sequence[int]
+
+
+def _name(layout: DividedLayout, needs: Subset, bucket_bytes: int) -> str:
+    """The name of the runs of a subset, see `messages.Serve`."""
+    return f"{layout.name} {needs.name} {bucket_bytes}"
 
 
 class Others:
@@ -56,29 +71,61 @@ class Others:
         """Have them connect to engine ranks; `finished` waits for it."""
         self._ask(dict.fromkeys(self._ranks, Meet(tuple(ranks), deadline.left())))
 
+    def digests(
+        self, plan: UpdateRequest, layout: DividedLayout, subsets: Mapping[str, Subset], deadline: Deadline
+    ) -> dict[int, dict[str, list[list[int]]]]:
+        """By domain, and by the name of a subset, the digest of each run of each bucket."""
+        size, asked = plan.bucket_bytes, dict[int, ToHelper]()
+        names = {name: _name(layout, subset, size) for name, subset in subsets.items()}
+        for domain, rank in self._holding(layout):
+            new = self._unknown(rank, domain, layout, subsets, size)
+            asked[rank] = Digest(plan.digest, size, layout.buckets(size), tuple(names.values()), new)
+        self._ask(asked)
+        replies, found = self.finished("to hash its part of every bucket", deadline), {}
+        for domain, rank in self._holding(layout):
+            hashed = http.from_json(replies[rank], Digested).runs
+            found[domain] = {name: hashed[known] for name, known in names.items()}
+        return found
+
     def serve(
-        self, plan: UpdateRequest, layout: DividedLayout, receivers: Sequence[Receiver], deadline: Deadline
+        self,
+        plan: UpdateRequest,
+        layout: DividedLayout,
+        receivers: Sequence[Receiver],
+        deadline: Deadline,
+        first: int | None = None,
     ) -> None:
-        """Have each host send what it holds; `finished` waits for it."""
+        """Have each host send what it holds, from bucket ``first`` on to others than before; `finished` waits for
+        that."""
         size, messages = plan.bucket_bytes, dict[int, ToHelper]()
         subsets = {one.needs.name: one.needs for one in receivers}
-        for domain, rank in enumerate(self._ranks, 1):
-            if not layout.domain_bytes(domain):
-                continue
-            runs = {name: layout.needed(domain, subset, size) for name, subset in subsets.items()}
-            names = {name: f"{layout.name} {name} {size}" for name in subsets}
-            writes, reads = [], {}
+        for domain, rank in self._holding(layout):
+            writes, reads, written = [], {}, dict[str, Subset]()
             for one in receivers:
                 if domain in one.written_by and one.handle is not None:
-                    writes.append((one.agent, one.handle, names[one.needs.name]))
+                    writes.append((one.agent, one.handle, _name(layout, one.needs, size)))
+                    written[one.needs.name] = one.needs
                 else:
-                    reads[one.agent] = sum(map(bool, runs[one.needs.name]))
-            used, known = {name for *_, name in writes}, self._known.get(rank, set())
-            new = {names[name]: packed_runs(own) for name, own in runs.items() if names[name] in used - known}
-            self._known[rank] = used
+                    reads[one.agent] = sum(map(bool, layout.needed(domain, subsets[one.needs.name], size)))
+            new = self._unknown(rank, domain, layout, written, size)
+            if first is None:
+                self._known[rank] = {name for *_, name in writes}
             count = layout.buckets(size)
-            messages[rank] = Serve(plan.push, size, count, tuple(writes), reads, new, deadline.left())
+            messages[rank] = Serve(plan.push, size, count, tuple(writes), reads, new, deadline.left(), first)
         self._ask(messages)
+
+    def _holding(self, layout: DividedLayout) -> list[tuple[int, int]]:
+        """The domains that hold a part of the stream, and the rank of each."""
+        return [(domain, rank) for domain, rank in enumerate(self._ranks, 1) if layout.domain_bytes(domain)]
+
+    def _unknown(
+        self, rank: int, domain: int, layout: DividedLayout, subsets: Mapping[str, Subset], size: int
+    ) -> dict[str, bytes]:
+        """The runs of these subsets that a rank does not know, by name; from now on it knows them."""
+        named, known = {_name(layout, one, size): one for one in subsets.values()}, self._known.setdefault(rank, set())
+        new = {name: packed_runs(layout.needed(domain, one, size)) for name, one in named.items() if name not in known}
+        known |= new.keys()
+        return new
 
     def _ask(self, messages: Mapping[int, ToHelper]) -> None:
         if self._helpers is not None and messages:

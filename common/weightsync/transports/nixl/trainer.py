@@ -18,6 +18,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, http
 from weightsync.protocol.control import BucketDone, Offer, WriteWindow
 from weightsync.protocol.http import Handshake, UpdateRequest
+from weightsync.tensors import digest
 from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Digests, Subset
@@ -54,6 +55,8 @@ class NixlTrainerEnd:
         #: The hosts of engines, and the ranks that can pass on what is written to them.
         self._hosts: dict[str, str] = {}
         self._passing: set[Peer] = set()
+        #: The engines that cannot pass on buckets of which several hosts hold parts.
+        self._earlier: set[str] = set()
         self._background: Background | None = None
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
@@ -67,6 +70,8 @@ class NixlTrainerEnd:
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
             self._hosts[url] = hello.host
+            if hello.protocol < (http.PROTOCOL[0], control.PASS_ON_PARTS_MINOR):
+                self._earlier.add(url)
             if self._known.get(url) != (hello.instance, self._offered):
                 self._known.pop(url, None)
                 handshakes[url] = RegisterNixl(
@@ -107,7 +112,8 @@ class NixlTrainerEnd:
             self.host.register(stream)
         session = PushSession(self._control, plan.push, layout, peers, deadline)
         self._stop()
-        hosts = {peer: self._hosts[peer.engine] for peer in peers & self._passing}
+        passing = {peer for peer in peers & self._passing if not (layout.table and peer.engine in self._earlier)}
+        hosts = {peer: self._hosts[peer.engine] for peer in passing}
         sending = NixlSending(self.host, self._others, self.disconnect, session, plan, layout, memory, hosts)
         self._background = sending.background
         return sending
@@ -167,7 +173,7 @@ class NixlSending:
         self.background = Background(self._writing, host.agent)
         self._handle = control.raw_handle(host.handle(self._memory))
         self._agents = {peer: agent for agent, peer in host.peers.items()}
-        self._chain = Chain(session, plan, layout, self._memory, hosts, self._agents, self._write_to)
+        self._chain = Chain(session, plan, layout, self._digests, hosts, self._agents, self._supply)
 
     def await_ranks(self) -> None:
         """See `base.Sending`."""
@@ -270,9 +276,9 @@ class NixlSending:
 
     def _begin(self) -> None:
         session = self._session
+        self._chain.form()
         if isinstance(self._layout, DividedLayout):
             self._serve(self._layout)
-        self._chain.form()
         self._formed = True
 
         def watch() -> None:
@@ -285,16 +291,49 @@ class NixlSending:
         """Have the trainer's other hosts send what they hold, once every rank has said how it gets that."""
         session, others = self._session, self._others
         session.wait(lambda: session.peers - session.windows.keys(), "the ranks to say who is to write to them")
-        receivers = [
-            Receiver(
-                self._agents[peer],
-                session.needs[peer],
-                self._window(peer, window) if window.domains else None,
-                window.domains,
-            )
-            for peer, window in session.windows.items()
-        ]
-        others.serve(self._plan, layout, receivers, session.deadline)
+        direct = [self._receiver(peer) for peer in session.windows if self._chain.is_direct(peer)]
+        others.serve(self._plan, layout, direct, session.deadline)
+
+    def _receiver(self, peer: Peer) -> Receiver:
+        window, needs = self._session.windows[peer], self._session.needs[peer]
+        handle = self._window(peer, window) if window.domains else None
+        return Receiver(self._agents[peer], needs, handle, window.domains)
+
+    def _supply(self, peer: Peer, first: int) -> None:
+        """Have a rank written to that another one supplied, from a bucket on."""
+        if 0 in self._session.windows[peer].domains:
+            self._write_to(peer, first)
+        if isinstance(self._layout, DividedLayout):
+            self._others.serve(self._plan, self._layout, [self._receiver(peer)], self._session.deadline, first)
+
+    def _digests(self, subsets: Mapping[str, Subset]) -> Callable[[int], Mapping[str, int]]:
+        """A function that has the digests of a bucket that is filled, by the name of a subset."""
+        plan, memory, layout, size = self._plan, self._memory, self._layout, self._plan.bucket_bytes
+        if not isinstance(layout, DividedLayout):
+
+            def own(bucket: int) -> dict[str, int]:
+                moved = (bucket % plan.slots - bucket) * size
+                cut = {
+                    name: [(at + moved, nbytes) for at, nbytes in one.cut(size)[bucket]]
+                    for name, one in subsets.items()
+                }
+                return {name: digest.digest_runs(plan.digest, memory, runs) for name, runs in cut.items()}
+
+            return own
+        others = self._others.digests(plan, layout, subsets, self._session.deadline)
+
+        def all_hosts(bucket: int) -> dict[str, int]:
+            found = {}
+            for name, subset in subsets.items():
+                mine = layout.needed(0, subset, size)[bucket]
+                pairs = [(run.at, digest.digest_bytes(plan.digest, memory[run.there :][: run.nbytes])) for run in mine]
+                for domain, hashed in others.items():
+                    runs = layout.needed(domain, subset, size)[bucket]
+                    pairs += [(run.at, value) for run, value in zip(runs, hashed[name][bucket], strict=True)]
+                found[name] = digest.joined([value for _, value in sorted(pairs)])
+            return found
+
+        return all_hosts
 
     def finish(self) -> float:
         """See `base.Sending`."""

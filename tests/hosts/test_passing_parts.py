@@ -1,0 +1,124 @@
+"""A trainer on two hosts, and engines on two others: these pass on what they get of both."""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from tests.hosts.programs import Engine, served
+from tests.hosts.test_sharded import LIMIT_S
+from tests.sharded.conftest import Trainer
+from tests.sharded.test_push import assert_pushed, fine
+from tools import models
+from weightsync.tensors.layout import digest_of
+from weightsync.transports.nixl import agents
+
+pytestmark = pytest.mark.skipif(not agents.available(), reason="needs nixl: pip install 'weightsync[nixl]'")
+
+
+@pytest.fixture(scope="module")
+def changed(model_folder):
+    """The digest of model 1 after one change."""
+    state = models.load_reference(model_folder("llama", 1)).state_dict()
+    return digest_of((name, tensor.neg()) for name, tensor in state.items())
+
+
+@pytest.fixture(scope="module")
+def others(network, engines, model_folder):
+    """Two engines on hosts where the trainer is not."""
+    engine = Engine(network.hosts["c"], model_folder("llama", 0))
+    with contextlib.ExitStack() as running:
+        running.callback(engine.kill)
+        engine.wait()
+        yield engines["b"], engine
+
+
+@pytest.fixture(scope="module")
+def started(network, model_folder):
+    hosts = [network.hosts[name] for name in ("trainer", "a")]
+
+    def popen(rank, *command, **how):
+        return hosts[rank].popen(*command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
+
+    trainer = Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
+    yield trainer
+    trainer.stop()
+
+
+@pytest.fixture
+def ranks(started, others):
+    """Return a function that builds the senders of the ranks."""
+
+    def build(**options):
+        assert fine(started.all("shard fsdp"))
+        assert fine(
+            started.build([engine.url for engine in others], transport="nixl", **{"timeout_s": 60.0, **options})
+        )
+        return started
+
+    yield build
+    assert fine(started.all("close"))
+
+
+def sent(network):
+    return [network.hosts[name].sent() for name in ("trainer", "a", "b", "c")]
+
+
+def assert_one_copy(network, ranks, others, wants):
+    """Push several times, and assert that the trainer's hosts sent one copy between them, and one engine another.
+
+    An engine that gets no turn for seconds is taken for stuck, and the trainer sends to the other: not always.
+    """
+    counted = []
+    for want in wants:
+        before = sent(network)
+        nbytes = sum(assert_pushed(ranks))
+        counted.append([now - then for now, then in zip(sent(network), before, strict=True)])
+        assert [served(engine) for engine in others] == [want] * 2
+        ranks.all("change")
+    first, second, *engines = min(counted)
+    assert nbytes < first + second < 1.5 * nbytes, (nbytes, counted)
+    assert min(first, second) > 0.3 * nbytes, (nbytes, counted)
+    assert sum(nbytes < bytes_ for bytes_ in engines) == 1, (nbytes, counted)
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "off"}, {"bucket_bytes": 8192}])
+def test_the_trainers_links_carry_one_copy_between_them(network, ranks, others, digest, changed, options):
+    assert_one_copy(network, ranks(**options), others, [digest(1), changed] * 2)
+
+
+def test_a_way_between_engines_that_is_cut_costs_nobody_the_push(network, ranks, others, digest, changed):
+    trainer = ranks()
+    assert all(assert_pushed(trainer))
+    with network.apart("b", "c"):
+        for want in (changed, digest(1)):
+            trainer.all("change")
+            assert all(assert_pushed(trainer))
+            assert [served(engine) for engine in others] == [want] * 2
+    trainer.all("change")
+    assert_one_copy(network, trainer, others, [changed, digest(1)] * 2)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_that_freezes_is_the_only_one_that_is_named(ranks, others, digest, changed, number):
+    trainer = ranks(timeout_s=2 * LIMIT_S)
+    assert all(assert_pushed(trainer))
+    trainer.all("change")
+    frozen, other = others[number], others[1 - number]
+    trainer.tell("stall 0", 0)  # it goes on, once the engine is frozen
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        trainer.tell("push", 1)
+        for said in trainer.hear():
+            assert said["error"] in ("PushTimeout", "TransferFailed", "EngineUnreachable"), said
+            assert frozen.url in said["message"]
+            assert other.url not in said["message"]
+        assert served(other) == digest(1)
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    end = time.monotonic() + 60
+    while (said := trainer.all("push"))[0].get("error"):
+        assert time.monotonic() < end, said
+    assert [served(engine) for engine in others] == [changed] * 2
