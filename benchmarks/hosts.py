@@ -71,6 +71,7 @@ CASES = (
     Case(2, 2, "nixl", 1),
     Case(4, 2, "nccl", 1),
     Case(4, 2, "nixl", 1),
+    Case(2, 8, "nixl", 1),
 )
 
 
@@ -171,14 +172,14 @@ def link(sender: Host, receiver: Host, nbytes: int) -> float:
         return float(process.communicate(timeout=LIMIT_S)[0])
 
 
-def measure(rounds: int) -> report.Record:
-    """Measure every case."""
+def measure(rounds: int, cases: Sequence[Case]) -> report.Record:
+    """Measure every one of these cases."""
     folder = model_folder()
     state = models.load_reference(folder).state_dict()
     nbytes = sum(tensor.nbytes for tensor in state.values())
     digests = [digest_of((name, tensor.neg() if odd else tensor) for name, tensor in state.items()) for odd in (0, 1)]
     names = [f"t{number}" for number in range(4)], [f"e{number}" for number in range(8)]
-    found: dict[str, Any] = {str(case): {"seconds": [], "link": [], "right": True} for case in CASES}
+    found: dict[str, Any] = {str(case): {"seconds": [], "link": [], "right": True} for case in cases}
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(contextlib.closing(Network(*names[0], *names[1])))
         trainers, others = ([network.hosts[name] for name in those] for those in names)
@@ -192,7 +193,7 @@ def measure(rounds: int) -> report.Record:
         receiver = stack.enter_context(others[0].popen(*command, stdout=subprocess.PIPE, text=True))
         stack.callback(receiver.kill)
         receiver.stdout.readline()
-        for case in CASES:
+        for case in cases:
             said, urls = found[str(case)], [engine.url for engine in engines[: case.engines]]
             with running(trainers[: case.trainers], folder, case.transport, urls) as lines:
                 pushed(lines)
@@ -218,6 +219,7 @@ def main() -> int:
     """Run the benchmark; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
+    parser.add_argument("--transport", choices=("nccl", "nixl"), help="both by default")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--send", nargs=2, help=argparse.SUPPRESS)
@@ -233,8 +235,9 @@ def main() -> int:
     head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "torch": torch.__version__}
     print(f"links of {MBIT} Mbit/s, {args.rounds} rounds; {report.machine(head)}")
     print(f"{'':34}{'limit':>7} {'seconds':>8} {'':16}{'share of the limit':>6}", flush=True)
-    record = {**head, **measure(args.rounds)}
-    path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name="hosts")
+    record = {**head, **measure(args.rounds, [case for case in CASES if args.transport in (None, case.transport)])}
+    name = f"hosts-{args.transport}" if args.transport else "hosts"
+    path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name=name)
     print(f"raw samples: {path.relative_to(ROOT)}")
     return 0 if all(said["right"] for said in record["cases"].values()) else 1
 

@@ -23,7 +23,7 @@ _MIN_BUCKET_BYTES: Final = 16 << 20
 #: The number of buckets of an arena that holds everything: ranks read and verify one while the next is packed. Engines
 #: on other hosts pass buckets on to each other, and the last of them waits for one bucket from each.
 _PARTS: Final = 16
-_FAR_PARTS: Final = 64
+_FAR_PARTS: Final = 128
 _MIN_PART_BYTES, _MAX_PART_BYTES = 64 << 10, 64 << 20
 
 
