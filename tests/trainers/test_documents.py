@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.documents import TRAINERS, shown
+from tests.documents import TRAINERS, blocks, shown
 from tests.trainers.documents import KINDS, NEED_PACKAGES
 from tests.trainers.running import PACKAGES, check, pushes
 from tools import servers
@@ -13,7 +13,9 @@ PARALLEL = {"Megatron-Core, tensor parallel", "Megatron-Core, pipeline parallel"
 
 
 def test_every_block_of_the_page_runs_here():
-    assert shown(TRAINERS).keys() == KINDS.keys() | NEED_PACKAGES.keys() | PARALLEL
+    found = shown(TRAINERS)
+    assert found.keys() == KINDS.keys() | NEED_PACKAGES.keys() | PARALLEL
+    assert len(found) == len(blocks(TRAINERS))
 
 
 def test_every_block_of_the_page_has_at_most_fifteen_lines():
