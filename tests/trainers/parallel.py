@@ -52,7 +52,7 @@ def build(theirs, pre_process, post_process):
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
     norms = theirs.model_type.startswith("qwen3")
     config = TransformerConfig(
@@ -119,7 +119,9 @@ class Split:
     """How this rank's parameters and the checkpoint's tensors correspond, worked out apart from the product's table."""
 
     def __init__(self, model, theirs):
-        self.tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        own, experts = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+        self.tp = own, parallel_state.get_tensor_model_parallel_world_size()
+        self.expert_tp = experts, parallel_state.get_expert_tensor_parallel_world_size()
         local = (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = parallel_state.get_expert_model_parallel_rank() * local
         self.model, self.theirs = model, theirs
@@ -139,7 +141,7 @@ class Split:
 
     def of(self, state, name):
         """What this rank holds, by Megatron's name, of a checkpoint."""
-        rank, size = (0, 1) if "local_experts" in name else self.tp
+        rank, size = self.expert_tp if "local_experts" in name else self.tp
         if "linear_qkv" in name:
             prefix = same(name).removesuffix("self_attention.linear_qkv.weight") + "self_attn."
             three = [state[f"{prefix}{one}_proj.weight"] for one in "qkv"]
