@@ -13,6 +13,8 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
 )
+#: The one whose blocks `tests.trainers` runs, some with packages that other tests do without.
+TRAINERS = "docs/trainers.md"
 #: Documents of which only the links are checked.
 OTHERS = ("THREATS.md", "CHANGELOG.md")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,6 +47,17 @@ def blocks(document):
         f"{document}: a fence of another kind"
     )
     assert not re.search(r"\n\n {4,}\S", _FENCE.sub("", page)), f"{document}: an indented block; give it a fence"
+    return found
+
+
+def shown(document):
+    """The text of the one block of Python below each heading of the second level."""
+    found = {}
+    for section in re.split(r"^## ", read(document), flags=re.MULTILINE)[1:]:
+        heading = section.partition("\n")[0]
+        texts = [text for kind, text in _FENCE.findall(section) if kind == "python"]
+        assert len(texts) == 1, f"{document}: {heading} has {len(texts)} blocks of Python"
+        found[heading] = texts[0]
     return found
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.trainers.trainer import served
 from weightsync import Sender
 from weightsync.errors import SourceError
 from weightsync.integrations import megatron
@@ -39,8 +40,8 @@ TIED = ("embedding", "output_layer")
 TOKENS = torch.arange(LENGTH)[None]
 
 
-def build(theirs, tp, pp, ep):
-    """A model of the shape that transformers' configuration gives."""
+def build(theirs, pre_process, post_process):
+    """What this rank holds of a model of the shape that transformers' configuration gives."""
     moe = theirs.model_type == "qwen3_moe"
     experts = {}
     if moe:
@@ -50,8 +51,8 @@ def build(theirs, tp, pp, ep):
             "moe_ffn_hidden_size": theirs.moe_intermediate_size,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
-            "expert_model_parallel_size": ep,
-            "expert_tensor_parallel_size": 1,
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
     norms = theirs.model_type.startswith("qwen3")
     config = TransformerConfig(
@@ -62,8 +63,8 @@ def build(theirs, tp, pp, ep):
         kv_channels=theirs.head_dim,
         ffn_hidden_size=theirs.intermediate_size,
         layernorm_epsilon=theirs.rms_norm_eps,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
         normalization="RMSNorm",
         qk_layernorm=norms,
@@ -89,8 +90,8 @@ def build(theirs, tp, pp, ep):
         spec,
         vocab_size=theirs.vocab_size + PADDING,
         max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=pre_process,
+        post_process=post_process,
         share_embeddings_and_output_weights=theirs.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=theirs.rope_parameters["rope_theta"],
@@ -118,7 +119,9 @@ class Split:
     """How this rank's parameters and the checkpoint's tensors correspond, worked out apart from the product's table."""
 
     def __init__(self, model, theirs):
-        self.tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        own, experts = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+        self.tp = own, parallel_state.get_tensor_model_parallel_world_size()
+        self.expert_tp = experts, parallel_state.get_expert_tensor_parallel_world_size()
         local = (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = parallel_state.get_expert_model_parallel_rank() * local
         self.model, self.theirs = model, theirs
@@ -138,7 +141,7 @@ class Split:
 
     def of(self, state, name):
         """What this rank holds, by Megatron's name, of a checkpoint."""
-        rank, size = (0, 1) if "local_experts" in name else self.tp
+        rank, size = self.expert_tp if "local_experts" in name else self.tp
         if "linear_qkv" in name:
             prefix = same(name).removesuffix("self_attention.linear_qkv.weight") + "self_attn."
             three = [state[f"{prefix}{one}_proj.weight"] for one in "qkv"]
@@ -174,23 +177,31 @@ class Split:
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(like.items(), flat, strict=True)}
 
 
-def forward(model, pp):
+def loaded(theirs, checkpoint, pre_process=True, post_process=True):
+    """What this rank holds of the model in the checkpoint."""
+    model = build(theirs, pre_process, post_process)
+    model.eval()  # in training it refuses experts with tensor parallelism and without sequence parallelism
+    Split(model, theirs).load({name: tensor.float() for name, tensor in checkpoint.items()})
+    return model
+
+
+def forward(model):
     """The logits, in the last stage of the pipeline; elsewhere what it passes on."""
     mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
     received = None
-    if pp > 1 and not parallel_state.is_pipeline_first_stage():
+    if not parallel_state.is_pipeline_first_stage():
         received = torch.empty(LENGTH, 1, model.config.hidden_size)
         dist.recv(received, 0)
         model.set_input_tensor(received.requires_grad_())
     out = model(TOKENS, TOKENS, mask)
-    if pp > 1 and parallel_state.is_pipeline_first_stage():
+    if not parallel_state.is_pipeline_last_stage():
         dist.send(out.detach(), 1)
     return out, received
 
 
-def step(model, pp):
+def step(model):
     """One step of stochastic gradient descent through Megatron's own forward and backward passes."""
-    out, received = forward(model, pp)
+    out, received = forward(model)
     if parallel_state.is_pipeline_last_stage():
         out.float().square().mean().backward()
         if received is not None:
@@ -200,15 +211,25 @@ def step(model, pp):
         dist.recv(gradient, 1)
         out.backward(gradient)
     group = parallel_state.get_tensor_model_parallel_group()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # As Megatron's optimizer reduces what ranks have computed from their own heads, or in their own stages.
             if "_layernorm.weight" in name and "self_attention" in name:
                 dist.all_reduce(parameter.grad, group=group)
-            elif pp > 1 and model.share_embeddings_and_output_weights and name.split(".")[0] in TIED:
+            elif stages > 1 and model.share_embeddings_and_output_weights and name.split(".")[0] in TIED:
                 dist.all_reduce(parameter.grad)
             if parameter.grad is not None:
                 parameter.sub_(0.5 * parameter.grad)
+    model.zero_grad()
+
+
+def compared(url, state, alone):
+    """The digests of what is served and of ``state``, which this process alone pushes in whole to learn the second."""
+    with Sender([url], group=alone) as sender:
+        found = served(sender)
+        sender.push(state)
+        return found, served(sender)
 
 
 def main():
@@ -217,26 +238,20 @@ def main():
     alone = dist.new_group([0])
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
     theirs, checkpoint = AutoConfig.from_pretrained(folder), load_file(Path(folder) / "model.safetensors")
-    model = build(theirs, tp, pp, ep)
-    model.eval()  # in training it refuses experts with tensor parallelism and without sequence parallelism
+    stages = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = loaded(theirs, checkpoint, *stages)
     split = Split(model, theirs)
-    split.load({name: tensor.float() for name, tensor in checkpoint.items()})
     refused(model)
-    told = {"apart": apart(model, folder, tp, pp), "seen": []}
+    told = {"apart": apart(model, folder), "seen": []}
     for _ in range(2):
         state = split.gathered(checkpoint)
         with Sender([url]) as sender:
             sender.push(megatron.weights([model], vocabulary=theirs.vocab_size))
-            (rank,) = sender.status(digest=True)[url].ranks
-        want = None
         if dist.get_rank() == 0:
-            with Sender([url], group=alone) as sender:
-                sender.push(state)
-                want = sender.status(digest=True)[url].ranks[0].digest
-        told["seen"].append((rank.digest, want))
+            told["seen"].append(compared(url, state, alone))
         told.setdefault("loaded", all(torch.equal(state[name], tensor) for name, tensor in checkpoint.items()))
         dist.barrier()
-        step(model, pp)
+        step(model)
     if dist.get_rank() == 0:
         print(json.dumps(told), flush=True)
     dist.destroy_process_group()
@@ -263,9 +278,9 @@ def said(model):
 
 
 @torch.no_grad()
-def apart(model, folder, tp, pp):
+def apart(model, folder):
     """The largest difference between Megatron's logits and transformers', in every rank."""
-    out, _ = forward(model, pp)
+    out, _ = forward(model)
     found = torch.zeros(1)
     if parallel_state.is_pipeline_last_stage():
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits

@@ -1,56 +1,16 @@
 """Models that real frameworks wrap and shard, in two processes: what is served is what the framework says they hold."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.trainers.running import LAUNCHER, PACKAGES, check, pushes, run
 from tests.trainers.trainer import ADAPTED, KINDS, NEED_PACKAGES
-from tools import models, servers, versions
+from tools import models, servers
 from weightsync import Sender
-from weightsync.testing import ReferenceEngine
-
-PATIENCE_S = 600
-LAUNCHER = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-PACKAGES = versions.folder("trainers", versions.TRAINERS)
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as started:
-        yield started
-
-
-def pushes(folder, url, kinds, packages=None):
-    """What the trainer saw, by kind."""
-    return {
-        kind: seen
-        for line in run(*LAUNCHER, "tests.trainers.trainer", str(folder), url, *kinds, packages=packages)
-        for kind, seen in line.items()
-    }
-
-
-def run(*command, packages=None):
-    """Run ``python -m COMMAND``; the lines of JSON that it prints."""
-    path = os.pathsep.join(filter(None, (str(servers.ROOT), packages and str(packages))))
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=servers.ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 @pytest.fixture(scope="module")
 def seen(engine, model_folder):
-    return pushes(model_folder("llama", 1), engine.url, KINDS)
+    return pushes("trainer", model_folder("llama", 1), engine.url, KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +20,7 @@ def test_what_torch_wraps_and_shards_is_pushed(seen, kind):
 
 @pytest.mark.frameworks
 def test_what_other_packages_wrap_and_shard_is_pushed(engine, model_folder):
-    seen = pushes(model_folder("llama", 1), engine.url, NEED_PACKAGES | ADAPTED, PACKAGES)
+    seen = pushes("trainer", model_folder("llama", 1), engine.url, NEED_PACKAGES | ADAPTED, PACKAGES)
     for kind in NEED_PACKAGES | ADAPTED:
         check(seen[kind])
 
@@ -73,7 +33,7 @@ def test_the_engines_hold_what_a_plain_model_would_give_them(kind, model_folder)
         with Sender([started.url]) as sender:
             sender.push(models.load_reference(trained))
             (rank,) = sender.status(digest=True)[started.url].ranks
-        seen = pushes(trained, started.url, KINDS | NEED_PACKAGES, PACKAGES)
+        seen = pushes("trainer", trained, started.url, KINDS | NEED_PACKAGES, PACKAGES)
         assert servers.greedy(started, list(b"count 7: "), 4)
     assert {name: found[0][0] for name, found in seen.items()} == dict.fromkeys(KINDS | NEED_PACKAGES, rank.digest)
     assert all(found[1][0] != rank.digest for found in seen.values())
@@ -112,10 +72,3 @@ def test_models_of_megatron_core_are_pushed_in_parts(engine, kind, model_folder)
             assert said["apart"] < 1e-3, split
             check(said["seen"])
             assert servers.greedy(started, list(b"count 7: "), 4)
-
-
-def check(found):
-    (before, was), (after, now) = found
-    assert before == was
-    assert after == now
-    assert before != after, "the step has changed the model"

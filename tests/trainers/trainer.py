@@ -105,21 +105,8 @@ def fsdp1_whole(folder):
 
 
 class DeepSpeed(Trained):
-    def __init__(self, folder, stage):
-        import deepspeed
-
-        self.stage, model = stage, load(folder)
-        self.model, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": stage},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            },
-        )
-        self.inner = self.model.module
+    def __init__(self, model, inner):
+        self.model, self.inner = model, inner
 
     def step(self):
         self.model.backward(self.loss())
@@ -129,15 +116,32 @@ class DeepSpeed(Trained):
         import deepspeed
 
         gathered = deepspeed.zero.GatheredParameters(list(self.inner.parameters()))
-        return gathered if self.stage == 3 else contextlib.nullcontext()
+        return gathered if self.model.zero_optimization_stage() == 3 else contextlib.nullcontext()
+
+
+def zero(folder, stage):
+    import deepspeed
+
+    model = load(folder)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        },
+    )
+    return DeepSpeed(engine, model)
 
 
 def zero2(folder):
-    return DeepSpeed(folder, 2)
+    return zero(folder, 2)
 
 
 def zero3(folder):
-    return DeepSpeed(folder, 3)
+    return zero(folder, 3)
 
 
 def accelerate(folder):
@@ -148,36 +152,50 @@ def accelerate(folder):
 
 
 class Adapted(Trained):
-    """LoRA of linear layers and of the embedding, and the norm trained in full."""
-
-    def __init__(self, folder, **options):
-        import peft
-
-        torch.manual_seed(0)
-        config = peft.LoraConfig(
-            target_modules=["q_proj", "down_proj", "embed_tokens"], modules_to_save=["norm"], **options
-        )
-        super().__init__(peft.get_peft_model(load(folder, torch.bfloat16), config), None)
-
     def state(self):
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         merged = copy.deepcopy(self.model).merge_and_unload()
         after = self.model.state_dict()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
-        return dict(merged.state_dict())
+        return {name: of(value) for name, value in merged.state_dict().items()}
+
+
+def adapted(folder, **options):
+    """LoRA of linear layers and of the embedding, and the norm trained in full."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "down_proj", "embed_tokens"], modules_to_save=["norm"], **options
+    )
+    model = load(folder, torch.bfloat16)
+    return Adapted(peft.get_peft_model(model, config), model)
 
 
 def peft(folder):
-    return Adapted(folder, init_lora_weights=False)
+    return adapted(folder, init_lora_weights=False)
 
 
 def dora(folder):
-    return Adapted(folder, use_dora=True)
+    return adapted(folder, use_dora=True)
 
 
 KINDS = {kind.__name__: kind for kind in (ddp, compiled, fsdp2, fsdp1, fsdp1_flat, fsdp1_grads, fsdp1_whole)}
 NEED_PACKAGES = {kind.__name__: kind for kind in (zero2, zero3, accelerate)}
 ADAPTED = {kind.__name__: kind for kind in (peft, dora)}
+
+
+def served(sender):
+    """The digest of what the sender's only engine serves."""
+    (reply,) = sender.status(digest=True).values()
+    (rank,) = reply.ranks
+    return rank.digest
+
+
+def compared(sender, trained, order):
+    """The digests of what is served and of what the framework itself says that the model's state is."""
+    state = trained.state()
+    return served(sender), digest_of((name, state[name]) for name in order)
 
 
 def main():
@@ -189,9 +207,7 @@ def main():
         with Sender([url]) as sender:
             for _ in range(2):
                 sender.push(trained.model)
-                (rank,) = sender.status(digest=True)[url].ranks
-                state = trained.state()
-                seen.append((rank.digest, digest_of((name, state[name]) for name in order)))
+                seen.append(compared(sender, trained, order))
                 trained.step()
         if dist.get_rank() == 0:
             print(json.dumps({kind: seen}), flush=True)
