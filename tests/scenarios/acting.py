@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 from hypothesis.stateful import RuleBasedStateMachine
 
 from tests.scenarios import truth
-from tests.scenarios.drawn import PLAIN
+from tests.scenarios.drawn import PLAIN, End
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
 from tests.scenarios.truth import Lag, NotPushable, OpenResources, Truth, Violation, held
 from tests.scenarios.weights import CONTENTS
@@ -167,27 +168,29 @@ class Acting(RuleBasedStateMachine):
         options: dict[str, Any],
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
-        end: Fault | None,
+        end: End | None,
     ) -> None:
         """A push by other processes."""
         pusher.start(self.world.weights, self.world.shared)
         engines, label, before = self.engines(numbers), self.label(holds), dict(self.truth.seen)
         self.truth.forget(engines)
         if end is not None:
-            pusher.order(end)
-        options = self.timed(options)
+            pusher.ranks[end.rank].order(end.fault)
+        options, size = self.timed(options), len(pusher.ranks)
         limit_s = 2 * options["timeout_s"] + CLOSE_S + OTHERS_S
+        if (end is not None and end.fault.action == "stop") or any(what == "freeze pusher" for what, _ in meanwhile):
+            limit_s += CLOSE_S + OTHERS_S  # it ends after the others
 
-        def act() -> list[dict]:
-            urls = [engine.url for engine in engines]
-            return pusher.push(limit_s + PATIENCE_S, urls=urls, content=content, options=options, label=label)
+        def act() -> dict[int, dict]:
+            order = {"urls": [engine.url for engine in engines], "content": content}
+            return pusher.push(limit_s + PATIENCE_S, options=options, label=label, **order)
 
-        def others(_: Meanwhile) -> None:
-            pusher.children[-1].kill()
+        def others(one: Meanwhile) -> None:
+            pusher.children[one[1] % size].send(signal.SIGKILL if one[0] == "kill pusher" else signal.SIGSTOP)
 
         some = [faults[engine.number] for engine in engines]
         said = self.play.call(
-            f"push by {len(pusher.children)}",
+            f"push by {size}",
             limit_s,
             act,
             engines=engines,
@@ -195,10 +198,16 @@ class Acting(RuleBasedStateMachine):
             meanwhile=meanwhile,
             others=others,
         ).result
-        pusher.cancel()
-        if len(said) == len(pusher.children):
-            self.truth.told(said[0]["engines"], label, before, f"{label} of another process: {said[0]['message']}")
-        else:
+        pusher.go_on()  # one may have been frozen as late as when its push had ended
+        if end is not None:
+            if pusher.ranks[end.rank].happened():
+                self.tally.outcomes[f"{end.fault.point}: {end.fault.action}"] += 1
+            pusher.ranks[end.rank].cancel()
+        for rank in range(size):
+            one = said.get(rank, {"error": "ended", "message": "", "engines": {}})
+            self.tally.outcomes[f"rank {rank} of {size}: {one['error'] or 'ok'}"] += 1
+            self.truth.told(one["engines"], label, before, f"{label} of rank {rank} of {size}: {one['message']}")
+        if len(said) < size:
             pusher.kill()
 
     def truth_of_shared(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -60,18 +61,50 @@ kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
 beside_others = st.lists(
     st.tuples(st.sampled_from(["kill pusher", "release", "abort", "kill engine"]), number), max_size=2
 )
-#: What kills a trainer in another process, or its last rank.
-ends = st.one_of(
-    st.none(),
-    st.sampled_from(
-        [
-            Fault("trainer packs", "kill", (("number", 0),)),
-            Fault("trainer asks", "kill", (("route", "commit"),)),
-            Fault("trainer was answered", "kill", (("route", "commit"),)),
-            Fault("trainer was answered", "kill", (("route", "open"),)),
-        ]
+#: The same for a trainer of several ranks.
+beside_ranks = st.lists(
+    st.tuples(
+        st.sampled_from(["kill pusher", "freeze pusher", "release", "abort", "kill engine"]),
+        number,
     ),
+    max_size=2,
 )
+_IN_RANK_0 = (
+    ("trainer packs", (("number", 0),)),
+    ("trainer asks", (("route", "commit"),)),
+    ("trainer was answered", (("route", "commit"),)),
+    ("trainer was answered", (("route", "open"),)),
+)
+_UNDER_WAY = ("bytes are under way", ())
+#: Another rank is asked for at most so many things, from when it builds its sender until the push has ended.
+_ASKED = 6
+_IN_OTHERS = (
+    *((point, (("number", n),)) for n in range(_ASKED) for point in ("trainer rank begins", "trainer rank has done")),
+    _UNDER_WAY,
+)
+
+
+class End(NamedTuple):
+    """What kills or stops one rank of a trainer in other processes."""
+
+    rank: int
+    fault: Fault
+
+
+def _ends(ranks: st.SearchStrategy[int], places: Sequence[Any], actions: Sequence[str]) -> st.SearchStrategy[End]:
+    faults = [Fault(point, action, where) for point, where in places for action in actions]
+    return st.builds(End, ranks, st.sampled_from(faults))
+
+
+def ends_of(size: int) -> st.SearchStrategy[End | None]:
+    """What kills or stops a rank of a trainer of ``size``, if anything does."""
+    actions = ["kill", "stop"]
+    others = _ends(st.integers(1, size - 1), _IN_OTHERS, actions)
+    return st.one_of(st.none(), _ends(st.just(0), (*_IN_RANK_0, _UNDER_WAY), actions), others)
+
+
+#: What kills a trainer in one other process.
+ends = st.one_of(st.none(), _ends(st.just(0), _IN_RANK_0, ["kill"]))
 
 
 def _options(

@@ -15,7 +15,7 @@ from hypothesis.stateful import invariant, rule
 
 from tests.scenarios import drawn
 from tests.scenarios.acting import CLOSE_S, Acting
-from tests.scenarios.drawn import PLAIN, Push
+from tests.scenarios.drawn import PLAIN, End, Push
 from tests.scenarios.play import Meanwhile, Outcome, abort
 from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
 from tests.scenarios.world import PATIENCE_S, Engine, Fault
@@ -258,7 +258,7 @@ class Scenario(Acting):
         numbers: Sequence[int],
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
-        end: Fault | None,
+        end: End | None,
         then: int | None,
     ) -> None:
         """Another process pushes the learner's parameters, which may change once the push has ended or failed."""
@@ -272,8 +272,8 @@ class Scenario(Acting):
         content=drawn.content,
         options=drawn.options,
         faults=drawn.faults,
-        meanwhile=drawn.beside_others,
-        end=drawn.ends,
+        meanwhile=drawn.beside_ranks,
+        end=drawn.ends_of(2),
     )
     @step
     def sharded_trainer_pushes(
@@ -283,10 +283,10 @@ class Scenario(Acting):
         options: dict[str, Any],
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
-        end: Fault | None,
+        end: End | None,
     ) -> None:
         options = {**options, "staging": "full"}
-        self.pushed_by(self.world.ranks, numbers, content, content, options, faults, meanwhile, end)
+        self.pushed_by(self.world.sharded, numbers, content, content, options, faults, meanwhile, end)
 
     @rule(content=drawn.content)
     @step

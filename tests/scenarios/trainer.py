@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests.scenarios.nursery import receive
 from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
+from weightsync.transports.nixl import agents
 
 
 def describe_shared(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[int]]:
@@ -54,6 +55,8 @@ class Trainer:
         self._states = [load_file(f"{folder}/model.safetensors") for folder in order["folders"]]
         address = f"tcp://127.0.0.1:{order['port']}"
         dist.init_process_group("gloo", init_method=address, rank=order["rank"], world_size=order["size"])
+        if agents.available():  # NIXL allocates what a process needs once, which takes as long as a push may
+            agents.Agent(torch.device("cpu"), order["rank"]).close()
         return {}
 
     def push(self, order: dict, _: list[int]) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import tempfile
@@ -34,6 +35,8 @@ _ENDING_S = 2.0
 FIRST = "default"
 #: Steps between two deaths of a real engine, which takes half a minute to start.
 _STEPS_OF_LIFE = 100
+#: Seconds between two looks for ranks of a trainer that have stopped.
+_LOOK_S = 0.05
 #: Seconds for calls that are not part of a scenario.
 PATIENCE_S = 30.0
 
@@ -200,12 +203,12 @@ class RealEngine(Engine):
             sender.push(self._weights.mapping(0), version=FIRST)
 
 
-class Pusher(Suspect):
+class Pusher:
     """A trainer in other processes: a single one that maps our parameters, or ranks with shards."""
 
     def __init__(self, nursery: Nursery, scratch: Path, size: int):
-        super().__init__(scratch / f"pusher-{size}")
-        self._nursery, self._size = nursery, size
+        self._nursery = nursery
+        self.ranks = [Suspect(scratch / f"pusher-{size}-{rank}") for rank in range(size)]
         self.children: list[Child] = []
         self.channels: list[socket.socket] = []
 
@@ -214,30 +217,44 @@ class Pusher(Suspect):
         if self.children and all(child.alive() for child in self.children):
             return
         self.kill()
-        port = servers.free_port()
-        for rank in range(self._size):
+        port, size = servers.free_port(), len(self.ranks)
+        for rank, suspect in enumerate(self.ranks):
+            suspect.cancel()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                # Of several ranks the last one suffers the faults.
-                file = self.fault_file if rank == self._size - 1 else self.fault_file.with_suffix(f".{rank}")
-                self.children.append(self._nursery.start("trainer", file, [theirs.fileno()]))
+                self.children.append(self._nursery.start("trainer", suspect.fault_file, [theirs.fileno()]))
             self.channels.append(ours)
-            if self._size == 1:
+            if size == 1:
                 described, files = describe_shared(shared)
                 socket.send_fds(ours, [json.dumps({"do": "take_parameters", "tensors": described}).encode()], files)
             else:
                 folders = [str(weights.folder(content)) for content in range(CONTENTS)]
-                self._tell(ours, do="group", port=port, rank=rank, size=self._size, folders=folders)
+                self._tell(ours, do="group", port=port, rank=rank, size=size, folders=folders)
         for channel in self.channels:
             self._hear(channel, PATIENCE_S)
 
-    def push(self, timeout_s: float, **order: Any) -> list[dict]:
-        """Push; returns the outcome of each rank that has not ended. Raises `TimeoutError`."""
+    def push(self, timeout_s: float, **order: Any) -> dict[int, dict]:
+        """Push; returns the outcome of each rank that has not ended.
+
+        Ranks that were stopped go on when all others have ended. Raises `TimeoutError`.
+        """
         for channel in self.channels:
             self._tell(channel, do="push", **order)
-        end = time.monotonic() + timeout_s
-        said = [self._hear(channel, max(0.01, end - time.monotonic())) for channel in self.channels]
-        return [one for one in said if one]
+        end, said, missing = time.monotonic() + timeout_s, dict[int, dict](), dict(enumerate(self.channels))
+        while missing:
+            ready, _, _ = select.select(list(missing.values()), [], [], _LOOK_S)
+            for rank in [rank for rank, channel in missing.items() if channel in ready]:
+                said[rank] = self._hear(missing.pop(rank), PATIENCE_S)
+            if missing and all(self.children[rank].stopped() for rank in missing):
+                self.go_on()  # what they were stopped in has ended without them
+            if missing and time.monotonic() > end:
+                raise TimeoutError(f"ranks {sorted(missing)} have not ended")
+        return {rank: one for rank, one in said.items() if one}
+
+    def go_on(self) -> None:
+        """Have ranks go on that were stopped."""
+        for child in self.children:
+            child.send(signal.SIGCONT)
 
     @staticmethod
     def _tell(channel: socket.socket, **order: Any) -> None:
@@ -287,7 +304,8 @@ class World:
         self.shared = self.weights.copy(0)
         for one in self.shared.values():
             one.share_memory_()
-        self.pusher, self.ranks = Pusher(self.nursery, scratch, 1), Pusher(self.nursery, scratch, 2)
+        #: Trainers in other processes: a single one, and ranks.
+        self.pusher, self.sharded = Pusher(self.nursery, scratch, 1), Pusher(self.nursery, scratch, 2)
         try:
             for engine in self.engines:
                 engine.start()
@@ -303,10 +321,15 @@ class World:
             sender.push(self.weights.mapping(content), version=f"content-{content}")
             return digest_in(sender.status(digest=True)[engine.url])
 
+    @property
+    def trainers(self) -> list[Pusher]:
+        """All trainers in other processes."""
+        return [self.pusher, self.sharded]
+
     def reset(self) -> None:
         """Bring everything back to its initial state."""
-        self.pusher.kill()
-        self.ranks.kill()
+        for trainer in self.trainers:
+            trainer.kill()
         for engine in self.engines:
             engine.reset()
 
@@ -320,15 +343,15 @@ class World:
 
     def own_files(self) -> set[int]:
         """Descriptors of this process that the world holds."""
-        channels = [self.nursery.channel, *self.pusher.channels, *self.ranks.channels]
-        children = [*self.pusher.children, *self.ranks.children]
+        channels = [self.nursery.channel, *(channel for trainer in self.trainers for channel in trainer.channels)]
+        children = [child for trainer in self.trainers for child in trainer.children]
         children += [engine._child for engine in self.engines if engine._child is not None]
         return {channel.fileno() for channel in channels} | {child._file for child in children}
 
     def close(self) -> None:
         """End everything."""
-        self.pusher.kill()
-        self.ranks.kill()
+        for trainer in self.trainers:
+            trainer.kill()
         for engine in self.engines:
             engine.kill()
         self.nursery.close()

@@ -221,6 +221,35 @@ def outgoing(module):
         original(self, number, *more)
 
 
+# --- in the ranks of a trainer ----------------------------------------------------------------------------------------
+
+
+def follower(module):
+    @around(module.Follower, "_attempt")
+    def attempt(original, self, *asked):
+        self.fault_number = getattr(self, "fault_number", -1) + 1
+        at("trainer rank begins", number=self.fault_number)
+        done = original(self, *asked)
+        at("trainer rank has done", number=self.fault_number)
+        return done
+
+
+def nccl_group(module):
+    @around(module.Group, "broadcast")
+    def broadcast(original, self, *what):
+        work = original(self, *what)
+        at("bytes are under way")
+        return work
+
+
+def nixl_transfers(module):
+    @around(module.Transfers, "post")
+    def post(original, self, bucket, *more):
+        original(self, bucket, *more)
+        if self.moves(bucket):
+            at("bytes are under way")
+
+
 # --- in the trainer and in an engine's front end ----------------------------------------------------------------------
 
 
@@ -273,6 +302,9 @@ PATCHES = {
     "weightsync.transports.ipc_zmq": incoming("MappedIncoming"),
     "weightsync.transports.nccl.engine": incoming("BroadcastIncoming"),
     "weightsync.transports.nixl.incoming": incoming("NixlIncoming"),
+    "weightsync.transports.nccl.groups": nccl_group,
+    "weightsync.transports.nixl.agents": nixl_transfers,
+    "weightsync.trainer.ranks.follower": follower,
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
     "weightsync.engine.front_end": front_end,
