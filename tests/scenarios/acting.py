@@ -169,8 +169,9 @@ class Acting(RuleBasedStateMachine):
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
         end: End | None,
+        hosts: Sequence[str] = (),
     ) -> None:
-        """A push by other processes."""
+        """A push by other processes, from ``hosts`` of these names; by default all are on the engines' host."""
         pusher.start(self.world.weights, self.world.shared)
         engines, label, before = self.engines(numbers), self.label(holds), dict(self.truth.seen)
         self.truth.forget(engines)
@@ -183,7 +184,7 @@ class Acting(RuleBasedStateMachine):
 
         def act() -> dict[int, dict]:
             order = {"urls": [engine.url for engine in engines], "content": content}
-            return pusher.push(limit_s + PATIENCE_S, options=options, label=label, **order)
+            return pusher.push(limit_s + PATIENCE_S, hosts or [""] * size, options=options, label=label, **order)
 
         def others(one: Meanwhile) -> None:
             pusher.children[one[1] % size].send(signal.SIGKILL if one[0] == "kill pusher" else signal.SIGSTOP)

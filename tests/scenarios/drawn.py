@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
 from tests.scenarios.weights import CONTENTS
-from tests.scenarios.world import Fault
+from tests.scenarios.world import RANKS, Fault
 
 number = st.integers(0, 2)
 content = st.integers(0, CONTENTS - 1)
@@ -105,6 +105,8 @@ def ends_of(size: int) -> st.SearchStrategy[End | None]:
 
 #: What kills a trainer in one other process.
 ends = st.one_of(st.none(), _ends(st.just(0), _IN_RANK_0, ["kill"]))
+#: The hosts of a trainer's ranks, which are two; that of the engines has no name.
+hosts = st.sampled_from([some for some in product(("", "second", "third"), repeat=RANKS) if len(set(some)) == 2])
 
 
 def _options(
@@ -123,15 +125,21 @@ def _options(
     }
 
 
-options = st.builds(
-    _options,
-    transport=st.sampled_from(["auto", "auto", "ipc_zmq", "nccl", "nixl"]),
-    staging=st.sampled_from(["full", "full", "auto", "none"]),
-    verify=st.sampled_from(["digest", "off", "deep"]),
-    keep=st.booleans(),
-    bucket=st.sampled_from([None, None, 1 << 16]),
-    timeout_s=st.sampled_from([1.0, 0.7, 1.5]),
-    pause=st.sampled_from(["retract", "abort", "wait"]),
-)
+def _drawn_options(*transports: str) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        _options,
+        transport=st.sampled_from(transports),
+        staging=st.sampled_from(["full", "full", "auto", "none"]),
+        verify=st.sampled_from(["digest", "off", "deep"]),
+        keep=st.booleans(),
+        bucket=st.sampled_from([None, None, 1 << 16]),
+        timeout_s=st.sampled_from([1.0, 0.7, 1.5]),
+        pause=st.sampled_from(["retract", "abort", "wait"]),
+    )
+
+
+options = _drawn_options("auto", "auto", "ipc_zmq", "nccl", "nixl")
+#: Those of a trainer on several hosts.
+far_options = _drawn_options("auto", "nccl", "nixl")
 PLAIN = _options("auto", "full", "digest", False, None, 1.0, "retract")
 members = st.sampled_from([some for size in (3, 2, 1) for some in combinations(range(3), size)])

@@ -18,7 +18,7 @@ from tests.scenarios.acting import CLOSE_S, Acting
 from tests.scenarios.drawn import PLAIN, End, Push
 from tests.scenarios.play import Meanwhile, Outcome, abort
 from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
-from tests.scenarios.world import PATIENCE_S, Engine, Fault
+from tests.scenarios.world import PATIENCE_S, RANKS, Engine, Fault
 from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.protocol.auth import sender_token
@@ -287,6 +287,29 @@ class Scenario(Acting):
     ) -> None:
         options = {**options, "staging": "full"}
         self.pushed_by(self.world.sharded, numbers, content, content, options, faults, meanwhile, end)
+
+    @rule(
+        hosts=drawn.hosts,
+        numbers=drawn.members,
+        content=drawn.content,
+        options=drawn.far_options,
+        faults=drawn.faults,
+        meanwhile=drawn.beside_ranks,
+        end=drawn.ends_of(RANKS),
+    )
+    @step
+    def trainer_of_several_hosts_pushes(
+        self,
+        hosts: Sequence[str],
+        numbers: Sequence[int],
+        content: int,
+        options: dict[str, Any],
+        faults: Sequence[Fault | None],
+        meanwhile: list[Meanwhile],
+        end: End | None,
+    ) -> None:
+        options = {**options, "staging": "full"}
+        self.pushed_by(self.world.spread, numbers, content, content, options, faults, meanwhile, end, hosts)
 
     @rule(content=drawn.content)
     @step

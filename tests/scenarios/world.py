@@ -33,6 +33,8 @@ _START_S = 60.0
 _ENDING_S = 2.0
 #: The label of an engine before the first push.
 FIRST = "default"
+#: Ranks of the trainer that is on two hosts.
+RANKS = 3
 #: Steps between two deaths of a real engine, which takes half a minute to start.
 _STEPS_OF_LIFE = 100
 #: Seconds between two looks for ranks of a trainer that have stopped.
@@ -233,13 +235,13 @@ class Pusher:
         for channel in self.channels:
             self._hear(channel, PATIENCE_S)
 
-    def push(self, timeout_s: float, **order: Any) -> dict[int, dict]:
-        """Push; returns the outcome of each rank that has not ended.
+    def push(self, timeout_s: float, hosts: Sequence[str], **order: Any) -> dict[int, dict]:
+        """Push, from ``hosts``, one for each rank; returns the outcome of each rank that has not ended.
 
         Ranks that were stopped go on when all others have ended. Raises `TimeoutError`.
         """
-        for channel in self.channels:
-            self._tell(channel, do="push", **order)
+        for channel, host in zip(self.channels, hosts, strict=True):
+            self._tell(channel, do="push", host=host, **order)
         end, said, missing = time.monotonic() + timeout_s, dict[int, dict](), dict(enumerate(self.channels))
         while missing:
             ready, _, _ = select.select(list(missing.values()), [], [], _LOOK_S)
@@ -304,8 +306,8 @@ class World:
         self.shared = self.weights.copy(0)
         for one in self.shared.values():
             one.share_memory_()
-        #: Trainers in other processes: a single one, and ranks.
-        self.pusher, self.sharded = Pusher(self.nursery, scratch, 1), Pusher(self.nursery, scratch, 2)
+        #: Trainers in other processes: a single one, and ranks on one host and on two.
+        self.pusher, self.sharded, self.spread = (Pusher(self.nursery, scratch, size) for size in (1, 2, RANKS))
         try:
             for engine in self.engines:
                 engine.start()
@@ -324,7 +326,7 @@ class World:
     @property
     def trainers(self) -> list[Pusher]:
         """All trainers in other processes."""
-        return [self.pusher, self.sharded]
+        return [self.pusher, self.sharded, self.spread]
 
     def reset(self) -> None:
         """Bring everything back to its initial state."""
