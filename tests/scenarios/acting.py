@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine
 from tests.scenarios import truth
 from tests.scenarios.drawn import PLAIN, End
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
-from tests.scenarios.truth import Lag, NotPushable, OpenResources, Truth, Violation, held
+from tests.scenarios.resources import OpenResources, held
+from tests.scenarios.truth import Lag, NotPushable, Truth, Violation
 from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
 from weightsync import Sender
@@ -56,7 +57,7 @@ class Acting(RuleBasedStateMachine):
         self.keeping: Sender | None = None
         self.truth.check()
         #: Resources in use before any sender exists; a violation in another scenario may have left some.
-        self.before: OpenResources = held(self.world)
+        self.before: OpenResources = held(self.world.own_files())
 
     def note(self, found: Violation) -> None:
         """Record a violation with the number of steps. Raises it unless its kind is known."""

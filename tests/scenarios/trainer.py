@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.scenarios.nursery import receive
+from tests.scenarios.resources import held, left
 from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
@@ -54,10 +55,13 @@ class Trainer:
     def __init__(self) -> None:
         self._states: list[dict[str, torch.Tensor]] = []
         self._parameters: dict[str, torch.Tensor] = {}
+        #: Before there was any sender.
+        self._before = held()
 
     def take_parameters(self, order: dict, files: list[int]) -> dict:
         """Take the learner's parameters."""
         self._parameters = map_shared(order["tensors"], files)
+        self._before = held(set(files))
         return {}
 
     def group(self, order: dict, _: list[int]) -> dict:
@@ -67,6 +71,7 @@ class Trainer:
         dist.init_process_group("gloo", init_method=address, rank=order["rank"], world_size=order["size"])
         if agents.available():  # NIXL allocates what a process needs once, which takes as long as a push may
             agents.Agent(torch.device("cpu"), order["rank"]).close()
+        self._before = held()
         return {}
 
     def push(self, order: dict, _: list[int]) -> dict:
@@ -81,6 +86,10 @@ class Trainer:
         except WeightSyncError as error:
             said.update(error=type(error).__name__, message=str(error), engines=error.engines)
         return said
+
+    def left(self, *_: object) -> dict:
+        """What is still used of senders, all of which are closed."""
+        return {"left": left(self._before)}
 
     def _shards(self, content: int) -> dict[str, LocalShard]:
         """This rank's rows of each tensor, which do not divide evenly."""

@@ -258,6 +258,15 @@ class Pusher:
         for child in self.children:
             child.send(signal.SIGCONT)
 
+    def left(self) -> list[str]:
+        """What each process still uses of its senders, which are closed; empty if one has ended."""
+        if not all(child.alive() for child in self.children):
+            return []
+        for channel in self.channels:
+            self._tell(channel, do="left")
+        said = [self._hear(channel, PATIENCE_S).get("left", "") for channel in self.channels]
+        return [f"rank {rank} of {len(said)} has {one}" for rank, one in enumerate(said) if one]
+
     @staticmethod
     def _tell(channel: socket.socket, **order: Any) -> None:
         with suppress(OSError):
@@ -349,6 +358,10 @@ class World:
         children = [child for trainer in self.trainers for child in trainer.children]
         children += [engine._child for engine in self.engines if engine._child is not None]
         return {channel.fileno() for channel in channels} | {child._file for child in children}
+
+    def left_by_trainers(self) -> list[str]:
+        """What living trainers in other processes still use of their senders, which are closed."""
+        return [one for trainer in self.trainers for one in trainer.left()]
 
     def close(self) -> None:
         """End everything."""
