@@ -13,10 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine
 from tests.scenarios import truth
 from tests.scenarios.drawn import PLAIN, End
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
+from tests.scenarios.pusher import Pusher
 from tests.scenarios.resources import OpenResources, held
+from tests.scenarios.suspect import PATIENCE_S, Fault
 from tests.scenarios.truth import Lag, NotPushable, Truth, Violation
 from tests.scenarios.weights import CONTENTS
-from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
+from tests.scenarios.world import Engine, World
 from weightsync import Sender
 from weightsync.errors import ApplyFailed, LeaseHeld, WeightSyncError
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
+from tests.scenarios.pusher import RANKS
+from tests.scenarios.suspect import Fault
 from tests.scenarios.weights import CONTENTS
-from tests.scenarios.world import RANKS, Fault
 
 number = st.integers(0, 2)
 content = st.integers(0, CONTENTS - 1)

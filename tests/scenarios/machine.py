@@ -17,8 +17,10 @@ from tests.scenarios import drawn
 from tests.scenarios.acting import CLOSE_S, Acting
 from tests.scenarios.drawn import PLAIN, End, Push
 from tests.scenarios.play import Meanwhile, Outcome, abort
+from tests.scenarios.pusher import RANKS
+from tests.scenarios.suspect import PATIENCE_S, Fault
 from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
-from tests.scenarios.world import PATIENCE_S, RANKS, Engine, Fault
+from tests.scenarios.world import Engine
 from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.protocol.auth import sender_token

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import requests
 
 from tests.scenarios.resources import OpenResources, left, mapped
-from tests.scenarios.world import FIRST, PATIENCE_S, Engine, World, digest_in
+from tests.scenarios.suspect import PATIENCE_S
+from tests.scenarios.world import FIRST, Engine, World, digest_in
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.protocol import http

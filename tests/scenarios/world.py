@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import select
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import requests
-import torch
 
 from tests.scenarios.nursery import SITE, Child, Nursery
-from tests.scenarios.trainer import describe_shared
+from tests.scenarios.pusher import RANKS, Pusher
+from tests.scenarios.suspect import PATIENCE_S, Suspect
 from tests.scenarios.weights import CONTENTS, RealWeights, TinyWeights
 from tools import servers
 from weightsync import Sender
@@ -33,49 +29,8 @@ _START_S = 60.0
 _ENDING_S = 2.0
 #: The label of an engine before the first push.
 FIRST = "default"
-#: Ranks of the trainer that is on two hosts.
-RANKS = 3
 #: Steps between two deaths of a real engine, which takes half a minute to start.
 _STEPS_OF_LIFE = 100
-#: Seconds between two looks for ranks of a trainer that have stopped.
-_LOOK_S = 0.05
-#: Seconds for calls that are not part of a scenario.
-PATIENCE_S = 30.0
-
-
-class Fault(NamedTuple):
-    """A fault at a point of a process; see `tests/faults/site`.
-
-    A process that is held or stopped continues ``steps`` steps later.
-    """
-
-    point: str
-    action: str
-    where: tuple[tuple[str, Any], ...] = ()
-    steps: int = 1
-
-
-class Suspect:
-    """A process for which faults can be ordered."""
-
-    def __init__(self, fault_file: Path):
-        self.fault_file, self._fired = fault_file, Path(f"{fault_file}.fired")
-        self._goes_on = 0
-
-    def order(self, fault: Fault) -> None:
-        """Order a fault for the next time that the process reaches its point."""
-        draft = self.fault_file.with_suffix(".draft")
-        draft.write_text(json.dumps({"point": fault.point, "action": fault.action, "where": dict(fault.where)}))
-        draft.rename(self.fault_file)
-
-    def happened(self) -> bool:
-        """Whether the ordered fault has happened."""
-        return self._fired.exists()
-
-    def cancel(self) -> None:
-        """Withdraw the order, and release a process that is held."""
-        self.fault_file.unlink(missing_ok=True)
-        self._fired.unlink(missing_ok=True)
 
 
 class Engine(Suspect):
@@ -203,89 +158,6 @@ class RealEngine(Engine):
         self.client.abort("", Deadline(PATIENCE_S))
         with Sender([self.url], timeout_s=PATIENCE_S) as sender:
             sender.push(self._weights.mapping(0), version=FIRST)
-
-
-class Pusher:
-    """A trainer in other processes: a single one that maps our parameters, or ranks with shards."""
-
-    def __init__(self, nursery: Nursery, scratch: Path, size: int):
-        self._nursery = nursery
-        self.ranks = [Suspect(scratch / f"pusher-{size}-{rank}") for rank in range(size)]
-        self.children: list[Child] = []
-        self.channels: list[socket.socket] = []
-
-    def start(self, weights: TinyWeights, shared: dict[str, torch.Tensor]) -> None:
-        """Fork the processes unless they are alive."""
-        if self.children and all(child.alive() for child in self.children):
-            return
-        self.kill()
-        port, size = servers.free_port(), len(self.ranks)
-        for rank, suspect in enumerate(self.ranks):
-            suspect.cancel()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                self.children.append(self._nursery.start("trainer", suspect.fault_file, [theirs.fileno()]))
-            self.channels.append(ours)
-            if size == 1:
-                described, files = describe_shared(shared)
-                socket.send_fds(ours, [json.dumps({"do": "take_parameters", "tensors": described}).encode()], files)
-            else:
-                folders = [str(weights.folder(content)) for content in range(CONTENTS)]
-                self._tell(ours, do="group", port=port, rank=rank, size=size, folders=folders)
-        for channel in self.channels:
-            self._hear(channel, PATIENCE_S)
-
-    def push(self, timeout_s: float, hosts: Sequence[str], **order: Any) -> dict[int, dict]:
-        """Push, from ``hosts``, one for each rank; returns the outcome of each rank that has not ended.
-
-        Ranks that were stopped go on when all others have ended. Raises `TimeoutError`.
-        """
-        for channel, host in zip(self.channels, hosts, strict=True):
-            self._tell(channel, do="push", host=host, **order)
-        end, said, missing = time.monotonic() + timeout_s, dict[int, dict](), dict(enumerate(self.channels))
-        while missing:
-            ready, _, _ = select.select(list(missing.values()), [], [], _LOOK_S)
-            for rank in [rank for rank, channel in missing.items() if channel in ready]:
-                said[rank] = self._hear(missing.pop(rank), PATIENCE_S)
-            if missing and all(self.children[rank].stopped() for rank in missing):
-                self.go_on()  # what they were stopped in has ended without them
-            if missing and time.monotonic() > end:
-                raise TimeoutError(f"ranks {sorted(missing)} have not ended")
-        return {rank: one for rank, one in said.items() if one}
-
-    def go_on(self) -> None:
-        """Have ranks go on that were stopped."""
-        for child in self.children:
-            child.send(signal.SIGCONT)
-
-    def left(self) -> list[str]:
-        """What each process still uses of its senders, which are closed; empty if one has ended."""
-        if not all(child.alive() for child in self.children):
-            return []
-        for channel in self.channels:
-            self._tell(channel, do="left")
-        said = [self._hear(channel, PATIENCE_S).get("left", "") for channel in self.channels]
-        return [f"rank {rank} of {len(said)} has {one}" for rank, one in enumerate(said) if one]
-
-    @staticmethod
-    def _tell(channel: socket.socket, **order: Any) -> None:
-        with suppress(OSError):
-            channel.send(json.dumps(order).encode())
-
-    @staticmethod
-    def _hear(channel: socket.socket, timeout_s: float) -> dict:
-        channel.settimeout(timeout_s)
-        try:
-            return json.loads(channel.recv(1 << 20) or b"{}")
-        except ConnectionError:
-            return {}
-
-    def kill(self) -> None:
-        """Kill all processes."""
-        while self.children:
-            self.children.pop().close()
-        while self.channels:
-            self.channels.pop().close()
 
 
 class World:
