@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from hypothesis.stateful import RuleBasedStateMachine
@@ -172,47 +173,67 @@ class Acting(RuleBasedStateMachine):
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
         end: End | None,
+        then: int | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """A push by other processes, from ``hosts`` of these names; by default all are on the engines' host."""
+        """A push by other processes; if all live, they push ``then`` at once, and close their senders.
+
+        They are on ``hosts`` of these names, one for each; by default all are on the engines' host.
+        """
         pusher.start(self.world.weights, self.world.shared)
-        engines, label, before = self.engines(numbers), self.label(holds), dict(self.truth.seen)
-        self.truth.forget(engines)
-        if end is not None:
-            pusher.ranks[end.rank].order(end.fault)
-        options, size = self.timed(options), len(pusher.ranks)
-        limit_s = 2 * options["timeout_s"] + CLOSE_S + OTHERS_S
+        engines, options = self.engines(numbers), self.timed(options)
+        order = {"urls": [engine.url for engine in engines], "options": options}
+        limit_s = 2 * options["timeout_s"] + OTHERS_S
         if (end is not None and end.fault.action == "stop") or any(what == "freeze pusher" for what, _ in meanwhile):
             limit_s += CLOSE_S + OTHERS_S  # it ends after the others
-
-        def act() -> dict[int, dict]:
-            order = {"urls": [engine.url for engine in engines], "content": content}
-            return pusher.push(limit_s + PATIENCE_S, hosts or [""] * size, options=options, label=label, **order)
-
-        def others(one: Meanwhile) -> None:
-            pusher.children[one[1] % size].send(signal.SIGKILL if one[0] == "kill pusher" else signal.SIGSTOP)
-
-        some = [faults[engine.number] for engine in engines]
-        said = self.play.call(
-            f"push by {size}",
-            limit_s,
-            act,
-            engines=engines,
-            faults=some,
-            meanwhile=meanwhile,
-            others=others,
-        ).result
-        pusher.go_on()  # one may have been frozen as late as when its push had ended
+        if end is not None:
+            pusher.ranks[end.rank].order(end.fault)
+        push = partial(pusher.push, hosts or [""] * len(pusher.ranks), content=content, **order)
+        go_on = self.pushed_once_by(pusher, engines, limit_s, push, holds, faults, meanwhile)
         if end is not None:
             if pusher.ranks[end.rank].happened():
                 self.tally.outcomes[f"{end.fault.point}: {end.fault.action}"] += 1
             pusher.ranks[end.rank].cancel()
+        if go_on and then is not None:
+            self.truth.check()
+            again = partial(pusher.push, content=then)
+            self.pushed_once_by(pusher, engines, options["timeout_s"] + OTHERS_S, again, then)
+        self.play.call(f"close by {len(pusher.ranks)}", CLOSE_S + OTHERS_S, pusher.close)
+
+    def pushed_once_by(
+        self,
+        pusher: Pusher,
+        engines: Sequence[Engine],
+        limit_s: float,
+        push: Callable[..., dict[int, dict]],
+        holds: int,
+        faults: Sequence[Fault | None] = (),
+        meanwhile: Sequence[Meanwhile] = (),
+    ) -> bool:
+        """One push by other processes. Whether all have lived, and have a sender."""
+        label, before, size = self.label(holds), dict(self.truth.seen), len(pusher.ranks)
+        self.truth.forget(engines)
+
+        def others(one: Meanwhile) -> None:
+            pusher.children[one[1] % size].send(signal.SIGKILL if one[0] == "kill pusher" else signal.SIGSTOP)
+
+        said = self.play.call(
+            f"push by {size}",
+            limit_s,
+            lambda: push(timeout_s=limit_s + PATIENCE_S, label=label),
+            engines=engines,
+            faults=[faults[engine.number] for engine in engines] if faults else (),
+            meanwhile=meanwhile,
+            others=others,
+        ).result
+        pusher.go_on()  # one may have been frozen as late as when its push had ended
         for rank in range(size):
             one = said.get(rank, {"error": "ended", "message": "", "engines": {}})
-            self.tally.outcomes[f"rank {rank} of {size}: {one['error'] or 'ok'}"] += 1
+            self.tally.outcomes[f"push by {rank} of {size}: {one['error'] or 'ok'}"] += 1
             self.truth.told(one["engines"], label, before, f"{label} of rank {rank} of {size}: {one['message']}")
         if len(said) < size:
             pusher.kill()
+        return len(said) == size and all(one["has_sender"] for one in said.values())
 
     def truth_of_shared(self) -> int:
         """The content of the learner's parameters."""

@@ -77,10 +77,15 @@ _IN_RANK_0 = (
     ("trainer was answered", (("route", "open"),)),
 )
 _UNDER_WAY = ("bytes are under way", ())
-#: Another rank is asked for at most so many things, from when it builds its sender until the push has ended.
-_ASKED = 6
+#: For how many things another rank is asked at most, by what it was called for.
+_ASKED = {"build a Sender": 2, "push": 6}
 _IN_OTHERS = (
-    *((point, (("number", n),)) for n in range(_ASKED) for point in ("trainer rank begins", "trainer rank has done")),
+    *(
+        (point, (("call", call), ("number", n)))
+        for point in ("trainer rank begins", "trainer rank has done")
+        for call, most in _ASKED.items()
+        for n in range(most)
+    ),
     _UNDER_WAY,
 )
 

@@ -276,6 +276,7 @@ class Scenario(Acting):
         faults=drawn.faults,
         meanwhile=drawn.beside_ranks,
         end=drawn.ends_of(2),
+        then=drawn.then,
     )
     @step
     def sharded_trainer_pushes(
@@ -286,9 +287,10 @@ class Scenario(Acting):
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
         end: End | None,
+        then: int | None,
     ) -> None:
         options = {**options, "staging": "full"}
-        self.pushed_by(self.world.sharded, numbers, content, content, options, faults, meanwhile, end)
+        self.pushed_by(self.world.sharded, numbers, content, content, options, faults, meanwhile, end, then)
 
     @rule(
         hosts=drawn.hosts,
@@ -298,6 +300,7 @@ class Scenario(Acting):
         faults=drawn.faults,
         meanwhile=drawn.beside_ranks,
         end=drawn.ends_of(RANKS),
+        then=drawn.then,
     )
     @step
     def trainer_of_several_hosts_pushes(
@@ -309,9 +312,10 @@ class Scenario(Acting):
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
         end: End | None,
+        then: int | None,
     ) -> None:
         options = {**options, "staging": "full"}
-        self.pushed_by(self.world.spread, numbers, content, content, options, faults, meanwhile, end, hosts)
+        self.pushed_by(self.world.spread, numbers, content, content, options, faults, meanwhile, end, then, hosts)
 
     @rule(content=drawn.content)
     @step

@@ -56,13 +56,14 @@ class Pusher:
         for channel in self.channels:
             self._hear(channel, PATIENCE_S)
 
-    def push(self, timeout_s: float, hosts: Sequence[str], **order: Any) -> dict[int, dict]:
-        """Push, from ``hosts``, one for each rank; returns the outcome of each rank that has not ended.
+    def push(self, hosts: Sequence[str] = (), *, timeout_s: float, **order: Any) -> dict[int, dict]:
+        """Push, with new senders on ``hosts``, one for each rank, or those of the push before if there are none.
 
-        Ranks that were stopped go on when all others have ended. Raises `TimeoutError`.
+        Returns the outcome of each rank that has not ended. Ranks that were stopped go on when all others have ended.
+        Raises `TimeoutError`.
         """
-        for channel, host in zip(self.channels, hosts, strict=True):
-            self._tell(channel, do="push", host=host, **order)
+        for rank, channel in enumerate(self.channels):
+            self._tell(channel, do="push", **({"host": hosts[rank]} if hosts else {}), **order)
         end, said, missing = time.monotonic() + timeout_s, dict[int, dict](), dict(enumerate(self.channels))
         while missing:
             ready, _, _ = select.select(list(missing.values()), [], [], _LOOK_S)
@@ -79,14 +80,20 @@ class Pusher:
         for child in self.children:
             child.send(signal.SIGCONT)
 
+    def close(self) -> None:
+        """Close the senders."""
+        self._ask("close")
+
     def left(self) -> list[str]:
-        """What each process still uses of its senders, which are closed; empty if one has ended."""
-        if not all(child.alive() for child in self.children):
-            return []
-        for channel in self.channels:
-            self._tell(channel, do="left")
-        said = [self._hear(channel, PATIENCE_S).get("left", "") for channel in self.channels]
+        """What each process still uses of its senders, once they are closed."""
+        said = [answer.get("left", "") for answer in self._ask("left")]
         return [f"rank {rank} of {len(said)} has {one}" for rank, one in enumerate(said) if one]
+
+    def _ask(self, do: str) -> list[dict]:
+        """What each process answers, with nothing from those that have ended."""
+        for channel in self.channels:
+            self._tell(channel, do=do)
+        return [self._hear(channel, PATIENCE_S) for channel in self.channels]
 
     @staticmethod
     def _tell(channel: socket.socket, **order: Any) -> None:

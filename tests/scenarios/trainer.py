@@ -55,6 +55,7 @@ class Trainer:
     def __init__(self) -> None:
         self._states: list[dict[str, torch.Tensor]] = []
         self._parameters: dict[str, torch.Tensor] = {}
+        self._sender: Sender | None = None
         #: Before there was any sender.
         self._before = held()
 
@@ -75,20 +76,29 @@ class Trainer:
         return {}
 
     def push(self, order: dict, _: list[int]) -> dict:
-        """Push with a new sender; returns the outcome."""
+        """Push, with a new sender or with the one of the push before; returns the outcome."""
         said: dict[str, Any] = {"error": "", "message": "", "engines": {}}
-        move(order["host"])
         try:
-            with Sender(order["urls"], **order["options"]) as sender:
-                what = self._parameters if order["content"] is None else self._shards(order["content"])
-                result = sender.push(what, version=order["label"])
-                said["engines"] = dict.fromkeys(result.engines, "committed")
+            if "host" in order:
+                move(order["host"])
+                self._sender = Sender(order["urls"], **order["options"])
+            assert self._sender is not None
+            what = self._parameters if order["content"] is None else self._shards(order["content"])
+            result = self._sender.push(what, version=order["label"])
+            said["engines"] = dict.fromkeys(result.engines, "committed")
         except WeightSyncError as error:
             said.update(error=type(error).__name__, message=str(error), engines=error.engines)
-        return said
+        return {**said, "has_sender": self._sender is not None}
+
+    def close(self, *_: object) -> dict:
+        """Close the sender, if there is one."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+        return {}
 
     def left(self, *_: object) -> dict:
-        """What is still used of senders, all of which are closed."""
+        """What is still used of senders, once they are closed."""
         return {"left": left(self._before)}
 
     def _shards(self, content: int) -> dict[str, LocalShard]:

@@ -232,7 +232,7 @@ class World:
         return {channel.fileno() for channel in channels} | {child._file for child in children}
 
     def left_by_trainers(self) -> list[str]:
-        """What living trainers in other processes still use of their senders, which are closed."""
+        """What living trainers in other processes still use of their senders, once they are closed."""
         return [one for trainer in self.trainers for one in trainer.left()]
 
     def close(self) -> None:

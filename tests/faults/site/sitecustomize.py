@@ -225,12 +225,18 @@ def outgoing(module):
 
 
 def follower(module):
+    @around(module.Follower, "_take_part")
+    def take_part(original, self, what, *more):
+        self.fault_call, self.fault_number = what, -1
+        return original(self, what, *more)
+
     @around(module.Follower, "_attempt")
     def attempt(original, self, *asked):
-        self.fault_number = getattr(self, "fault_number", -1) + 1
-        at("trainer rank begins", number=self.fault_number)
+        self.fault_number += 1
+        where = {"call": self.fault_call, "number": self.fault_number}
+        at("trainer rank begins", **where)
         done = original(self, *asked)
-        at("trainer rank has done", number=self.fault_number)
+        at("trainer rank has done", **where)
         return done
 
 
