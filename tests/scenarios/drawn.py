@@ -103,10 +103,10 @@ def _ends(ranks: st.SearchStrategy[int], places: Sequence[Any], actions: Sequenc
 
 
 def ends_of(size: int) -> st.SearchStrategy[End | None]:
-    """What kills or stops a rank of a trainer of ``size``, if anything does."""
+    """What kills or stops a rank of a trainer of ``size``; half of the draws are nothing."""
     actions = ["kill", "stop"]
     others = _ends(st.integers(1, size - 1), _IN_OTHERS, actions)
-    return st.one_of(st.none(), _ends(st.just(0), (*_IN_RANK_0, _UNDER_WAY), actions), others)
+    return st.one_of(st.none(), st.none(), _ends(st.just(0), (*_IN_RANK_0, _UNDER_WAY), actions), others)
 
 
 #: What kills a trainer in one other process.
