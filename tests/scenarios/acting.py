@@ -227,10 +227,15 @@ class Acting(RuleBasedStateMachine):
             others=others,
         ).result
         pusher.go_on()  # one may have been frozen as late as when its push had ended
+        # A sender that could not be built may have asked no engine: of a dirty one it says, too, that it is unchanged.
+        clean = {
+            number: None if seen is not None and seen.state == "dirty" else seen for number, seen in before.items()
+        }
         for rank in range(size):
-            one = said.get(rank, {"error": "ended", "message": "", "engines": {}})
+            one = said.get(rank, {"error": "ended", "message": "", "engines": {}, "has_sender": False})
             self.tally.outcomes[f"push by {rank} of {size}: {one['error'] or 'ok'}"] += 1
-            self.truth.told(one["engines"], label, before, f"{label} of rank {rank} of {size}: {one['message']}")
+            why = f"{label} of rank {rank} of {size}: {one['message']}"
+            self.truth.told(one["engines"], label, before if one["has_sender"] else clean, why)
         if len(said) < size:
             pusher.kill()
         return len(said) == size and all(one["has_sender"] for one in said.values())
