@@ -56,7 +56,7 @@ def left(before: OpenResources, own: Set[int] = frozenset()) -> str:
         f"{now.threads} threads after {before.threads}": _threads() if now.threads > before.threads else [],
         "shared memory": now.shared,
         "sockets": now.sockets,
-        "mapped": now.mapped,
+        "mapped": sorted((Counter(now.mapped) - Counter(before.mapped)).elements()),
     }
     return ", ".join(f"{what}: {', '.join(those)}" for what, those in found.items() if those)
 
