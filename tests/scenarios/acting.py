@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from hypothesis.stateful import RuleBasedStateMachine
 
 from tests.scenarios import truth
-from tests.scenarios.drawn import PLAIN
+from tests.scenarios.drawn import PLAIN, End
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
-from tests.scenarios.truth import Lag, NotPushable, OpenResources, Truth, Violation, held
+from tests.scenarios.pusher import Pusher
+from tests.scenarios.resources import OpenResources, held
+from tests.scenarios.suspect import PATIENCE_S, Fault
+from tests.scenarios.truth import Lag, NotPushable, Truth, Violation
 from tests.scenarios.weights import CONTENTS
-from tests.scenarios.world import PATIENCE_S, Engine, Fault, Pusher, World
+from tests.scenarios.world import Engine, World
 from weightsync import Sender
 from weightsync.errors import ApplyFailed, LeaseHeld, WeightSyncError
 
@@ -55,7 +60,7 @@ class Acting(RuleBasedStateMachine):
         self.keeping: Sender | None = None
         self.truth.check()
         #: Resources in use before any sender exists; a violation in another scenario may have left some.
-        self.before: OpenResources = held(self.world)
+        self.before: OpenResources = held(self.world.own_files())
 
     def note(self, found: Violation) -> None:
         """Record a violation with the number of steps. Raises it unless its kind is known."""
@@ -167,39 +172,73 @@ class Acting(RuleBasedStateMachine):
         options: dict[str, Any],
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
-        end: Fault | None,
+        end: End | None,
+        then: int | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
-        """A push by other processes."""
+        """A push by other processes; if all live, they push ``then`` at once, and close their senders.
+
+        They are on ``hosts`` of these names, one for each; by default all are on the engines' host.
+        """
         pusher.start(self.world.weights, self.world.shared)
-        engines, label, before = self.engines(numbers), self.label(holds), dict(self.truth.seen)
-        self.truth.forget(engines)
+        engines, options = self.engines(numbers), self.timed(options)
+        order = {"urls": [engine.url for engine in engines], "options": options}
+        limit_s = 2 * options["timeout_s"] + OTHERS_S
+        if (end is not None and end.fault.action == "stop") or any(what == "freeze pusher" for what, _ in meanwhile):
+            limit_s += CLOSE_S + OTHERS_S  # it ends after the others
         if end is not None:
-            pusher.order(end)
-        options = self.timed(options)
-        limit_s = 2 * options["timeout_s"] + CLOSE_S + OTHERS_S
+            pusher.ranks[end.rank].order(end.fault)
+        push = partial(pusher.push, hosts or [""] * len(pusher.ranks), content=content, **order)
+        go_on = self.pushed_once_by(pusher, engines, limit_s, push, holds, faults, meanwhile)
+        if end is not None:
+            if pusher.ranks[end.rank].happened():
+                self.tally.outcomes[f"{end.fault.point}: {end.fault.action}"] += 1
+            pusher.ranks[end.rank].cancel()
+        if go_on and then is not None:
+            self.truth.check()
+            again = partial(pusher.push, content=then)
+            self.pushed_once_by(pusher, engines, options["timeout_s"] + OTHERS_S, again, then)
+        self.play.call(f"close by {len(pusher.ranks)}", CLOSE_S + OTHERS_S, pusher.close)
 
-        def act() -> list[dict]:
-            urls = [engine.url for engine in engines]
-            return pusher.push(limit_s + PATIENCE_S, urls=urls, content=content, options=options, label=label)
+    def pushed_once_by(
+        self,
+        pusher: Pusher,
+        engines: Sequence[Engine],
+        limit_s: float,
+        push: Callable[..., dict[int, dict]],
+        holds: int,
+        faults: Sequence[Fault | None] = (),
+        meanwhile: Sequence[Meanwhile] = (),
+    ) -> bool:
+        """One push by other processes. Whether all have lived, and have a sender."""
+        label, before, size = self.label(holds), dict(self.truth.seen), len(pusher.ranks)
+        self.truth.forget(engines)
 
-        def others(_: Meanwhile) -> None:
-            pusher.children[-1].kill()
+        def others(one: Meanwhile) -> None:
+            pusher.children[one[1] % size].send(signal.SIGKILL if one[0] == "kill pusher" else signal.SIGSTOP)
 
-        some = [faults[engine.number] for engine in engines]
         said = self.play.call(
-            f"push by {len(pusher.children)}",
+            f"push by {size}",
             limit_s,
-            act,
+            lambda: push(timeout_s=limit_s + PATIENCE_S, label=label),
             engines=engines,
-            faults=some,
+            faults=[faults[engine.number] for engine in engines] if faults else (),
             meanwhile=meanwhile,
             others=others,
         ).result
-        pusher.cancel()
-        if len(said) == len(pusher.children):
-            self.truth.told(said[0]["engines"], label, before, f"{label} of another process: {said[0]['message']}")
-        else:
+        pusher.go_on()  # one may have been frozen as late as when its push had ended
+        # A sender that could not be built may have asked no engine: of a dirty one it says, too, that it is unchanged.
+        clean = {
+            number: None if seen is not None and seen.state == "dirty" else seen for number, seen in before.items()
+        }
+        for rank in range(size):
+            one = said.get(rank, {"error": "ended", "message": "", "engines": {}, "has_sender": False})
+            self.tally.outcomes[f"push by {rank} of {size}: {one['error'] or 'ok'}"] += 1
+            why = f"{label} of rank {rank} of {size}: {one['message']}"
+            self.truth.told(one["engines"], label, before if one["has_sender"] else clean, why)
+        if len(said) < size:
             pusher.kill()
+        return len(said) == size and all(one["has_sender"] for one in said.values())
 
     def truth_of_shared(self) -> int:
         """The content of the learner's parameters."""

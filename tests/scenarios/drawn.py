@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
+from tests.scenarios.pusher import RANKS
+from tests.scenarios.suspect import Fault
 from tests.scenarios.weights import CONTENTS
-from tests.scenarios.world import Fault
 
 number = st.integers(0, 2)
 content = st.integers(0, CONTENTS - 1)
@@ -60,18 +62,57 @@ kinds = st.sampled_from(["mapping anew", "folder", "iterable"])
 beside_others = st.lists(
     st.tuples(st.sampled_from(["kill pusher", "release", "abort", "kill engine"]), number), max_size=2
 )
-#: What kills a trainer in another process, or its last rank.
-ends = st.one_of(
-    st.none(),
-    st.sampled_from(
-        [
-            Fault("trainer packs", "kill", (("number", 0),)),
-            Fault("trainer asks", "kill", (("route", "commit"),)),
-            Fault("trainer was answered", "kill", (("route", "commit"),)),
-            Fault("trainer was answered", "kill", (("route", "open"),)),
-        ]
+#: The same for a trainer of several ranks.
+beside_ranks = st.lists(
+    st.tuples(
+        st.sampled_from(["kill pusher", "freeze pusher", "release", "abort", "kill engine"]),
+        number,
     ),
+    max_size=2,
 )
+_IN_RANK_0 = (
+    ("trainer packs", (("number", 0),)),
+    ("trainer asks", (("route", "commit"),)),
+    ("trainer was answered", (("route", "commit"),)),
+    ("trainer was answered", (("route", "open"),)),
+)
+_UNDER_WAY = ("bytes are under way", ())
+#: For how many things another rank is asked at most, by what it was called for.
+_ASKED = {"build a Sender": 2, "push": 6}
+_IN_OTHERS = (
+    *(
+        (point, (("call", call), ("number", n)))
+        for point in ("trainer rank begins", "trainer rank has done")
+        for call, most in _ASKED.items()
+        for n in range(most)
+    ),
+    _UNDER_WAY,
+)
+
+
+class End(NamedTuple):
+    """What kills or stops one rank of a trainer in other processes."""
+
+    rank: int
+    fault: Fault
+
+
+def _ends(ranks: st.SearchStrategy[int], places: Sequence[Any], actions: Sequence[str]) -> st.SearchStrategy[End]:
+    faults = [Fault(point, action, where) for point, where in places for action in actions]
+    return st.builds(End, ranks, st.sampled_from(faults))
+
+
+def ends_of(size: int) -> st.SearchStrategy[End | None]:
+    """What kills or stops a rank of a trainer of ``size``; half of the draws are nothing."""
+    actions = ["kill", "stop"]
+    others = _ends(st.integers(1, size - 1), _IN_OTHERS, actions)
+    return st.one_of(st.none(), st.none(), _ends(st.just(0), (*_IN_RANK_0, _UNDER_WAY), actions), others)
+
+
+#: What kills a trainer in one other process.
+ends = st.one_of(st.none(), _ends(st.just(0), _IN_RANK_0, ["kill"]))
+#: The hosts of a trainer's ranks, which are two; that of the engines has no name.
+hosts = st.sampled_from([some for some in product(("", "second", "third"), repeat=RANKS) if len(set(some)) == 2])
 
 
 def _options(
@@ -90,15 +131,21 @@ def _options(
     }
 
 
-options = st.builds(
-    _options,
-    transport=st.sampled_from(["auto", "auto", "ipc_zmq", "nccl", "nixl"]),
-    staging=st.sampled_from(["full", "full", "auto", "none"]),
-    verify=st.sampled_from(["digest", "off", "deep"]),
-    keep=st.booleans(),
-    bucket=st.sampled_from([None, None, 1 << 16]),
-    timeout_s=st.sampled_from([1.0, 0.7, 1.5]),
-    pause=st.sampled_from(["retract", "abort", "wait"]),
-)
+def _drawn_options(*transports: str) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        _options,
+        transport=st.sampled_from(transports),
+        staging=st.sampled_from(["full", "full", "auto", "none"]),
+        verify=st.sampled_from(["digest", "off", "deep"]),
+        keep=st.booleans(),
+        bucket=st.sampled_from([None, None, 1 << 16]),
+        timeout_s=st.sampled_from([1.0, 0.7, 1.5]),
+        pause=st.sampled_from(["retract", "abort", "wait"]),
+    )
+
+
+options = _drawn_options("auto", "auto", "ipc_zmq", "nccl", "nixl")
+#: Those of a trainer on several hosts.
+far_options = _drawn_options("auto", "nccl", "nixl")
 PLAIN = _options("auto", "full", "digest", False, None, 1.0, "retract")
 members = st.sampled_from([some for size in (3, 2, 1) for some in combinations(range(3), size)])

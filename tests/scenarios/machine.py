@@ -15,10 +15,12 @@ from hypothesis.stateful import invariant, rule
 
 from tests.scenarios import drawn
 from tests.scenarios.acting import CLOSE_S, Acting
-from tests.scenarios.drawn import PLAIN, Push
+from tests.scenarios.drawn import PLAIN, End, Push
 from tests.scenarios.play import Meanwhile, Outcome, abort
+from tests.scenarios.pusher import RANKS
+from tests.scenarios.suspect import PATIENCE_S, Fault
 from tests.scenarios.truth import NotCaughtUp, UntrueReport, Violation
-from tests.scenarios.world import PATIENCE_S, Engine, Fault
+from tests.scenarios.world import Engine
 from weightsync import Sender
 from weightsync.deadline import Deadline
 from weightsync.protocol.auth import sender_token
@@ -258,7 +260,7 @@ class Scenario(Acting):
         numbers: Sequence[int],
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
-        end: Fault | None,
+        end: End | None,
         then: int | None,
     ) -> None:
         """Another process pushes the learner's parameters, which may change once the push has ended or failed."""
@@ -272,8 +274,9 @@ class Scenario(Acting):
         content=drawn.content,
         options=drawn.options,
         faults=drawn.faults,
-        meanwhile=drawn.beside_others,
-        end=drawn.ends,
+        meanwhile=drawn.beside_ranks,
+        end=drawn.ends_of(2),
+        then=drawn.then,
     )
     @step
     def sharded_trainer_pushes(
@@ -283,10 +286,36 @@ class Scenario(Acting):
         options: dict[str, Any],
         faults: Sequence[Fault | None],
         meanwhile: list[Meanwhile],
-        end: Fault | None,
+        end: End | None,
+        then: int | None,
     ) -> None:
         options = {**options, "staging": "full"}
-        self.pushed_by(self.world.ranks, numbers, content, content, options, faults, meanwhile, end)
+        self.pushed_by(self.world.sharded, numbers, content, content, options, faults, meanwhile, end, then)
+
+    @rule(
+        hosts=drawn.hosts,
+        numbers=drawn.members,
+        content=drawn.content,
+        options=drawn.far_options,
+        faults=drawn.faults,
+        meanwhile=drawn.beside_ranks,
+        end=drawn.ends_of(RANKS),
+        then=drawn.then,
+    )
+    @step
+    def trainer_of_several_hosts_pushes(
+        self,
+        hosts: Sequence[str],
+        numbers: Sequence[int],
+        content: int,
+        options: dict[str, Any],
+        faults: Sequence[Fault | None],
+        meanwhile: list[Meanwhile],
+        end: End | None,
+        then: int | None,
+    ) -> None:
+        options = {**options, "staging": "full"}
+        self.pushed_by(self.world.spread, numbers, content, content, options, faults, meanwhile, end, then, hosts)
 
     @rule(content=drawn.content)
     @step

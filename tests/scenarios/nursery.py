@@ -17,6 +17,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tools import servers
 
 SITE = servers.ROOT / "tests" / "faults" / "site"
@@ -66,6 +68,12 @@ class Child:
     def alive(self) -> bool:
         """Whether the process has not ended."""
         return not select.select([self._file], [], [], 0)[0]
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped the process."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def send(self, what: int) -> None:
         """Send a signal if the process has not ended."""

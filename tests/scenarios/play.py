@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from tests.scenarios.suspect import Fault
 from tests.scenarios.truth import ForeignError, Lag, TooLate, Truth, Violation
-from tests.scenarios.world import Engine, Fault, Suspect, World
+from tests.scenarios.world import Engine, World
 from weightsync import cli
 from weightsync.errors import WeightSyncError
 
@@ -104,7 +105,6 @@ class Play:
         engines: Sequence[Engine] = (),
         faults: Sequence[Fault | None] = (),
         meanwhile: Sequence[Meanwhile] = (),
-        pusher: Suspect | None = None,
         others: Callable[[Meanwhile], None] | None = None,
     ) -> Outcome:
         """Run ``act``, which must end within ``limit_s``; ``faults`` are ordered for ``engines``, one each.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import requests
 
-from tests.scenarios.world import FIRST, PATIENCE_S, Engine, World, digest_in
+from tests.scenarios.resources import OpenResources, left, mapped
+from tests.scenarios.suspect import PATIENCE_S
+from tests.scenarios.world import FIRST, Engine, World, digest_in
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.memory import arenas
-from weightsync.protocol import directories, http
+from weightsync.protocol import http
 
 #: Seconds to wait for resources to go: gloo ends abandoned work five seconds after the deadline.
 _SETTLE_S = 15.0
@@ -179,57 +176,21 @@ class Truth:
         return status, None
 
 
-class OpenResources(NamedTuple):
-    """The resources that this process uses."""
-
-    files: list[str]
-    threads: int
-    shared: list[str]
-    sockets: list[str]
-
-
-def held(world: World) -> OpenResources:
-    """The resources in use now, without those of the world."""
-    own, files = world.own_files(), []
-    for entry in os.scandir("/proc/self/fd"):
-        if int(entry.name) not in own:
-            try:
-                files.append(os.readlink(entry.path).split(":")[0])
-            except FileNotFoundError:
-                continue  # the descriptor of the listing itself
-    shared = [path.name for path in arenas.SHM_DIRECTORY.glob(f"weightsync-{os.getpid()}-*")]
-    sockets = [path.name for path in directories.directory().glob(f"weightsync-{os.getpid()}-*")]
-    return OpenResources(sorted(files), psutil.Process().num_threads(), shared, sockets)
-
-
 def check_nothing_left(world: World, before: OpenResources) -> None:
-    """Check that without senders no more than ``before`` is in use, here or mapped by engines."""
+    """Check that without senders no more than ``before`` is in use, here, in other trainers or mapped by engines."""
     end = time.monotonic() + _SETTLE_S
-    gc.collect()  # an error and the frame that raised it may refer to each other
-    while True:
-        now = held(world)
-        extra = list(now.files)
-        for file in before.files:
-            if file in extra:
-                extra.remove(file)
-        fewer = not extra and now.threads <= before.threads
-        mapped = [] if world.kind != "reference" else [line for engine in world.engines for line in _mapped(engine)]
-        if fewer and not (now.shared or now.sockets or mapped):
-            return
+    while found := [*filter(None, [left(before, world.own_files())]), *world.left_by_trainers(), *_mapped(world)]:
         if time.monotonic() > end:
-            names = sorted(thread.name for thread in threading.enumerate())
-            raise LeftOver(
-                f"files {extra}, {now.threads} threads after {before.threads} ({names}), shared memory {now.shared}, "
-                f"sockets {now.sockets}, mapped by engines: {mapped}"
-            )
+            raise LeftOver("; ".join(found))
         time.sleep(0.02)
 
 
-def _mapped(engine: Engine) -> list[str]:
-    """The memory of trainers that an engine still maps."""
-    found = []
-    for pid in engine.pids if engine.alive() and not engine.still else ():
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        theirs = [line for line in lines if "/weightsync-" in line or "/torch_" in line]
-        found += [f"{engine}: {line.split(maxsplit=5)[5]}" for line in theirs]
-    return found
+def _mapped(world: World) -> list[str]:
+    """The memory of trainers that reference engines still map."""
+    return [
+        f"{engine} maps {path}"
+        for engine in world.engines
+        if world.kind == "reference" and engine.alive() and not engine.still
+        for pid in engine.pids
+        for path in mapped(pid, "/weightsync-", "/torch_")
+    ]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import requests
-import torch
 
 from tests.scenarios.nursery import SITE, Child, Nursery
-from tests.scenarios.trainer import describe_shared
+from tests.scenarios.pusher import RANKS, Pusher
+from tests.scenarios.suspect import PATIENCE_S, Suspect
 from tests.scenarios.weights import CONTENTS, RealWeights, TinyWeights
 from tools import servers
 from weightsync import Sender
@@ -34,43 +31,6 @@ _ENDING_S = 2.0
 FIRST = "default"
 #: Steps between two deaths of a real engine, which takes half a minute to start.
 _STEPS_OF_LIFE = 100
-#: Seconds for calls that are not part of a scenario.
-PATIENCE_S = 30.0
-
-
-class Fault(NamedTuple):
-    """A fault at a point of a process; see `tests/faults/site`.
-
-    A process that is held or stopped continues ``steps`` steps later.
-    """
-
-    point: str
-    action: str
-    where: tuple[tuple[str, Any], ...] = ()
-    steps: int = 1
-
-
-class Suspect:
-    """A process for which faults can be ordered."""
-
-    def __init__(self, fault_file: Path):
-        self.fault_file, self._fired = fault_file, Path(f"{fault_file}.fired")
-        self._goes_on = 0
-
-    def order(self, fault: Fault) -> None:
-        """Order a fault for the next time that the process reaches its point."""
-        draft = self.fault_file.with_suffix(".draft")
-        draft.write_text(json.dumps({"point": fault.point, "action": fault.action, "where": dict(fault.where)}))
-        draft.rename(self.fault_file)
-
-    def happened(self) -> bool:
-        """Whether the ordered fault has happened."""
-        return self._fired.exists()
-
-    def cancel(self) -> None:
-        """Withdraw the order, and release a process that is held."""
-        self.fault_file.unlink(missing_ok=True)
-        self._fired.unlink(missing_ok=True)
 
 
 class Engine(Suspect):
@@ -200,66 +160,6 @@ class RealEngine(Engine):
             sender.push(self._weights.mapping(0), version=FIRST)
 
 
-class Pusher(Suspect):
-    """A trainer in other processes: a single one that maps our parameters, or ranks with shards."""
-
-    def __init__(self, nursery: Nursery, scratch: Path, size: int):
-        super().__init__(scratch / f"pusher-{size}")
-        self._nursery, self._size = nursery, size
-        self.children: list[Child] = []
-        self.channels: list[socket.socket] = []
-
-    def start(self, weights: TinyWeights, shared: dict[str, torch.Tensor]) -> None:
-        """Fork the processes unless they are alive."""
-        if self.children and all(child.alive() for child in self.children):
-            return
-        self.kill()
-        port = servers.free_port()
-        for rank in range(self._size):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                # Of several ranks the last one suffers the faults.
-                file = self.fault_file if rank == self._size - 1 else self.fault_file.with_suffix(f".{rank}")
-                self.children.append(self._nursery.start("trainer", file, [theirs.fileno()]))
-            self.channels.append(ours)
-            if self._size == 1:
-                described, files = describe_shared(shared)
-                socket.send_fds(ours, [json.dumps({"do": "take_parameters", "tensors": described}).encode()], files)
-            else:
-                folders = [str(weights.folder(content)) for content in range(CONTENTS)]
-                self._tell(ours, do="group", port=port, rank=rank, size=self._size, folders=folders)
-        for channel in self.channels:
-            self._hear(channel, PATIENCE_S)
-
-    def push(self, timeout_s: float, **order: Any) -> list[dict]:
-        """Push; returns the outcome of each rank that has not ended. Raises `TimeoutError`."""
-        for channel in self.channels:
-            self._tell(channel, do="push", **order)
-        end = time.monotonic() + timeout_s
-        said = [self._hear(channel, max(0.01, end - time.monotonic())) for channel in self.channels]
-        return [one for one in said if one]
-
-    @staticmethod
-    def _tell(channel: socket.socket, **order: Any) -> None:
-        with suppress(OSError):
-            channel.send(json.dumps(order).encode())
-
-    @staticmethod
-    def _hear(channel: socket.socket, timeout_s: float) -> dict:
-        channel.settimeout(timeout_s)
-        try:
-            return json.loads(channel.recv(1 << 20) or b"{}")
-        except ConnectionError:
-            return {}
-
-    def kill(self) -> None:
-        """Kill all processes."""
-        while self.children:
-            self.children.pop().close()
-        while self.channels:
-            self.channels.pop().close()
-
-
 class World:
     """All engines, trainers and weights of a run. ``kind`` is reference, vllm or sglang."""
 
@@ -287,7 +187,8 @@ class World:
         self.shared = self.weights.copy(0)
         for one in self.shared.values():
             one.share_memory_()
-        self.pusher, self.ranks = Pusher(self.nursery, scratch, 1), Pusher(self.nursery, scratch, 2)
+        #: Trainers in other processes: a single one, and ranks on one host and on two.
+        self.pusher, self.sharded, self.spread = (Pusher(self.nursery, scratch, size) for size in (1, 2, RANKS))
         try:
             for engine in self.engines:
                 engine.start()
@@ -303,10 +204,15 @@ class World:
             sender.push(self.weights.mapping(content), version=f"content-{content}")
             return digest_in(sender.status(digest=True)[engine.url])
 
+    @property
+    def trainers(self) -> list[Pusher]:
+        """All trainers in other processes."""
+        return [self.pusher, self.sharded, self.spread]
+
     def reset(self) -> None:
         """Bring everything back to its initial state."""
-        self.pusher.kill()
-        self.ranks.kill()
+        for trainer in self.trainers:
+            trainer.kill()
         for engine in self.engines:
             engine.reset()
 
@@ -320,15 +226,19 @@ class World:
 
     def own_files(self) -> set[int]:
         """Descriptors of this process that the world holds."""
-        channels = [self.nursery.channel, *self.pusher.channels, *self.ranks.channels]
-        children = [*self.pusher.children, *self.ranks.children]
+        channels = [self.nursery.channel, *(channel for trainer in self.trainers for channel in trainer.channels)]
+        children = [child for trainer in self.trainers for child in trainer.children]
         children += [engine._child for engine in self.engines if engine._child is not None]
         return {channel.fileno() for channel in channels} | {child._file for child in children}
 
+    def left_by_trainers(self) -> list[str]:
+        """What living trainers in other processes still use of their senders, once they are closed."""
+        return [one for trainer in self.trainers for one in trainer.left()]
+
     def close(self) -> None:
         """End everything."""
-        self.pusher.kill()
-        self.ranks.kill()
+        for trainer in self.trainers:
+            trainer.kill()
         for engine in self.engines:
             engine.kill()
         self.nursery.close()

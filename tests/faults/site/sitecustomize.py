@@ -221,6 +221,41 @@ def outgoing(module):
         original(self, number, *more)
 
 
+# --- in the ranks of a trainer ----------------------------------------------------------------------------------------
+
+
+def follower(module):
+    @around(module.Follower, "_take_part")
+    def take_part(original, self, what, *more):
+        self.fault_call, self.fault_number = what, -1
+        return original(self, what, *more)
+
+    @around(module.Follower, "_attempt")
+    def attempt(original, self, *asked):
+        self.fault_number += 1
+        where = {"call": self.fault_call, "number": self.fault_number}
+        at("trainer rank begins", **where)
+        done = original(self, *asked)
+        at("trainer rank has done", **where)
+        return done
+
+
+def nccl_group(module):
+    @around(module.Group, "broadcast")
+    def broadcast(original, self, *what):
+        work = original(self, *what)
+        at("bytes are under way")
+        return work
+
+
+def nixl_transfers(module):
+    @around(module.Transfers, "post")
+    def post(original, self, bucket, *more):
+        original(self, bucket, *more)
+        if self.moves(bucket):
+            at("bytes are under way")
+
+
 # --- in the trainer and in an engine's front end ----------------------------------------------------------------------
 
 
@@ -273,6 +308,9 @@ PATCHES = {
     "weightsync.transports.ipc_zmq": incoming("MappedIncoming"),
     "weightsync.transports.nccl.engine": incoming("BroadcastIncoming"),
     "weightsync.transports.nixl.incoming": incoming("NixlIncoming"),
+    "weightsync.transports.nccl.groups": nccl_group,
+    "weightsync.transports.nixl.agents": nixl_transfers,
+    "weightsync.trainer.ranks.follower": follower,
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
     "weightsync.engine.front_end": front_end,
