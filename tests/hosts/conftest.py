@@ -1,4 +1,4 @@
-"""Simulated hosts: a trainer on one, engines on three, and one more."""
+"""Simulated hosts: a trainer on one, engines on three, and two more."""
 
 import contextlib
 import subprocess
@@ -16,7 +16,7 @@ from weightsync.transports.nixl import agents
 def network():
     with contextlib.ExitStack() as made:
         try:
-            network = Network("trainer", "a", "b", "c")
+            network = Network("trainer", "a", "b", "c", "d")
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             if why := refusal(error):
                 pytest.skip(f"needs network namespaces, run the tests as root: {why}")

@@ -27,6 +27,15 @@ def test_too_few_buckets_are_not_passed_on():
     assert chains(members, MIN_BUCKETS) == {TWO: ONE}
 
 
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [(2, {TWO: ONE, FOUR: THREE}), (3, {TWO: ONE, FOUR: THREE}), (4, {}), (9, {})],
+)
+def test_a_trainer_on_several_hosts_writes_to_as_many_ranks(hosts, found):
+    members = [("", "b" if peer == ONE else "c", peer) for peer in (ONE, TWO, THREE, FOUR)]
+    assert chains(members, BUCKETS, hosts) == found
+
+
 @given(st.integers(2, 40), st.integers(MIN_BUCKETS, 40))
 def test_more_ranks_than_buckets_form_a_tree(count, buckets):
     peers = [Peer("http://a:8000", number) for number in range(count)]

@@ -34,6 +34,8 @@ class Chain:
         self._session, self._plan, self._layout, self._hashed = session, plan, layout, hashed
         self._hosts, self._agents, self._write = hosts, agents, write
         self._buckets = layout.buckets(plan.bucket_bytes)
+        #: The memory domains that hold a part of the stream, if there are several.
+        self._holding = {domain for domain in range(len(layout.table)) if layout.domain_bytes(domain)}
         self._suppliers: Suppliers | None = None
         #: The digests of a bucket of what the members need, by name.
         self._digests: Callable[[int], Mapping[str, int]] = lambda bucket: {}
@@ -48,7 +50,8 @@ class Chain:
             return
         session.wait(lambda: hosts.keys() - session.windows.keys(), "the ranks to offer memory to write to")
         staged = [peer for peer in hosts if session.windows[peer].slots >= self._buckets and self._is_written(peer)]
-        found = chains(((session.needs[peer].name, hosts[peer], peer) for peer in staged), self._buckets)
+        members = ((session.needs[peer].name, hosts[peer], peer) for peer in staged)
+        found = chains(members, self._buckets, max(1, len(self._holding)))
         if not found:
             return
         whole = plan.slots * plan.bucket_bytes >= self._layout.nbytes
@@ -62,8 +65,7 @@ class Chain:
 
     def _is_written(self, peer: Peer) -> bool:
         """Whether a rank reads nothing by itself."""
-        holding = {domain for domain in range(len(self._layout.table)) if self._layout.domain_bytes(domain)}
-        return holding <= set(self._session.windows[peer].domains)
+        return self._holding <= set(self._session.windows[peer].domains)
 
     def _tell(self, change: Change) -> None:
         session, push = self._session, self._plan.push

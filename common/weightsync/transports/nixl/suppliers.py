@@ -30,15 +30,21 @@ class Change(NamedTuple):
     new: Peer | None
 
 
-def chains(members: Iterable[tuple[str, str, Peer]], buckets: int) -> dict[Peer, Peer]:
-    """The supplier of each rank that has one: ``members`` are what a rank needs, by name, its host, and itself."""
+def chains(members: Iterable[tuple[str, str, Peer]], buckets: int, hosts: int = 1) -> dict[Peer, Peer]:
+    """The supplier of each rank that has one: ``members`` are what a rank needs, by name, its host, and itself.
+
+    A trainer on several ``hosts`` writes to as many ranks as it has hosts, since each sends them a part.
+    """
     found: dict[Peer, Peer] = {}
     by_need: dict[str, list[Peer]] = {}
     for need, _, peer in sorted(members):
         by_need.setdefault(need, []).append(peer)
     for peers in by_need.values() if buckets >= MIN_BUCKETS else ():
-        copies = 1 if len(peers) <= buckets else 2
-        found.update({peer: peers[(number - 1) // copies] for number, peer in enumerate(peers) if number})
+        length = -(-len(peers) // hosts)
+        copies = 1 if length <= buckets else 2
+        for first in range(0, len(peers), length):
+            those = peers[first : first + length]
+            found.update({peer: those[(number - 1) // copies] for number, peer in enumerate(those) if number})
     return found
 
 
