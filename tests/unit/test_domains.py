@@ -13,7 +13,7 @@ from weightsync.protocol import http
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, joined, narrowed, whole
-from weightsync.tensors.domains import DividedLayout, divide, layout_of
+from weightsync.tensors.domains import DividedLayout, digested, divide, layout_of
 from weightsync.tensors.held import HeldShards
 from weightsync.tensors.layout import ALIGN_BYTES, Layout
 from weightsync.tensors.subset import Subset, Wanted
@@ -67,6 +67,27 @@ def test_every_host_knows_what_a_rank_needs_of_it(division, bucket_bytes, data):
     for at, nbytes in subset.runs():
         wanted[at : at + nbytes] = stream[at : at + nbytes]
     assert torch.equal(made, wanted)
+
+
+@given(divisions(), st.sampled_from([512, 4096]), st.data())
+def test_the_digest_of_a_bucket_is_the_same_from_its_parts_on_every_host(division, bucket_bytes, data):
+    """What the hosts hash in their arenas, put together, is what a rank hashes in its stage."""
+    specs, held = division
+    table = divide(held)
+    layout = layout_of(specs, table)
+    subset = Subset(layout, {number: data.draw(boxes_of(spec)) for number, spec in enumerate(specs)})
+    if not table:
+        assert digested(subset, bucket_bytes) == subset.cut(bucket_bytes)
+        return
+    stream, arenas = filled(layout, table)
+    for number, runs in enumerate(digested(subset, bucket_bytes)):
+        parts = [
+            (run.at, digest.digest_bytes("xxh3_64", arena[run.there : run.there + run.nbytes]))
+            for host, arena in enumerate(arenas)
+            for run in layout.needed(host, subset, bucket_bytes)[number]
+        ]
+        together = digest.joined([value for _, value in sorted(parts)])
+        assert together == digest.digest_runs("xxh3_64", stream, runs)
 
 
 @given(divisions())
