@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import report
 from benchmarks.lines import LIMIT_S, Lines, serve
-from benchmarks.trainer import CACHE, ROOT
+from benchmarks.trainer import ROOT, made_of
 from tests.hosts.network import Host, Network
 from tests.hosts.programs import Engine, served
 from tools import models, servers
@@ -77,12 +77,7 @@ CASES = (
 
 def model_folder() -> Path:
     """The model, made once."""
-    folder = CACHE / "hosts-model"
-    if not (folder / "model.safetensors").exists():
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(vocab_size=259, **CONFIG)).to(torch.bfloat16).save_pretrained(folder)
-        models.make_tokenizer().save_pretrained(folder)
-    return folder
+    return made_of("hosts-model", lambda: LlamaForCausalLM(LlamaConfig(vocab_size=259, **CONFIG)))
 
 
 # ---- on the hosts ----------------------------------------------------------------------------------------------------

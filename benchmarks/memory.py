@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import report
 from benchmarks.lines import LIMIT_S, Lines, serve
-from benchmarks.trainer import CACHE, ROOT
+from benchmarks.trainer import ROOT, made_of
 from tools import models, servers
 from weightsync import Sender
 from weightsync.memory import arenas
@@ -41,13 +41,8 @@ _PARTS = 64
 
 def model_folder() -> Path:
     """The model, made once."""
-    folder = CACHE / "memory-model"
-    if not (folder / "model.safetensors.index.json").exists() and not (folder / "model.safetensors").exists():
-        torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=259, torch_dtype="bfloat16", **CONFIG)
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-        models.make_tokenizer().save_pretrained(folder)
-    return folder
+    config = LlamaConfig(vocab_size=259, torch_dtype="bfloat16", **CONFIG)
+    return made_of("memory-model", lambda: LlamaForCausalLM(config))
 
 
 def trainer(rank: int, port: str, folder: str, url: str, hosts: int) -> None:

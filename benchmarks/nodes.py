@@ -25,10 +25,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import report
 from benchmarks.hosts import MBIT, MIN_ROUNDS, link, pushed, running
-from benchmarks.trainer import CACHE, ROOT
+from benchmarks.trainer import ROOT, made_of
 from tests.hosts.network import Network
 from tests.hosts.programs import Nodes
-from tools import models
 
 #: 134 million parameters; ranks keep 4096 and more bytes of each row of the layers that they split by columns.
 CONFIG = {
@@ -47,12 +46,7 @@ AIMS, BYTES_AIM = {1: 0.9, 2: 0.85, 4: 0.8}, 1.05
 
 def model_folder() -> Path:
     """The model, made once."""
-    folder = CACHE / "nodes-model"
-    if not (folder / "model.safetensors").exists():
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**CONFIG)).to(torch.bfloat16).save_pretrained(folder)
-        models.make_tokenizer().save_pretrained(folder)
-    return folder
+    return made_of("nodes-model", lambda: Qwen3ForCausalLM(Qwen3Config(**CONFIG)))
 
 
 def kept(folder: Path) -> tuple[int, int]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from tools import models
 from weightsync.memory import arenas
@@ -21,18 +24,30 @@ CACHE = ROOT / ".work" / "bench"
 MEMCPYS = 3
 
 
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of this name, which is made by ``make`` if it is not there yet, and kept."""
+    folder, partial = CACHE / name, CACHE / f"{name}.partial"
+    if not folder.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        make(partial)
+        partial.rename(folder)
+    return folder
+
+
+def made_of(name: str, model: Callable[[], PreTrainedModel]) -> Path:
+    """The folder of a random bfloat16 model with the tests' tokenizer, made once."""
+
+    def make(folder: Path) -> None:
+        torch.manual_seed(0)
+        model().to(torch.bfloat16).save_pretrained(folder)
+        models.make_tokenizer().save_pretrained(folder)
+
+    return made_once(name, make)
+
+
 def model_folders(kind: models.Kind) -> list[Path]:
     """Two model folders of one shape with different random weights, made once and kept."""
-    folders = []
-    for seed in range(2):
-        folder = CACHE / f"{kind}-{seed}"
-        if not folder.exists():
-            partial = CACHE / f"{folder.name}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            models.make_model(partial, kind, seed=seed)
-            partial.rename(folder)
-        folders.append(folder)
-    return folders
+    return [made_once(f"{kind}-{n}", functools.partial(models.make_model, kind=kind, seed=n)) for n in range(2)]
 
 
 class Trainer:

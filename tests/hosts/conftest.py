@@ -7,6 +7,7 @@ import pytest
 
 from tests.hosts.network import Network, refusal
 from tests.hosts.programs import Engine, Trainer
+from tests.sharded import conftest as sharded
 from tools import models
 from weightsync.tensors.layout import digest_of
 from weightsync.transports.nixl import agents
@@ -74,3 +75,23 @@ def transport(request):
 def digest(model_folder):
     """Return a function: the digest of an engine that serves the model of a seed."""
     return lambda seed: digest_of(models.load_reference(model_folder("llama", seed)).state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def changed(model_folder):
+    """The digest of model 1 after one change."""
+    state = models.load_reference(model_folder("llama", 1)).state_dict()
+    return digest_of((name, tensor.neg()) for name, tensor in state.items())
+
+
+@pytest.fixture(scope="module")
+def ranks(network, model_folder):
+    """Rank 0 on the host "trainer", rank 1 on the host "a"."""
+    hosts = [network.hosts[name] for name in ("trainer", "a")]
+
+    def popen(rank, *command, **how):
+        return hosts[rank].popen(*command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
+
+    trainer = sharded.Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
+    yield trainer
+    trainer.stop()

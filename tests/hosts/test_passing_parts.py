@@ -9,20 +9,10 @@ import pytest
 
 from tests.hosts.programs import Engine, served
 from tests.hosts.test_sharded import LIMIT_S
-from tests.sharded.conftest import Trainer
 from tests.sharded.test_push import assert_pushed, fine
-from tools import models
-from weightsync.tensors.layout import digest_of
 from weightsync.transports.nixl import agents
 
 pytestmark = pytest.mark.skipif(not agents.available(), reason="needs nixl: pip install 'weightsync[nixl]'")
-
-
-@pytest.fixture(scope="module")
-def changed(model_folder):
-    """The digest of model 1 after one change."""
-    state = models.load_reference(model_folder("llama", 1)).state_dict()
-    return digest_of((name, tensor.neg()) for name, tensor in state.items())
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +27,17 @@ def others(network, engines, model_folder):
         yield engines["b"], *more
 
 
-@pytest.fixture(scope="module")
-def started(network, model_folder):
-    hosts = [network.hosts[name] for name in ("trainer", "a")]
-
-    def popen(rank, *command, **how):
-        return hosts[rank].popen(*command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
-
-    trainer = Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
-    yield trainer
-    trainer.stop()
-
-
 @pytest.fixture
-def ranks(started, others):
+def spread(ranks, others):
     """Return a function that builds the senders of the ranks."""
 
     def build(**options):
-        assert fine(started.all("shard fsdp"))
-        assert fine(
-            started.build([engine.url for engine in others], transport="nixl", **{"timeout_s": 60.0, **options})
-        )
-        return started
+        assert fine(ranks.all("shard fsdp"))
+        assert fine(ranks.build([engine.url for engine in others], transport="nixl", **{"timeout_s": 60.0, **options}))
+        return ranks
 
     yield build
-    assert fine(started.all("close"))
+    assert fine(ranks.all("close"))
 
 
 def sent(network):
@@ -87,12 +63,12 @@ def assert_one_copy(network, ranks, others, wants):
 
 
 @pytest.mark.parametrize("options", [{}, {"verify": "off"}, {"bucket_bytes": 8192}])
-def test_each_of_the_trainers_links_carries_one_copy(network, ranks, others, digest, changed, options):
-    assert_one_copy(network, ranks(**options), others, [digest(1), changed] * 2)
+def test_each_of_the_trainers_links_carries_one_copy(network, spread, others, digest, changed, options):
+    assert_one_copy(network, spread(**options), others, [digest(1), changed] * 2)
 
 
-def test_a_way_between_engines_that_is_cut_costs_nobody_the_push(network, ranks, others, digest, changed):
-    trainer = ranks()
+def test_a_way_between_engines_that_is_cut_costs_nobody_the_push(network, spread, others, digest, changed):
+    trainer = spread()
     assert all(assert_pushed(trainer))
     with network.apart("b", "c"):
         for want in (changed, digest(1)):
@@ -104,8 +80,8 @@ def test_a_way_between_engines_that_is_cut_costs_nobody_the_push(network, ranks,
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_an_engine_that_freezes_is_the_only_one_that_is_named(ranks, others, digest, changed, number):
-    trainer = ranks(timeout_s=2 * LIMIT_S)
+def test_an_engine_that_freezes_is_the_only_one_that_is_named(spread, others, digest, changed, number):
+    trainer = spread(timeout_s=2 * LIMIT_S)
     assert all(assert_pushed(trainer))
     trainer.all("change")
     frozen, *rest = others[number], *others[:number], *others[number + 1 :]

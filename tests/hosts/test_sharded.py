@@ -12,33 +12,11 @@ from tests.hosts.programs import served
 from tests.sharded.conftest import Trainer
 from tests.sharded.test_faults import assert_failed
 from tests.sharded.test_push import assert_pushed, fine
-from tools import models
-from weightsync.tensors.layout import digest_of
 
 #: Seconds; the limit of a push when the network is cut.
 LIMIT_S = 10.0
 #: Seconds; the limit of a push in which a process ends.
 PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def changed(model_folder):
-    """The digest of model 1 after one change."""
-    state = models.load_reference(model_folder("llama", 1)).state_dict()
-    return digest_of((name, tensor.neg()) for name, tensor in state.items())
-
-
-@pytest.fixture(scope="module")
-def ranks(network, model_folder):
-    """Rank 0 on the host "trainer", rank 1 on the host "a"."""
-    hosts = [network.hosts[name] for name in ("trainer", "a")]
-
-    def popen(rank, *command, **how):
-        return hosts[rank].popen(*command, environment={"GLOO_SOCKET_IFNAME": "eth0"}, **how)
-
-    trainer = Trainer(model_folder("llama", 1), 2, hosts[0].address, popen)
-    yield trainer
-    trainer.stop()
 
 
 @pytest.fixture

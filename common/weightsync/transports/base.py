@@ -181,8 +181,9 @@ class PeerRanks(Protocol):
         """``error``, extended with the state of every rank whose process is not running."""
 
 
-def wanted(interrupted: Callable[[], bool]) -> None:
-    """For a `RankHelper` to which rank 0 says nothing before it has replied: raise `TransferFailed` if it has."""
+def check_cancelled(interrupted: Callable[[], bool]) -> None:
+    """For a `RankHelper` to which rank 0 says nothing more before its reply, unless it cancels the push: raise
+    `TransferFailed` if it has."""
     if interrupted():
         raise TransferFailed("the push was cancelled")
 
@@ -194,8 +195,8 @@ class RankHelper(Protocol):
         """Serve one message of rank 0's `TrainerEnd`, and return the reply, JSON, if there is one.
 
         ``stream`` is the memory that was filled last, or is to be filled next (1-D uint8). ``interrupted`` says whether
-        rank 0 has sent its next message, which it does while it waits for a reply only if it has more to say or calls
-        the push off; it raises if rank 0 has ended. Raises `WeightSyncError`.
+        rank 0 has sent its next message, which it does while it waits for a reply only if it has more to say or cancels
+        the push; it raises if rank 0 has ended. Raises `WeightSyncError`.
         """
 
     def forget(self) -> None:

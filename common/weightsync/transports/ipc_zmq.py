@@ -135,8 +135,8 @@ class IpcZmqEngineEnd:
         #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version. Each has the memory of
         #: every memory domain, or of the only one.
         self._arenas: dict[str, list[Stream | None]] = {}
-        #: The last arena of several domains, and its stream.
-        self._divided: tuple[str, Divided] | None = None
+        #: The last arena of several domains, with the name of its layout; and its stream.
+        self._divided: tuple[tuple[str, str], Divided] | None = None
 
     def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """Unsupported: ipc_zmq has no set-up route."""
@@ -177,8 +177,9 @@ class IpcZmqEngineEnd:
             memory = memories[0]
             assert memory is not None, "the first handle is that of an arena"
             return memory
-        if self._divided is None or self._divided[0] != f"{arena} {layout.name}":
-            self._divided = f"{arena} {layout.name}", Divided(layout, memories)
+        which = arena, layout.name
+        if self._divided is None or self._divided[0] != which:
+            self._divided = which, Divided(layout, memories)
         return self._divided[1]
 
     def _forget(self) -> None:

@@ -93,7 +93,7 @@ class LoadPlan:
             if owner not in found.fallen:
                 self.copies += copies
         #: What is read of the checkpoint, by the plan and by the loader; and whether it was fitted to a link.
-        self.subset = Subset(layout, dict(self._read()))
+        self.subset = Subset(layout, dict(self._read(run_cost(math.inf))))
         self._fitted = False
         self._constants = [
             constant for constant in found.constants if self.memory.owner(constant.target) not in found.fallen
@@ -127,8 +127,8 @@ class LoadPlan:
         if not self._fitted:
             self._fitted, self.subset = True, Subset(self.layout, dict(self._read(run_cost(bytes_per_s))))
 
-    def _read(self, *run_bytes: int) -> Iterator[tuple[int, Box]]:
-        """For every tensor that is not read as a whole, its number and the box that is read."""
+    def _read(self, run_bytes: int) -> Iterator[tuple[int, Box]]:
+        """For every tensor that is not read as a whole, its number and the box that is read; see `widened`."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         read = {name: Box(none, none) for name, entry in entries.items() for none in [(0,) * len(entry.spec.shape)]}
         for copy in self.copies:
@@ -138,7 +138,7 @@ class LoadPlan:
         for name in self.loader:
             read[name] = whole(entries[name].spec)
         for entry in self.layout.entries:
-            box = widened(entry, read[entry.spec.name], *run_bytes)
+            box = widened(entry, read[entry.spec.name], run_bytes)
             if box is not None:
                 yield entry.number, box
 
@@ -271,9 +271,13 @@ class LoadPlan:
                     return copy.name
             for constant in self._constants:
                 if not _same(constant.value.expand(constant.target.shape), constant.target):
-                    owner = self.memory.owner(constant.target)
-                    return owner.name if owner is not None else ""
+                    return self._name_of(constant.target)
         return ""
+
+    def _name_of(self, target: torch.Tensor) -> str:
+        """The name of the parameter that a tensor is part of."""
+        owner = self.memory.owner(target)
+        return owner.name if owner is not None else ""
 
     def strays(self, stage: Stream) -> str:
         """Name of a parameter that is not, in a sample, what `replay` put there; another sample each time."""
@@ -289,15 +293,13 @@ class LoadPlan:
                 owner = self.memory.owner_at(target + into)
                 return owner.name if owner is not None else ""
         with torch.inference_mode(False), torch.no_grad():
-            for at in _sample(len(bound.targets), turn, _STRIDED_SAMPLES):
-                if not _same(_rows(bound.sources[at], turn), _rows(bound.targets[at], turn)):
-                    owner = self.memory.owner(bound.targets[at])
-                    return owner.name if owner is not None else ""
-            for at in _sample(len(bound.gathered), turn, 1):
-                copy, entry = bound.gathered[at]
-                if not _same(_rows(copy.part(stage, entry), turn), _rows(copy.target, turn)):
-                    owner = self.memory.owner(copy.target)
-                    return owner.name if owner is not None else ""
+            strided = _sample(len(bound.targets), turn, _STRIDED_SAMPLES)
+            pairs = [(bound.sources[at], bound.targets[at]) for at in strided]
+            gathered = [bound.gathered[at] for at in _sample(len(bound.gathered), turn, 1)]
+            pairs += [(copy.part(stage, entry), copy.target) for copy, entry in gathered]
+            for pushed, held in pairs:
+                if not _same(_rows(pushed, turn), _rows(held, turn)):
+                    return self._name_of(held)
         return ""
 
     def changed(self, loader_hooks: LoaderHooks, samples: int = 0) -> str:

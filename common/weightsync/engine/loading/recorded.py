@@ -49,9 +49,7 @@ class Copy(NamedTuple):
     def parts(self, stage: Stream, entry: Entry) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Targets, and views of the stage to copy there: one pair, or if several memory domains have parts of the
         tensor, one for each that has a part of the slice; None if it is no box of the tensor then."""
-        if not isinstance(stage, Divided):
-            return [(self.target, self.part(stage, entry))]
-        if stage.seen(entry, None) is not None:
+        if not isinstance(stage, Divided) or stage.seen(entry, None) is not None:
             return [(self.target, self.part(stage, entry))]
         if (cut := self.cut(entry)) is None:
             return None

@@ -20,7 +20,7 @@ from weightsync.errors import TransferFailed
 from weightsync.protocol.http import Message
 from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
-from weightsync.transports.base import wanted
+from weightsync.transports.base import check_cancelled
 from weightsync.transports.control.sockets import LOOK_UP_S, local_address
 from weightsync.transports.nccl.groups import FAILED, JOINED, MADE, Group, Joining, await_keys
 from weightsync.transports.nccl.messages import InitNcclGroup
@@ -128,7 +128,7 @@ class BroadcastHelper:
             self._joining = Joining(init, 0, here)
             try:
                 while not self._joining.done.wait(LOOK_UP_S):
-                    wanted(interrupted)
+                    check_cancelled(interrupted)
                     # The joining thread blocks in the store if the store's process is frozen.
                     deadline.check(f"the group {init.group_name} to be made")
                 self._joining.wait(deadline, self._joining.cancelled)
@@ -159,7 +159,7 @@ class BroadcastHelper:
                 deadline.check(f"bucket {number} to be broadcast by trainer rank {self._rank}")
                 if time.monotonic() - checked > LOOK_UP_S:
                     checked = time.monotonic()
-                    wanted(interrupted)
+                    check_cancelled(interrupted)
                 time.sleep(LOOK_S)
             try:
                 works.popleft().wait()

@@ -15,7 +15,7 @@ from weightsync.protocol.control import BucketDone
 from weightsync.protocol.http import to_json
 from weightsync.tensors.digest import digest_bytes
 from weightsync.tensors.domains import Run
-from weightsync.transports.base import wanted
+from weightsync.transports.base import check_cancelled
 from weightsync.transports.control.sockets import LOOK_UP_S
 from weightsync.transports.nixl.agents import SPIN_S
 from weightsync.transports.nixl.messages import Digest, Digested, Expose, Exposed, Meet, Serve, ToHelper
@@ -43,7 +43,7 @@ class NixlHelper:
         if self._host is None:
             raise TransferFailed(f"trainer rank {self._rank} has no NIXL agent any more; push again")
         if isinstance(message, Meet):
-            self._host.meet(message.agents, Deadline(message.timeout_s), lambda: wanted(interrupted))
+            self._host.meet(message.agents, Deadline(message.timeout_s), lambda: check_cancelled(interrupted))
             return None
         if stream is None:
             raise TransferFailed(f"trainer rank {self._rank} was asked to send without an arena")

@@ -52,11 +52,9 @@ class NixlTrainerEnd:
         #: By URL: the instance of the engine that was sent a handshake, and the agents in it.
         self._known: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._offered: tuple[str, ...] = ()
-        #: The hosts of engines, and the ranks that can pass on what is written to them.
-        self._hosts: dict[str, str] = {}
+        #: What engines said when they were opened, and the ranks that can pass on what is written to them.
+        self._hellos: dict[str, http.OpenReply] = {}
         self._passing: set[Peer] = set()
-        #: The engines that cannot pass on buckets of which several hosts hold parts.
-        self._earlier: set[str] = set()
         self._background: Background | None = None
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
@@ -69,9 +67,7 @@ class NixlTrainerEnd:
         handshakes: dict[str, Handshake] = {}
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
-            self._hosts[url] = hello.host
-            if hello.protocol < (http.PROTOCOL[0], control.PASS_ON_PARTS_MINOR):
-                self._earlier.add(url)
+            self._hellos[url] = hello
             if self._known.get(url) != (hello.instance, self._offered):
                 self._known.pop(url, None)
                 handshakes[url] = RegisterNixl(
@@ -112,8 +108,9 @@ class NixlTrainerEnd:
             self.host.register(stream)
         session = PushSession(self._control, plan.push, layout, peers, deadline)
         self._stop()
-        passing = {peer for peer in peers & self._passing if not (layout.table and peer.engine in self._earlier)}
-        hosts = {peer: self._hosts[peer.engine] for peer in passing}
+        least = (http.PROTOCOL[0], control.PASS_ON_PARTS_MINOR if layout.table else 0)
+        passing = {peer: self._hellos[peer.engine] for peer in peers & self._passing}
+        hosts = {peer: hello.host for peer, hello in passing.items() if hello.protocol >= least}
         sending = NixlSending(self.host, self._others, self.disconnect, session, plan, layout, memory, hosts)
         self._background = sending.background
         return sending
