@@ -89,6 +89,16 @@ def setup_method(asked):
     return next(name for name in registry.setup_methods() if isinstance(asked, registry.handshake_of(name)))
 
 
+def answer_of(receiver, method, payload):
+    """A rank's reply to a method that is called as an engine calls it. A busy rank is asked again, as by front ends,
+    but not from inside a load, which ends only after the call."""
+    end = time.monotonic() + SOON_S
+    while True:
+        reply = http.from_json(handle(lambda: receiver, method, payload), rank_replies.RankReply)
+        if not reply.later or receiver.status().state.endswith("applying") or time.monotonic() > end:
+            return reply
+
+
 class Rank:
     """A real receiver around a real model, and the digest that it must keep whatever it is sent."""
 
@@ -98,8 +108,8 @@ class Rank:
         self.digest = self.adapter.digest()
 
     def ask(self, method, payload):
-        """The rank's reply to a method that is called as an engine calls it."""
-        return http.from_json(handle(lambda: self.receiver, method, payload), rank_replies.RankReply)
+        """See `answer_of`."""
+        return answer_of(self.receiver, method, payload)
 
     def done(self, method, message):
         """Call a method that must not fail; returns the body of the reply."""

@@ -7,16 +7,15 @@ import torch
 
 from tests.helpers import plan_of
 from tests.unit.loaders import push_into
-from tests.unit.manual import Trainer
+from tests.unit.manual import Trainer, answer_of
 from tests.unit.test_changing_loaders import around_rank, two_of
 from weightsync import errors
 from weightsync.engine import receiver
 from weightsync.engine.adapter import Expected
 from weightsync.engine.loading import loader
-from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import WeightSyncError, WrongState
-from weightsync.protocol import http, rank_replies
+from weightsync.protocol import http
 from weightsync.protocol.states import ENGINE, PLAN, PUSH, TOGETHER, Machine, diagram
 from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
 from weightsync.transports.base import Peer
@@ -159,11 +158,7 @@ class Harness:
 
     def ask(self, method, message):
         """The rank's error as the exception that it names, None if there is none. Does not raise it."""
-        while True:
-            reply = http.from_json(handle(lambda: self.receiver, method, http.to_json(message)), rank_replies.RankReply)
-            # A front end, too, asks again what cannot be done yet; a load goes on for as long as this test lets it.
-            if not reply.later or self.receiver.status().state.endswith("applying"):
-                break
+        reply = answer_of(self.receiver, method, http.to_json(message))
         if reply.error is None:
             return None
         kind = getattr(errors, reply.error.error)

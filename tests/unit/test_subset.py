@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 
 from tests.helpers import plan_of
 from tests.unit.loaders import Model, plan_for
-from tests.unit.manual import SOON_S, hello_of
+from tests.unit.manual import SOON_S, answer_of, hello_of
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Expected, LoaderHooks
-from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import TransferFailed
 from weightsync.protocol import http
-from weightsync.protocol.rank_replies import RankReply
 from weightsync.tensors.boxes import Box, hull, narrowed
 from weightsync.tensors.layout import Layout, differing, digest_of, spec_of
 from weightsync.tensors.subset import Subset, Wanted, run_cost, widened
@@ -233,7 +231,7 @@ class Pair:
         self.layout = Layout([spec_of(name, torch.empty(shape)) for name, shape in SHAPES.items()])
 
     def call(self, rank, method, message):
-        reply = http.from_json(handle(lambda: self.receivers[rank], method, http.to_json(message)), RankReply)
+        reply = answer_of(self.receivers[rank], method, http.to_json(message))
         if reply.error is not None:
             raise TransferFailed(reply.error.message)
         return reply.body
