@@ -21,9 +21,9 @@ from weightsync import testing
 
 #: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
 #: that each engine is started once, and not several at a time.
-DIVIDED = ("unit", "contract", "packaging")
+DIVIDED = ("unit", "contract", "packaging", "sharded")
 #: Of those files, what takes long begins first, so that both processes end at nearly the same time.
-LONG = ("test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py")
+LONG = ("test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py", "test_several_hosts.py")
 
 #: What each test that `shows` something has found, by the name of a package and its version, for a table.
 SHOWN = defaultdict(lambda: defaultdict(dict))
