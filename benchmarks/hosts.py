@@ -4,7 +4,9 @@ Hosts are network namespaces of this machine, joined by a bridge; `tc` limits th
 token bucket. Trainers are sharded by FSDP2 over one process a host, and engines are reference engines, one a host. In
 every round each case pushes once, and one TCP stream sends the same bytes from a trainer's host to an engine's. Seconds
 are those of a push's transfer, until every engine has received and verified everything; the limit is what the links
-allow by the speed of that stream. Needs root and `tc`. Exit code 0 if every engine served what was pushed.
+allow by the speed of that stream. Beside the case of most engines, the same bytes reach as many hosts by a TCP stream
+to each, as when rank 0 sends to every engine, and by a broadcast of gloo. Needs root and `tc`. Exit code 0 if every
+engine served what was pushed.
 """
 
 from __future__ import annotations
@@ -107,6 +109,16 @@ def trainer(rank: int, size: int, address: str, port: str, folder: str, transpor
     os._exit(0)
 
 
+def broadcast(rank: int, size: int, address: str, port: str, nbytes: int) -> None:
+    """Take part in broadcasts of so many bytes from rank 0 until the input ends."""
+    writing = os.dup(1)
+    os.dup2(2, 1)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size)
+    data = torch.zeros(nbytes, dtype=torch.uint8)
+    serve(Lines(0, writing), {"broadcast": lambda *_: dist.broadcast(data, 0)})
+    os._exit(0)
+
+
 def receive(address: str) -> None:
     """Accept connections and read from them, for ever."""
     with socket.create_server((address, PORT)) as listening:
@@ -133,14 +145,14 @@ def send(address: str, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def running(hosts: Sequence[Host], folder: Path, transport: str, urls: Sequence[str]) -> Iterator[list[Lines]]:
-    """A trainer over these hosts; yields the lines of each process."""
+def running(hosts: Sequence[Host], option: str, *asked: object) -> Iterator[list[Lines]]:
+    """A process on each of these hosts, which form a group; yields the lines of each."""
     port, env = str(servers.free_port()), {"GLOO_SOCKET_IFNAME": "eth0"}
     with contextlib.ExitStack() as stack:
         lines = []
         for rank, host in enumerate(hosts):
-            asked = [rank, len(hosts), hosts[0].address, port, str(folder), transport, list(urls)]
-            command = [sys.executable, __file__, "--trainer", json.dumps(asked)]
+            told = [rank, len(hosts), hosts[0].address, port, *asked]
+            command = [sys.executable, __file__, option, json.dumps(told)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             process = stack.enter_context(host.popen(*command, environment=env, **pipes))
             stack.callback(process.kill)
@@ -148,23 +160,36 @@ def running(hosts: Sequence[Host], folder: Path, transport: str, urls: Sequence[
         yield lines
 
 
-def pushed(lines: Sequence[Lines]) -> dict[str, float]:
-    """Have every process push; the seconds. Raises RuntimeError with what a process has raised."""
+def told(lines: Sequence[Lines], word: str) -> Any:
+    """Have every process do something; what the first replies. Raises RuntimeError with what a process has raised."""
     for one in lines:
-        one.say("push")
+        one.say(word)
     replies = [one.hear(LIMIT_S) for one in lines]
     for reply in replies:
         if reply is None or reply[0] != "done":
-            raise RuntimeError(f"a push failed: {reply}")
-    seconds: dict[str, float] = json.loads(replies[0][2]) if replies[0] is not None else {}
-    return seconds
+            raise RuntimeError(f"{word} failed: {reply}")
+    return json.loads(replies[0][2]) if replies[0] is not None else None
 
 
-def link(sender: Host, receiver: Host, nbytes: int) -> float:
-    """The seconds that one TCP stream takes from one host to another."""
-    command = [sys.executable, __file__, "--send", receiver.address, str(nbytes)]
-    with sender.popen(*command, stdout=subprocess.PIPE, text=True) as process:
-        return float(process.communicate(timeout=LIMIT_S)[0])
+def link(sender: Host, receivers: Sequence[Host], nbytes: int) -> float:
+    """The seconds that TCP streams take from one host to each of others, at once."""
+    commands = [[sys.executable, __file__, "--send", receiver.address, str(nbytes)] for receiver in receivers]
+    with contextlib.ExitStack() as stack:
+        pipe = {"stdout": subprocess.PIPE, "text": True}
+        running = [stack.enter_context(sender.popen(*command, **pipe)) for command in commands]
+        return max(float(process.communicate(timeout=LIMIT_S)[0]) for process in running)
+
+
+def peers(rounds: int, sender: Host, receivers: Sequence[Host], nbytes: int) -> dict[str, list[float]]:
+    """The seconds in which the bytes reach all receivers by other means."""
+    alone = [link(sender, receivers, nbytes) for _ in range(rounds)]
+    broadcasts = []
+    with running([sender, *receivers], "--broadcast", nbytes) as lines:
+        for _ in range(1 + rounds):  # the first connects
+            start = time.perf_counter()
+            told(lines, "broadcast")
+            broadcasts.append(time.perf_counter() - start)
+    return {"a TCP stream to each": alone, "a broadcast of gloo": broadcasts[1:]}
 
 
 def measure(rounds: int, cases: Sequence[Case]) -> report.Record:
@@ -184,30 +209,39 @@ def measure(rounds: int, cases: Sequence[Case]) -> report.Record:
             engine.wait()
         for name in (*names[0], *names[1]):
             stack.enter_context(network.limited(name, MBIT))
-        command = [sys.executable, __file__, "--receive", others[0].address]
-        receiver = stack.enter_context(others[0].popen(*command, stdout=subprocess.PIPE, text=True))
-        stack.callback(receiver.kill)
-        receiver.stdout.readline()
+        for host in others:
+            command = [sys.executable, __file__, "--receive", host.address]
+            receiver = stack.enter_context(host.popen(*command, stdout=subprocess.PIPE, text=True))
+            stack.callback(receiver.kill)
+            receiver.stdout.readline()
         for case in cases:
             said, urls = found[str(case)], [engine.url for engine in engines[: case.engines]]
-            with running(trainers[: case.trainers], folder, case.transport, urls) as lines:
-                pushed(lines)
+            with running(trainers[: case.trainers], "--trainer", str(folder), case.transport, urls) as lines:
+                told(lines, "push")
                 for number in range(rounds):
-                    said["link"].append(link(trainers[0], others[0], nbytes))
-                    said["seconds"].append(pushed(lines)["transfer"])
+                    said["link"].append(link(trainers[0], others[:1], nbytes))
+                    said["seconds"].append(told(lines, "push")["transfer"])
                     want = digests[number % 2]  # the first push was of the changed weights
                     said["right"] &= all(served(engine) == want for engine in engines[: case.engines])
             print(row(case, said), flush=True)
-    return {"nbytes": nbytes, "mbit": MBIT, "cases": found}
+        most = any(case.engines == len(others) for case in cases)
+        beside = peers(rounds, trainers[0], others, nbytes) if most else {}
+        for name, seconds in beside.items():
+            print(f"{f'1 host, {len(others)} others: {name}':42}{spread(seconds)}", flush=True)
+    return {"nbytes": nbytes, "mbit": MBIT, "cases": found, "peers": beside}
 
 
 def row(case: Case, said: dict[str, Any]) -> str:
     """A line of the table."""
     limits = [case.crosses * seconds for seconds in said["link"]]
     share = statistics.median(limit / took for limit, took in zip(limits, said["seconds"], strict=True))
-    spread = f"({min(said['seconds']):.2f} - {max(said['seconds']):.2f})"
-    times = f"{statistics.median(limits):7.2f} {statistics.median(said['seconds']):8.2f} {spread:16}"
+    times = f"{statistics.median(limits):7.2f} {spread(said['seconds'])}"
     return f"{case!s:34}{times}{share:6.2f}{'' if said['right'] else '  WRONG'}"
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """The median, the least and the most."""
+    return f"{statistics.median(seconds):8.2f} {f'({min(seconds):.2f} - {max(seconds):.2f})':16}"
 
 
 def main() -> int:
@@ -216,11 +250,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
     parser.add_argument("--transport", choices=("nccl", "nixl"), help="both by default")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
+    parser.add_argument("--broadcast", help=argparse.SUPPRESS)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--send", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trainer:
         trainer(*json.loads(args.trainer))
+    if args.broadcast:
+        broadcast(*json.loads(args.broadcast))
     if args.receive:
         receive(args.receive)
     if args.send:

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import report
-from benchmarks.hosts import MBIT, MIN_ROUNDS, link, pushed, running
+from benchmarks.hosts import MBIT, MIN_ROUNDS, link, running, told
 from benchmarks.trainer import ROOT, made_of
 from tests.hosts.network import Network
 from tests.hosts.programs import Nodes
@@ -80,13 +80,13 @@ def measure(rounds: int, counts: tuple[int, ...]) -> report.Record:
         for count in counts:
             said: dict[str, Any] = {"seconds": [], "link": [], "bytes": [], "right": True}
             found[str(count)] = said
-            with running(trainers[:count], folder, TRANSPORT, [engine.url]) as lines:
+            with running(trainers[:count], "--trainer", str(folder), TRANSPORT, [engine.url]) as lines:
                 for _ in range(3):  # by the engine's loader, by the plan, and then by its half
-                    pushed(lines)
+                    told(lines, "push")
                 for number in range(rounds):
-                    said["link"].append(link(trainers[0], hosts[0], whole))
+                    said["link"].append(link(trainers[0], hosts[:1], whole))
                     before = sum(host.sent() for host in trainers[:count])
-                    said["seconds"].append(pushed(lines)["transfer"])
+                    said["seconds"].append(told(lines, "push")["transfer"])
                     said["bytes"].append(sum(host.sent() for host in trainers[:count]) - before)
                     digests = [rank["digest"] for rank in engine.status()["ranks"]]
                     first = first or digests
