@@ -23,12 +23,13 @@ COLUMNS = 8
 class Blocks(nn.Module):
     """``count`` parameters of ``nbytes`` bytes, each in a module of its own, as experts are; random by ``seed``."""
 
-    def __init__(self, count: int, nbytes: int, seed: int):
+    def __init__(self, count: int, nbytes: int, seed: int, device: str = "cpu"):
         super().__init__()
         self.experts = nn.ModuleList(nn.Module() for _ in range(count))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         for expert in self.experts:
-            values = torch.randint(-(1 << 7), 1 << 7, (nbytes // 2,), generator=generator).to(torch.bfloat16)
+            values = torch.randint(-(1 << 7), 1 << 7, (nbytes // 2,), generator=generator, device=device)
+            values = values.to(torch.bfloat16)
             expert.weight = nn.Parameter(values.view(-1, COLUMNS), requires_grad=False)
 
     @property
@@ -44,17 +45,18 @@ class Blocks(nn.Module):
 class BlocksAdapter(ModelAdapter):
     """The adapter of such a model in the reference engine."""
 
-    def __init__(self, count: int, nbytes: int):
-        self.device, self.model = torch.device("cpu"), Blocks(count, nbytes, seed=0)
+    def __init__(self, count: int, nbytes: int, device: str = "cpu"):
+        self.device = torch.device(device)
+        self.model = Blocks(count, nbytes, seed=0, device=device)
 
     def expected(self) -> Expected:
         """Every parameter by its name."""
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.model.state_dict().items()))
 
 
-def engine(count: int, nbytes: int, python: Sequence[str] = (sys.executable,)) -> ReferenceEngine:
+def engine(count: int, nbytes: int, python: Sequence[str] = (sys.executable,), device: str = "cpu") -> ReferenceEngine:
     """A reference engine with such a model; a context manager. ``python`` is the command that runs Python."""
-    return ReferenceEngine(f"{count}x{nbytes}", launcher=(*python, "-m", "benchmarks.blocks"))
+    return ReferenceEngine(f"{count}x{nbytes}", launcher=(*python, "-m", "benchmarks.blocks"), device=device)
 
 
 class InProcess(ReferenceInProcess):
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("--device")
     args = parser.parse_args()
     count, _, nbytes = args.blocks.partition("x")
-    serve(BlocksAdapter(int(count), int(nbytes)), Path(args.blocks), args.port)
+    serve(BlocksAdapter(int(count), int(nbytes), args.device), Path(args.blocks), args.port)
 
 
 if __name__ == "__main__":

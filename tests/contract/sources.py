@@ -18,6 +18,7 @@ class Sources:
     def __init__(self, transport, size):
         make = registry.spec(transport).rank_helper
         self.senders, self.filled, self.addresses = range(size), False, frozenset()
+        self.in_one_domain = True
         self._helpers = [make(rank) for rank in range(1, size)]
         # Like a trainer's other ranks, each helper serves one request at a time.
         self._threads = [ThreadPoolExecutor(1) for _ in self._helpers]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.sharded import placements
 from tests.sharded.splits import Splits
 from tools import models
-from weightsync import Sender
+from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
 from weightsync.testing import ReferenceInProcess
@@ -93,6 +93,23 @@ class Rank(Splits):
         """From now on these ranks are the trainer."""
         self.group = dist.new_group(list(map(int, ranks.split())))
 
+    def to_gpu(self, _):
+        """Move what this rank holds, which are boxes of tensors, to the GPU."""
+        state = self._state().items()
+        self.weights = {name: LocalShard(one.tensor.cuda(), one.shape, one.start) for name, one in state}
+
+    def arenas(self, _):
+        """The devices of the arenas that this rank has."""
+        first = dist.get_rank() == 0
+        own = self.sender._driver._transfer._arenas if first else self.sender._ranks._own.values()
+        return [arena.bytes.device.type for arena in own]
+
+    def device_bytes(self, _):
+        """The GPU memory that this rank holds beside its weights."""
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+        return torch.cuda.memory_allocated() - sum(one.tensor.nbytes for one in self._state().values())
+
     def share(self, _):
         """Move what this rank holds into shared memory, where others can map it."""
         for tensor in self._local():
@@ -117,6 +134,10 @@ class Rank(Splits):
     def elsewhere(self, host):
         """From now on this rank reports another host; its own again if none is named."""
         arenas.host_id = (lambda: host) if host else HOST_ID
+
+    def apart(self, _):
+        """From now on this process has an arena of its own, as on a GPU."""
+        arenas.is_shared = lambda device: False
 
     def needs(self, minor):
         """From now on engines of an older minor version of the protocol are too old for several hosts."""

@@ -66,6 +66,21 @@ def test_slices_boxes_and_digests_are_those_of_the_whole_stream(division, apart,
                 assert (place.address, place.nbytes) == (part(divided, entry, box).data_ptr(), needed.nbytes)
 
 
+@given(divisions(), st.data())
+def test_copied_bucket_by_bucket_it_is_the_whole_stream(division, data):
+    layout, stream, divided = mapped(division, apart=False)
+    copied, at = torch.zeros_like(stream), 0
+    while at < stream.numel():
+        end = data.draw(st.integers(at + 1, stream.numel()))
+        for first, held in divided.held(at, end):
+            assert at <= first < first + held.numel() <= end
+            assert inside(held, divided)
+            copied[first : first + held.numel()] = held
+        at = end
+    for entry in layout.entries:
+        assert torch.equal(entry.view(copied), entry.view(stream))
+
+
 def hashed(tensor):
     return digest.hashed("xxh3_64", tensor).value()
 

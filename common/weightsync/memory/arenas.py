@@ -191,6 +191,16 @@ class CudaArena:
 Arena = ShmArena | CudaArena | SharedParameters
 
 
+def make(nbytes: int, device: torch.device, *, in_part: bool = False) -> ShmArena | CudaArena:
+    """An arena on a device; ``in_part`` as in `ShmArena`. Raises `TransferFailed`."""
+    return CudaArena(nbytes, device) if device.type == "cuda" else ShmArena(nbytes, in_part=in_part)
+
+
+def is_shared(device: torch.device) -> bool:
+    """Whether all processes of a host can write into one arena on a device."""
+    return device.type == "cpu"
+
+
 def reachable(arena: Arena) -> bool:
     """Whether a rank can still map the arena: a login manager may have removed its file at logout."""
     return not isinstance(arena, ShmArena) or os.path.lexists(arena.handle().path)

@@ -24,6 +24,17 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def gpu_here() -> torch.device | None:
+    """The GPU that torch uses in this process unless told otherwise; None if there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def uuid_here() -> str:
+    """The name of that GPU, see `device_uuid`; empty if there is none."""
+    gpu = gpu_here()
+    return device_uuid(gpu) if gpu is not None else ""
+
+
 def settings() -> str:
     """Settings of torch's allocator; empty if this version of torch cannot report them."""
     getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)

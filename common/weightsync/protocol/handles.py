@@ -43,3 +43,7 @@ class SharedParametersHandle(msgspec.Struct, frozen=True, tag="in_place"):
     storages: tuple[FileHandle | CudaHandle, ...]
     parts: tuple[tuple[int, int, int], ...]
     revoked: FileHandle
+
+
+Handle = ShmHandle | CudaHandle | SharedParametersHandle
+"""What a rank that maps a sender's memory is given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -41,6 +41,17 @@ class Divided(Scattered):
         if upto < end:
             raise TransferFailed(f"bytes {start} to {end} of the stream do not lie in any rank's memory")
         return found
+
+    def held(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """What arenas hold of bytes ``start`` to ``end`` of the stream: first byte, and a view."""
+        for at, there, nbytes, domain in self._runs[max(0, bisect.bisect_right(self._starts, start) - 1) :]:
+            if at >= end:
+                break
+            first, last = max(at, start), min(at + nbytes, end)
+            upto = first
+            for piece in pieces(self._in(domain), there + first - at, last - first) if first < last else ():
+                yield upto, piece
+                upto += piece.numel()
 
     def part(self, entry: Entry, box: Box | None) -> torch.Tensor:
         """A box of a tensor, None for all of it: a view if it lies in one domain, otherwise a copy."""

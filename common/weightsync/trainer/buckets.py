@@ -9,7 +9,7 @@ from typing import Final, Literal
 import torch
 
 from weightsync.errors import UnsupportedOption
-from weightsync.memory.cuda_ipc import device_uuid
+from weightsync.memory.cuda_ipc import device_uuid, gpu_here
 from weightsync.protocol.http import RankInfo
 from weightsync.tensors.layout import ALIGN_BYTES, align
 
@@ -46,15 +46,18 @@ def stage_bytes(ranks: Sequence[RankInfo]) -> int:
     )
 
 
-def arena_device(ranks: Sequence[RankInfo], source: torch.device | None, *, remote: bool) -> torch.device:
+def arena_device(
+    ranks: Sequence[RankInfo], source: torch.device | None, *, remote: bool, others: Sequence[str] = ()
+) -> torch.device:
     """The best device for arenas: the trainer's GPU if every rank can read it there, otherwise the host's memory.
 
     ``source`` is the device of the weights, if known; ``remote`` is whether any engine is reached over a network.
+    ``others`` are the GPUs of the trainer's other ranks, empty for a rank without one.
     """
-    if all(rank.device == "cuda" for rank in ranks) and torch.cuda.is_available():
-        gpu = torch.device("cuda", torch.cuda.current_device())
-        gpu = source if source is not None and source.type == "cuda" else gpu
-        shared = {rank.device_uuid for rank in ranks} == {device_uuid(gpu)}
+    gpu = gpu_here()
+    if gpu is not None and all(rank.device == "cuda" for rank in ranks) and all(others):
+        gpu = source if source is not None and source.type == "cuda" and not others else gpu
+        shared = {rank.device_uuid for rank in ranks} | set(others) == {device_uuid(gpu)}
         if remote or (shared and source == gpu):
             return gpu
     return torch.device("cpu")

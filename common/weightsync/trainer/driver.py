@@ -20,6 +20,7 @@ from weightsync.errors import (
     WeightSyncError,
     joined,
 )
+from weightsync.memory import arenas
 from weightsync.protocol import http
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
@@ -279,9 +280,13 @@ class Driver:
         """The transfer, which is kept until the sender closes or a push fails."""
         if self._transfer is None or self._transfer.closed:
             device = None if source is None else source.device
-            arena = buckets.arena_device(self.engines.ranks, device, remote=not self.engines.local)
-            # Several processes can only fill an arena in host memory.
-            where = arena if self._ranks is None else torch.device("cpu")
+            ranks, others = self._ranks, self._ranks.gpus if self._ranks is not None else ()
+            where = buckets.arena_device(self.engines.ranks, device, remote=not self.engines.local, others=others)
+            if ranks is not None:
+                apart = not arenas.is_shared(where)
+                if apart and (self._options.staging == "none" or not self._planner.knows_domains):
+                    where, apart = torch.device("cpu"), False
+                ranks.separate(apart)
             self._transfer = Transfer(where, self._ranks, self._options.address)
             self._planner.choose_again()
         return self._transfer

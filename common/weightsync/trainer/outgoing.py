@@ -131,16 +131,17 @@ class Outgoing:
         return packing.sent
 
     @property
-    def _assembled(self) -> tuple[arenas.ShmArena, tuple[str, ...]]:
-        """The arena, which several processes fill, and the names of all arenas in use."""
-        assert isinstance(self.arena, arenas.ShmArena), "several processes can fill an arena in host memory only"
+    def _assembled(self) -> tuple[arenas.ShmArena | arenas.CudaArena, tuple[str, ...]]:
+        """The arena, which several processes fill, or of which each has a part; and the names of all arenas in use."""
+        assert not isinstance(self.arena, SharedParameters), "what is read in place is not written"
         every = [self.arena, *self._others]
-        return self.arena, tuple(arena.name for arena in every if isinstance(arena, arenas.ShmArena))
+        return self.arena, tuple(arena.name for arena in every if not isinstance(arena, SharedParameters))
 
     def provide(self, ranks: Coordinator, deadline: Deadline) -> None:
-        """Have the trainer's other hosts make arenas for what they hold of the stream. Raises what they raise."""
+        """Have the trainer's other memory domains make arenas for what they hold of the stream. Raises what they
+        raise."""
         arena, alive = self._assembled
-        ranks.provide(arena, self.layout, alive, deadline)
+        ranks.domains.provide(arena, self.layout, alive, deadline)
 
     def send_filled(self, ranks: Coordinator, source: Source, deadline: Deadline, progress: Progress) -> Sent:
         """As `send`, with the trainer's ranks filling an arena that holds all, or offering their parameters to be read

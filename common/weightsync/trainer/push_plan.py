@@ -119,6 +119,12 @@ class Planner:
         #: The identity of the last source checked for sharing, the arenas' device then, and its tensors if shareable.
         self._checked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
 
+    @property
+    def knows_domains(self) -> bool:
+        """Whether every engine can map what each process of a trainer holds."""
+        least = http.PROTOCOL[0], SHARED_SHARDS_MINOR
+        return all(engine.hello.protocol >= least for engine in self._engines.by_url.values())
+
     def choose_again(self) -> None:
         """Choose buckets and staging anew for the next push: the ranks or the arena have changed."""
         self._chosen = None
@@ -161,12 +167,12 @@ class Planner:
             offer = (
                 None if sources or self._early else self._share_parts(self._ranks, split, source, transfer, deadline)
             )
-            shared, table = offer if offer is not None else (None, self._ranks.divided(split))
+            shared, table = offer if offer is not None else (None, self._ranks.domains.divided(split))
         layout = self._layout_of(manifest, assembled, table)
         choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
         self._check_kept(kept)
         if table and shared is None:
-            self._check_several_hosts(choice)
+            self._check_domains(choice)
         request = self._request(transfer, source, layout, choice, kept)
         return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
 
@@ -267,12 +273,9 @@ class Planner:
         self, ranks: Coordinator, split: Plan, source: Source, transfer: Transfer, deadline: Deadline
     ) -> tuple[list[torch.Tensor], Table] | None:
         """As `_share`, of what all ranks of the trainer hold; with the table of what each does."""
-        known = all(
-            engine.hello.protocol >= (http.PROTOCOL[0], SHARED_SHARDS_MINOR) for engine in self._engines.by_url.values()
-        )
-        if not (known and ranks.is_near and self._may_share(source)):
+        if not (self.knows_domains and ranks.is_near and self._may_share(source)):
             return None
-        return ranks.offers.of(split, source, transfer.shared, deadline)
+        return ranks.offers.of(split, source, transfer.device, transfer.shared, deadline)
 
     def _may_share(self, source: Source) -> bool:
         """Whether the options, the engines and the kind of source allow that parameters are read in place."""
@@ -282,9 +285,11 @@ class Planner:
             return False
         return lasting(source)
 
-    def _check_several_hosts(self, choice: Choice) -> None:
-        """Raise `UnsupportedOption` if an engine cannot take a push from several hosts."""
-        self._check_protocol(SEVERAL_HOSTS_MINOR, "cannot be pushed to from several hosts")
+    def _check_domains(self, choice: Choice) -> None:
+        """Raise `UnsupportedOption` if an engine cannot take a push from several memory domains."""
+        apart = self._ranks is not None and self._ranks.domains.apart
+        minor = SHARED_SHARDS_MINOR if apart else SEVERAL_HOSTS_MINOR
+        self._check_protocol(minor, f"cannot be pushed to from several {'GPUs' if apart else 'hosts'}")
         if choice.staging == "none":
             raise UnsupportedOption(
                 f"the trainer's ranks on several hosts push into a stage, which is excluded: {choice.reason}"

@@ -13,7 +13,6 @@ from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
-from weightsync.protocol.handles import SharedParametersHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import ALIGN_BYTES, Layout
@@ -37,12 +36,14 @@ class Transfer:
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first. With ``keep_previous`` a second one holds the served version.
         self._arenas: list[Arena] = []
+        #: The sizes of other memory domains' arenas, which have the name of the first and are made anew with it.
+        self._sizes: list[int] = []
         self._current: Outgoing | None = None
         #: The push of the served version, if an arena holds all of it.
         self._served: Outgoing | None = None
         self._packed: Packed = {}
         #: What the trainer's other ranks offered with the parameters that ranks read in place.
-        self._offered: tuple[SharedParametersHandle | None, ...] = ()
+        self._offered: tuple[str, ...] = ()
         self.closed = False
 
     def free_bytes(self) -> int:
@@ -102,15 +103,14 @@ class Transfer:
         count = 2 if plan.keep and layout.nbytes <= nbytes else 1
         if layout.table:  # ranks keep versions in stages of their own
             nbytes, count = max(layout.domain_bytes(0), ALIGN_BYTES), 1
+        sizes = [layout.domain_bytes(domain) for domain in range(1, len(layout.table))]
         same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.shared is None
-        if same and all(map(arenas.reachable, self._arenas)):
+        if same and sizes == self._sizes and all(map(arenas.reachable, self._arenas)):
             return
         self._free()
+        self._sizes = sizes
         for _ in range(count):
-            cuda = self.device.type == "cuda"
-            in_part = self._helpers is not None
-            made = arenas.CudaArena(nbytes, self.device) if cuda else arenas.ShmArena(nbytes, in_part=in_part)
-            self._arenas.append(made)
+            self._arenas.append(arenas.make(nbytes, self.device, in_part=self._helpers is not None))
 
     @property
     def shared(self) -> SharedParameters | None:

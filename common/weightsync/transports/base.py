@@ -19,7 +19,7 @@ from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
 from weightsync.protocol.diagnosis import Finding
-from weightsync.protocol.handles import SharedParametersHandle
+from weightsync.protocol.handles import Handle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.scattered import Stream
@@ -154,15 +154,23 @@ class PeerRanks(Protocol):
     """Of the ranks' hosts, if there are several: the addresses of the others."""
 
     @property
-    def offered(self) -> Sequence[SharedParametersHandle | None]:
-        """What each rank but 0 offers, if it is read in place; None for one that provides nothing."""
+    def offered(self) -> Sequence[str]:
+        """The name of what each rank but 0 offers, if it is read in place; empty for one that provides nothing."""
+
+    @property
+    def in_one_domain(self) -> bool:
+        """Whether the ranks share one arena, see `domains.DividedLayout`."""
 
     @property
     def senders(self) -> Sequence[int]:
-        """The ranks that send, rank 0 first: all of them, or on several hosts the lowest of each.
+        """The ranks that send, rank 0 first: all of them, or of several memory domains the lowest of each.
 
-        On several hosts the number of a sender is that of its memory domain, see `domains.DividedLayout`.
+        Then the number of a sender is that of its domain.
         """
+
+    def lend(self, arena: str, deadline: Deadline) -> Sequence[Handle | None]:
+        """Of each memory domain but that of rank 0, a handle of what it provides beside rank 0's arena of this name,
+        for one engine rank; None if that is nothing. Raises as `answered`."""
 
     def ask(self, transport: str, messages: Mapping[int, bytes]) -> None:
         """Send JSON messages to ranks' `RankHelper`, by rank."""

@@ -1,7 +1,8 @@
 """The transport for one host: both sides map one arena, in host memory or on a GPU that they share.
 
-Where the arena holds the whole stream it is also the stage, and ranks copy nothing out of it. So are the parameters of
-several trainer processes that are read in place: each process is a memory domain, and ranks map what every one offers.
+Where the arena holds the whole stream it is also the stage, and ranks copy nothing out of it. So are, together, the
+arenas of several memory domains, and the parameters of several trainer processes that are read in place: ranks map what
+every domain provides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.protocol import control, directories, http
 from weightsync.protocol.control import Offer
 from weightsync.protocol.diagnosis import Finding
-from weightsync.protocol.handles import CudaHandle, SharedParametersHandle, ShmHandle
+from weightsync.protocol.handles import Handle, SharedParametersHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.divided import Divided
 from weightsync.tensors.domains import DividedLayout
@@ -32,8 +33,7 @@ from weightsync.transports.base import Bucket, Peer, PeerRanks, TransportSpec
 from weightsync.transports.control.engine import EngineControl, RankSession
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 
-_Handle = ShmHandle | CudaHandle | SharedParametersHandle | None
-_HANDLE: Final[msgspec.msgpack.Decoder[_Handle]] = msgspec.msgpack.Decoder(_Handle)
+_HANDLE: Final[msgspec.msgpack.Decoder[Handle | None]] = msgspec.msgpack.Decoder(Handle | None)
 
 
 class IpcZmqTrainerEnd:
@@ -55,9 +55,8 @@ class IpcZmqTrainerEnd:
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
     ) -> MappedSending:
         """See `base.TrainerEnd`."""
-        others = self._helpers.offered if self._helpers is not None and layout.table else ()
         session = PushSession(self._control, plan.push, layout, peers, deadline)
-        return MappedSending(session, plan, layout, arenas, others)
+        return MappedSending(session, plan, layout, arenas, self._helpers if layout.table else None)
 
     def disconnect(self, engine: str) -> None:
         """See `base.TrainerEnd`."""
@@ -71,7 +70,7 @@ class IpcZmqTrainerEnd:
 
 
 class MappedSending:
-    """See `base.Sending`; ranks map the first of ``arenas``, and what the ``others`` of the trainer's ranks offer."""
+    """See `base.Sending`; ranks map the first of ``arenas``, and what other memory domains provide, by ``helpers``."""
 
     def __init__(
         self,
@@ -79,9 +78,9 @@ class MappedSending:
         plan: UpdateRequest,
         layout: Layout,
         arenas: Sequence[Arena],
-        others: Sequence[SharedParametersHandle | None],
+        helpers: PeerRanks | None,
     ):
-        self._session, self._plan, self._arenas, self._others = session, plan, arenas, others
+        self._session, self._plan, self._arenas, self._helpers = session, plan, arenas, helpers
         self._last = layout.buckets(plan.bucket_bytes) - 1
 
     def await_ranks(self) -> None:
@@ -91,7 +90,8 @@ class MappedSending:
         def offer(mapped: tuple[str, ...]) -> Offer:
             if arena.name in mapped:
                 return Offer(push=self._plan.push, arena=arena.name, alive=alive)
-            others = tuple(map(control.raw_handle, self._others))
+            lent = self._helpers.lend(arena.name, self._session.deadline) if self._helpers is not None else ()
+            others = tuple(map(control.raw_handle, lent))
             return Offer(self._plan.push, arena.name, control.raw_handle(arena.handle()), alive, others)
 
         self._session.await_ranks(offer)
@@ -135,8 +135,8 @@ class IpcZmqEngineEnd:
         #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version. Each has the memory of
         #: every memory domain, or of the only one.
         self._arenas: dict[str, list[Stream | None]] = {}
-        #: The last arena of several domains, with the name of its layout; and its stream.
-        self._divided: tuple[tuple[str, str], Divided] | None = None
+        #: The streams of arenas of several domains, and the names of their layouts, by arena.
+        self._divided: dict[str, tuple[str, Divided]] = {}
 
     def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
         """Unsupported: ipc_zmq has no set-up route."""
@@ -158,10 +158,10 @@ class IpcZmqEngineEnd:
     def _map(self, offer: Offer) -> None:
         for name in self._arenas.keys() - set(offer.alive):
             del self._arenas[name]  # unmap old arenas before mapping a new one
-            self._divided = None
+            self._divided.pop(name, None)
         handles = [control.handle_of(raw, _HANDLE, "the sender") for raw in (offer.handle, *offer.others)]
         if any(handles):
-            self._divided = None
+            self._divided.pop(offer.arena, None)
             self._arenas[offer.arena] = [None if handle is None else _attach(handle) for handle in handles]
         elif offer.arena not in self._arenas:
             raise TransferFailed(f"the arena {offer.arena} was never mapped here; push again")
@@ -177,14 +177,13 @@ class IpcZmqEngineEnd:
             memory = memories[0]
             assert memory is not None, "the first handle is that of an arena"
             return memory
-        which = arena, layout.name
-        if self._divided is None or self._divided[0] != which:
-            self._divided = which, Divided(layout, memories)
-        return self._divided[1]
+        if arena not in self._divided or self._divided[arena][0] != layout.name:
+            self._divided[arena] = layout.name, Divided(layout, memories)
+        return self._divided[arena][1]
 
     def _forget(self) -> None:
         self._arenas.clear()
-        self._divided = None
+        self._divided.clear()
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
@@ -200,7 +199,7 @@ class IpcZmqEngineEnd:
         self._control.close()
 
 
-def _attach(handle: ShmHandle | CudaHandle | SharedParametersHandle) -> Stream:
+def _attach(handle: Handle) -> Stream:
     return shared_parameters.attach(handle) if isinstance(handle, SharedParametersHandle) else arenas.attach(handle)
 
 
@@ -212,7 +211,8 @@ class MappedIncoming:
     def __init__(self, session: RankSession, request: UpdateRequest, layout: Layout, memory: Stream, arena: str):
         self._session, self._request, self._layout, self._memory, self.arena = session, request, layout, memory, arena
         self.whole: Stream | None = None
-        if layout.nbytes <= memory.numel():
+        # What several domains provide is written again by the next push: what is to be kept is copied.
+        if layout.nbytes <= memory.numel() and not (layout.table and request.keep):
             self.whole = memory if isinstance(memory, Scattered) else memory[: layout.nbytes]
 
     def buckets(self, stage: torch.Tensor | None) -> Iterator[Bucket]:
@@ -221,17 +221,26 @@ class MappedIncoming:
         for index in range(self._layout.buckets(size)):
             filled = self._session.filled(index)
             slot = (index % self._request.slots) * size
-            nbytes = 0 if isinstance(self._memory, Scattered) else min(size, self._layout.nbytes - index * size)
-            data = self._memory[slot : slot + nbytes]
+            nbytes = min(size, self._layout.nbytes - index * size)
             if stage is not None:
-                place = stage[index * size : index * size + data.numel()]
-                arenas.copy(place, data)
+                place = stage[index * size : index * size + nbytes]
+                for at, data in self._held(index * size, slot, nbytes):
+                    arenas.copy(place[at : at + data.numel()], data)
                 arenas.synchronize(place.device)
                 self._session.taken(index)
                 yield Bucket(index, place, filled.digests)
             else:
+                data = self._memory[slot : slot + (0 if isinstance(self._memory, Scattered) else nbytes)]
                 yield Bucket(index, data, filled.digests, filled.begins)
                 self._session.taken(index)
+
+    def _held(self, start: int, slot: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is mapped of a bucket that begins at byte ``start`` of the stream: offsets in it, and views."""
+        if isinstance(self._memory, Divided):
+            for at, data in self._memory.held(start, start + nbytes):
+                yield at - start, data
+        else:
+            yield 0, self._memory[slot : slot + nbytes]
 
 
 def _far(hello: http.OpenReply) -> str:

@@ -174,6 +174,7 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
                 # The trainer's own tensor is hashed, so that a fault in copying shows too.
                 digests[order.tensor, order.of], seconds = _copy_and_hash(target, part, algorithm)
                 hashing_s += seconds
+    arenas.synchronize(stream.device)
     hash_start = time.perf_counter()
     shapes = {order.tensor: source.held[order.held].spec.shape for order in orders}
     for order in orders:

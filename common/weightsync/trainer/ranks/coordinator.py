@@ -23,21 +23,20 @@ from weightsync.errors import (
     WrongState,
 )
 from weightsync.memory import arenas
-from weightsync.memory.arenas import ShmArena
+from weightsync.memory.arenas import CudaArena, ShmArena
 from weightsync.protocol import http
-from weightsync.protocol.handles import SharedParametersHandle, ShmHandle
+from weightsync.protocol.handles import Handle
 from weightsync.sources import Source
 from weightsync.tensors import digest
-from weightsync.tensors.boxes import Box
-from weightsync.tensors.domains import divide
 from weightsync.tensors.held import HeldShards
-from weightsync.tensors.layout import Layout, Table
+from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import CheckReplicas, Orders, Work
 from weightsync.trainer.ranks.assignment import Plan, plan
 from weightsync.trainer.ranks.control import CoordinatorControl
 from weightsync.trainer.ranks.conversation import Act, Ranks, earlier
+from weightsync.trainer.ranks.domains import Domains
 from weightsync.trainer.ranks.in_place import Offers
 from weightsync.trainer.ranks.messages import (
     Assist,
@@ -47,7 +46,6 @@ from weightsync.trainer.ranks.messages import (
     Hash,
     Iterate,
     Outcome,
-    Provide,
     Release,
     ToRank,
     Welcome,
@@ -90,14 +88,10 @@ class Coordinator(Ranks):
         self._orders: list[Orders] = []
         #: The layout that the orders are for.
         self._layout: Layout | None = None
-        #: The memory domain of each rank: the number of its host, in order of their lowest ranks.
-        self._domain_of = [0] * size
+        #: The GPU of each other rank, empty for one without.
+        self.gpus: Sequence[str] = ()
         #: The addresses of the other ranks' hosts, if there are several.
         self.addresses: Set[str] = frozenset()
-        #: The last plan that was divided, and its table.
-        self._divided: tuple[Plan, Table] | None = None
-        #: Arenas of other domains: handle by domain and the name of rank 0's arena.
-        self._provided: dict[tuple[int, str], ShmHandle] = {}
         #: The ranks that were asked last.
         self._asked: Sequence[int] = ()
         #: Whether every rank has mapped the arena that `fill` has filled in this push.
@@ -107,8 +101,9 @@ class Coordinator(Ranks):
         #: The names of the subsets that the ranks' orders cover.
         self._demand: Set[str] = frozenset()
         self._ordered: dict[int, Orders] = {}
-        #: What the ranks offer to be read in place.
+        #: What the ranks offer to be read in place, and the arenas that they provide.
         self.offers = Offers(size, self._send, self._await_replies)
+        self.domains = Domains(size, self._send, self._await_replies)
 
     def _take_part(
         self,
@@ -134,7 +129,7 @@ class Coordinator(Ranks):
             result = act(self._source, deadline)
         except BaseException as error:
             self._ordered.clear()
-            self._provided.clear()
+            self.domains.forget()
             self.offers.forget()
             if isinstance(error, WeightSyncError) and not error.engines:
                 error.settle(dict(engines(deadline)))
@@ -181,10 +176,9 @@ class Coordinator(Ranks):
         return greeting
 
     def _welcome(self, greetings: Mapping[int, Greeting]) -> None:
-        hosts = [arenas.host_id(), *(greeting.host for _, greeting in sorted(greetings.items()))]
-        first = list(dict.fromkeys(hosts))
-        self._domain_of = [first.index(host) for host in hosts]
-        self.addresses = frozenset(greetings[rank].address for rank in self._others if self._domain_of[rank])
+        self.domains.on([arenas.host_id(), *(greetings[rank].host for rank in self._others)])
+        self.addresses = frozenset(greetings[rank].address for rank in self._others if self.domains.host_of[rank])
+        self.gpus = [greetings[rank].gpu for rank in self._others]
         for rank, greeting in greetings.items():
             for name, value in self._options.items():
                 other = greeting.options.get(name, "of an earlier release" if name == "weightsync" else value)
@@ -210,27 +204,30 @@ class Coordinator(Ranks):
         return not self.addresses and len(self._control.pids) == len(self._others)
 
     @property
-    def offered(self) -> Sequence[SharedParametersHandle | None]:
+    def offered(self) -> Sequence[str]:
         """See `base.PeerRanks`."""
-        return self.offers.handles
+        return self.offers.names
+
+    @property
+    def in_one_domain(self) -> bool:
+        """See `base.PeerRanks`."""
+        return not any(self.domains.of)
 
     @property
     def senders(self) -> Sequence[int]:
         """See `base.PeerRanks`."""
-        lowest = [self._domain_of.index(domain) for domain in range(max(self._domain_of) + 1)]
-        return lowest if len(lowest) > 1 else range(self.size)
+        return range(self.size) if self.in_one_domain else self.domains.lowest
 
-    def divided(self, split: Plan) -> Table:
-        """What each host provides of a plan; empty if rank 0's provides all."""
-        if not self.addresses:
-            return ()
-        if self._divided is not None and self._divided[0] is split:
-            return self._divided[1]
-        held: list[list[tuple[int, Box]]] = [[] for _ in range(max(self._domain_of) + 1)]
-        for rank, pieces in enumerate(split.pieces):
-            held[self._domain_of[rank]] += [(piece.tensor, piece.part) for piece in pieces]
-        self._divided = split, divide(held)
-        return self._divided[1]
+    def lend(self, arena: str, deadline: Deadline) -> Sequence[Handle | None]:
+        """See `base.PeerRanks`."""
+        lender = self.domains if self.domains.lends(arena) else self.offers
+        return lender.lend(arena, deadline)
+
+    def separate(self, apart: bool) -> None:
+        """From now on each process has an arena of its own, if ``apart``; otherwise each host has one."""
+        if apart != self.domains.apart:
+            self.domains.separate(apart)
+            self._orders = []
 
     def compare(self, source: Source, how: CheckReplicas, deadline: Deadline) -> None:
         """Compare what several ranks hold, at the first push and every hundredth, or always.
@@ -256,27 +253,26 @@ class Coordinator(Ranks):
         source: Source,
         deadline: Deadline,
         layout: Layout,
-        arena: ShmArena,
+        arena: ShmArena | CudaArena,
         alive: tuple[str, ...],
         algorithm: str,
         demand: Wanted,
     ) -> tuple[Found, Work]:
-        """Have every rank write its part into its host's arena and hash; the digests, and the slowest rank's times.
+        """Have every rank write its part into its domain's arena and hash; the digests, and the slowest rank's times.
 
-        `provide` is called first, if there are several hosts. ``alive`` names the arenas that are in use. Raises
-        `TransferFailed` or `PushTimeout` that names the rank, and what a rank has raised.
+        `Domains.provide` is called first, if there are several domains. ``alive`` names the arenas that are in use.
+        Raises `TransferFailed` or `PushTimeout` that names the rank, and what a rank has raised.
         """
         assert self._plan is not None, "planned() is called first"
         if not self._orders or self._demand != demand.names or self._layout is not layout:
-            self._orders = assembly.orders_of(self._plan, layout, demand, self._domain_of)
+            self._orders = assembly.orders_of(self._plan, layout, demand, self.domains.of)
             self._demand, self._layout = set(demand.names), layout
-        orders, handles = self._orders, {0: arena.handle()}
-        for domain in range(1, len(layout.table)):
-            if layout.domain_bytes(domain):
-                handles[domain] = self._provided[domain, arena.name]
+        orders, handles = self._orders, self.domains.handles(arena.name, layout)
+        if isinstance(arena, ShmArena):
+            handles[0] = arena.handle()
         for rank in self._others:
             new = None if self._ordered.get(rank) is orders[rank] else orders[rank]
-            handle = handles.get(self._domain_of[rank])
+            handle = handles.get(self.domains.of[rank])
             self._send(rank, Fill(arena.name, handle, alive, algorithm, new))
         stream = arena.bytes[: layout.domain_bytes(0)]
         written = [assembly.write(source, orders[0].write, stream, algorithm)]
@@ -296,25 +292,6 @@ class Coordinator(Ranks):
         gather_s = max(work.gather_s for work in written)
         digest_s = max(work.digest_s for work in written) + max([0.0, *(work.digest_s for work in hashed)])
         return found, Work((), nbytes, gather_s, digest_s, sum(work.not_finite for work in written))
-
-    def provide(self, arena: ShmArena, layout: Layout, alive: tuple[str, ...], deadline: Deadline) -> None:
-        """Have each other domain that holds a part of the stream make an arena for it. Raises as `fill`."""
-        sizes = {domain: layout.domain_bytes(domain) for domain in range(1, len(layout.table))}
-        self._provided = {
-            key: handle
-            for key, handle in self._provided.items()
-            if key[1] in alive and handle.nbytes == sizes.get(key[0])
-        }
-        asked = {
-            self._domain_of.index(domain): domain
-            for domain, nbytes in sizes.items()
-            if nbytes and (domain, arena.name) not in self._provided
-        }
-        for rank, domain in asked.items():
-            self._send(rank, Provide(arena.name, sizes[domain], alive))
-        for rank, done in self._await_replies("to make an arena for its host", deadline, list(asked)).items():
-            assert done.handle is not None, "the reply to Provide has the arena"
-            self._provided[asked[rank], arena.name] = done.handle
 
     def together(self, read: Callable[[], _T], deadline: Deadline) -> _T:
         """Read an iterator, while every other rank reads its own. Raises what a rank has raised."""
@@ -367,7 +344,7 @@ class Coordinator(Ranks):
             self._control.take(self._reply_names(asked), self._replies, deadline, to)
         replies = self._read_replies(asked)
         for rank, done in replies.items():
-            if self._domain_of[rank] and done.left_s is not None:  # its clock is another
+            if self.domains.host_of[rank] and done.left_s is not None:  # its clock is another
                 deadline.advance(time.monotonic() + done.left_s - earlier(deadline))
         return replies
 

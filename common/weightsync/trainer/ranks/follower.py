@@ -17,10 +17,10 @@ from weightsync.errors import (
     TransferFailed,
     Weights,
 )
-from weightsync.memory import arenas, shared_parameters
+from weightsync.memory import arenas, cuda_ipc, shared_parameters
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
-from weightsync.protocol.handles import ShmHandle
+from weightsync.protocol.handles import Handle, ShmHandle
 from weightsync.sources.iterator import IteratorSource
 from weightsync.tensors.held import HeldShards
 from weightsync.tensors.scattered import Scattered, Stream
@@ -37,6 +37,7 @@ from weightsync.trainer.ranks.messages import (
     Greeting,
     Hash,
     Iterate,
+    Lend,
     Outcome,
     Provide,
     Release,
@@ -66,8 +67,8 @@ class Follower(Ranks):
         self._known: tuple[HeldShards, ...] | None = None
         self._orders: Orders | None = None
         self._arenas: dict[str, tuple[ShmHandle | None, torch.Tensor]] = {}
-        #: Those of them that this rank has made for its host.
-        self._own: dict[str, arenas.ShmArena] = {}
+        #: Those of them that this rank has made for its domain.
+        self._own: dict[str, arenas.ShmArena | arenas.CudaArena] = {}
         self._filling: tuple[Stream, str] | None = None
         #: What this rank was last told to offer, and to hash of that; and what it offers engines to read in place.
         self._pieces: Pieces = ()
@@ -101,6 +102,7 @@ class Follower(Ranks):
             {} if self._session else self._options,
             deadline.left(),
             "" if self._session else self._control.address(),
+            "" if self._session else cuda_ipc.uuid_here(),
         )
         self._shares = False
         self._known, known = None, held if held is not None else self._known
@@ -164,15 +166,17 @@ class Follower(Ranks):
             return WorkDone(body=msgspec.Raw(self._help(message, interrupted) or b"null"))
         if isinstance(message, Provide):
             return WorkDone(handle=self._provide(message))
+        if isinstance(message, Lend):
+            return WorkDone(lent=self._lend(message))
         if isinstance(message, Share):
             return WorkDone(shared=reading.run(lambda: self._share(message)))
         if isinstance(message, Release):
             reading.finish()
-            return WorkDone()
-        if isinstance(message, Iterate):
+        elif isinstance(message, Iterate):
             reading.run(self._iterate)
-            return WorkDone()
-        return WorkDone(reading.run(lambda: self._work(message)))
+        else:
+            return WorkDone(reading.run(lambda: self._work(message)))
+        return WorkDone()
 
     def _help(self, message: Assist, interrupted: Callable[[], bool]) -> bytes | None:
         if message.transport not in self._helpers:
@@ -199,17 +203,25 @@ class Follower(Ranks):
         self._pieces = message.pieces if message.pieces is not None else self._pieces
         source, found = self._source, None
         if lasting(source):
-            found = shared_parameters.find(tensors_of(source, self._pieces), torch.device("cpu"), self._shared)
+            device = self._device(on_gpu=message.on_gpu)
+            found = shared_parameters.find(tensors_of(source, self._pieces), device, self._shared)
         if found is None:
             self._revoke()
             return Shared()
+        arenas.synchronize(source.device)
         self._shares = True
         if self._shared is None or not self._shared.holds(self._pieces, found):
             self._revoke()
             self._shared = SharedParameters(self._pieces, found)
         self._shared.tensors = found
         self._filling = self._shared.bytes, ""
-        return Shared(self._shared.name, None if self._shared.name == message.known else self._shared.handle())
+        known = message.on_gpu or self._shared.name == message.known
+        return Shared(self._shared.name, None if known else self._shared.handle())
+
+    def _device(self, *, on_gpu: bool) -> torch.device:
+        """That of arenas."""
+        gpu = cuda_ipc.gpu_here() if on_gpu else None
+        return gpu if gpu is not None else torch.device("cpu")
 
     def _revoke(self) -> None:
         """Engines that still read what this rank offers will notice, and not serve it."""
@@ -217,16 +229,23 @@ class Follower(Ranks):
             self._shared.close()
             self._shared = self._filling = None
 
-    def _provide(self, message: Provide) -> ShmHandle:
+    def _provide(self, message: Provide) -> ShmHandle | None:
         self._revoke()
         self._drop_others(message.alive)
         self._filling = None
         if message.arena in self._own:  # of another size
             self._drop(message.arena)
-        own = self._own[message.arena] = arenas.ShmArena(message.nbytes, in_part=True)
-        self._arenas[message.arena] = own.handle(), own.bytes
+        own = self._own[message.arena] = arenas.make(message.nbytes, self._device(on_gpu=message.on_gpu), in_part=True)
+        handle = own.handle() if isinstance(own, arenas.ShmArena) else None
+        self._arenas[message.arena] = handle, own.bytes
         self._filling = own.bytes, ""
-        return own.handle()
+        return handle
+
+    def _lend(self, message: Lend) -> Handle:
+        lent = self._own.get(message.arena, self._shared)
+        if lent is None:
+            raise TransferFailed(f"trainer rank {self._rank} provides nothing any more; push again")
+        return lent.handle()
 
     def _let_go(self) -> None:
         """Unmap all arenas: the next push has others, for which there may be no memory beside these."""
@@ -254,7 +273,7 @@ class Follower(Ranks):
             self._drop_others(message.alive)
             handle, name = message.handle, message.arena
             if name not in self._arenas or self._arenas[name][0] != handle:
-                if name in self._own:  # its host provides nothing any more
+                if name in self._own:  # its domain provides nothing any more
                     self._drop(name)
                 nothing = torch.empty(0, dtype=torch.uint8)
                 self._arenas[name] = handle, nothing if handle is None else arenas.attach(handle, in_part=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.memory import shared_parameters
+from weightsync.memory import arenas, shared_parameters
 from weightsync.memory.shared_parameters import SharedParameters
-from weightsync.protocol.handles import SharedParametersHandle
+from weightsync.protocol.handles import Handle
 from weightsync.sources import Source
 from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
@@ -27,15 +27,13 @@ from weightsync.tensors.subset import Found, Wanted
 from weightsync.trainer.ranks import assembly
 from weightsync.trainer.ranks.assembly import HashPart, Work
 from weightsync.trainer.ranks.assignment import Assignment, Plan
-from weightsync.trainer.ranks.messages import Hash, Share, Shared, ToRank, WorkDone
+from weightsync.trainer.ranks.messages import Hash, Lend, Replies, Share, Shared, ToRank
 
 #: Each run of bytes is a copy of its own while the engines are paused: with more in a tensor, on average, an arena is
 #: faster.
 _MOST_RUNS: Final = 16
-_CPU: Final = torch.device("cpu")
 
 Pieces = tuple[Assignment, ...]
-Await = Callable[[str, Deadline, Sequence[int]], Mapping[int, WorkDone]]
 
 
 class Offers:
@@ -45,7 +43,7 @@ class Offers:
     `Coordinator`.
     """
 
-    def __init__(self, size: int, send: Callable[[int, ToRank], None], replies: Await):
+    def __init__(self, size: int, send: Callable[[int, ToRank], None], replies: Replies):
         self._others, self._send, self._replies = range(1, size), send, replies
         #: The plan, what each rank offers by it, and the table of the domains; no ranks if it takes too many copies.
         self._of: tuple[Plan | None, tuple[Pieces, ...], Table] = (None, (), ())
@@ -63,41 +61,58 @@ class Offers:
             known.clear()
 
     @property
-    def handles(self) -> tuple[SharedParametersHandle | None, ...]:
+    def names(self) -> tuple[str, ...]:
         """See `base.PeerRanks.offered`."""
-        return tuple(self._offered[rank].handle if rank in self._offered else None for rank in self._others)
+        return tuple(self._offered[rank].name if rank in self._offered else "" for rank in self._others)
+
+    def lend(self, arena: str, deadline: Deadline) -> list[Handle | None]:
+        """See `base.PeerRanks`."""
+        asked = [rank for rank, one in self._offered.items() if one.name and one.handle is None]
+        for rank in asked:
+            self._send(rank, Lend(arena))
+        lent = self._replies("to share its parameters", deadline, asked)
+        known: dict[int, Handle | None] = {rank: one.handle for rank, one in self._offered.items()}
+        known |= {rank: done.lent for rank, done in lent.items()}
+        return [known.get(rank) for rank in self._others]
 
     def of(
-        self, plan: Plan, source: Source, known: SharedParameters | None, deadline: Deadline
+        self, plan: Plan, source: Source, device: torch.device, known: SharedParameters | None, deadline: Deadline
     ) -> tuple[list[torch.Tensor], Table] | None:
-        """What rank 0 offers, and the table of all; None if any rank cannot. ``known`` is what rank 0 offered last."""
+        """What rank 0 offers, and the table of all; None if any rank cannot.
+
+        ``device`` is that of arenas; ``known`` is what rank 0 offered last.
+        """
         if self._of[0] is not plan:
             self._of = plan, *_divided(plan)
         _, pieces, table = self._of
         if not pieces or not pieces[0]:
             return None
         with assembly.reading():
-            own = self._found(tensors_of(source, pieces[0]), known)
+            own = self._found(tensors_of(source, pieces[0]), device, known)
         if own is None:
             return None
+        arenas.synchronize(source.device)
         for rank in self._others:
             new = None if self._told.get(rank) == pieces[rank] else pieces[rank]
-            self._send(rank, Share(self._offered[rank].name if rank in self._offered else "", new))
+            before = self._offered[rank].name if rank in self._offered else ""
+            self._send(rank, Share(before, new, device.type == "cuda"))
             self._told[rank] = pieces[rank]
         for rank, done in self._replies("to offer its parameters", deadline, self._others).items():
             assert done.shared is not None, "the reply to Share has the offer"
-            if done.shared.handle is not None or not done.shared.name:
+            if rank not in self._offered or done.shared.name != self._offered[rank].name:
                 self._offered[rank] = done.shared
         able = all(self._offered[rank].name for rank in self._others if pieces[rank])
         return (own, table) if able else None
 
-    def _found(self, tensors: Iterator[torch.Tensor], known: SharedParameters | None) -> list[torch.Tensor] | None:
+    def _found(
+        self, tensors: Iterator[torch.Tensor], device: torch.device, known: SharedParameters | None
+    ) -> list[torch.Tensor] | None:
         """See `shared_parameters.find`; in most trainers the first tensor is private, and stays where it is."""
         first = next(tensors)
         if first.data_ptr() == self._private:
             return None
-        found = shared_parameters.find(itertools.chain([first], tensors), _CPU, known)
-        if found is None and shared_parameters.find([first], _CPU) is None:
+        found = shared_parameters.find(itertools.chain([first], tensors), device, known)
+        if found is None and shared_parameters.find([first], device) is None:
             self._private = first.data_ptr()
         return found
 

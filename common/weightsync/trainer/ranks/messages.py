@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import msgspec
 
 from weightsync import errors
+from weightsync.deadline import Deadline
 from weightsync.errors import SourceError, TransferFailed, Weights, WeightSyncError
-from weightsync.protocol.handles import SharedParametersHandle, ShmHandle
+from weightsync.protocol.handles import Handle, SharedParametersHandle, ShmHandle
 from weightsync.protocol.http import Message
 from weightsync.tensors.held import HeldShards
 from weightsync.trainer.ranks.assembly import HashPart, Orders, Work
@@ -28,7 +31,7 @@ class Greeting(Message, frozen=True):
 
     Its deadline is ``moment``, by its host's `time.monotonic`, ``left_s`` seconds after the greeting. ``held`` is what
     it holds; None if that is the same as in the last push, or if the call sends nothing. ``options`` are those of a
-    sender that is being built, and ``address`` is that of its host on the way to the store.
+    sender that is being built, ``address`` is that of its host on the way to the store, and ``gpu`` names its GPU.
     """
 
     nonce: str
@@ -42,6 +45,7 @@ class Greeting(Message, frozen=True):
     options: dict[str, str] = msgspec.field(default_factory=dict)
     left_s: float = 0.0
     address: str = ""
+    gpu: str = ""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -53,18 +57,29 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Provide(Message, frozen=True, tag="provide"):
-    """0 -> lowest rank of another host: make an arena for its ranks. It has the name of rank 0's, see `Fill`."""
+    """0 -> lowest rank of another domain: make an arena for its ranks.
+
+    It has the name of rank 0's, see `Fill`, and is in the host's memory or ``on_gpu``.
+    """
 
     arena: str
     nbytes: int
     alive: tuple[str, ...]
+    on_gpu: bool = False
+
+
+class Lend(Message, frozen=True, tag="lend"):
+    """0 -> lowest rank of another domain: give one engine rank a handle of what you provide for this arena."""
+
+    arena: str
 
 
 class Fill(Message, frozen=True, tag="fill"):
     """0 -> rank: write into the arena; without ``orders``, those of the last push hold.
 
     ``arena`` is the name of rank 0's; ``handle`` is that of the arena on the rank's host, None if that host provides
-    nothing. ``alive`` names the arenas that are still in use, ``algorithm`` is the digest, empty for none.
+    nothing, or if the rank has made it on its GPU. ``alive`` names the arenas that are still in use, ``algorithm`` is
+    the digest, empty for none.
     """
 
     arena: str
@@ -77,15 +92,16 @@ class Fill(Message, frozen=True, tag="fill"):
 class Share(Message, frozen=True, tag="share"):
     """0 -> rank: offer ``pieces`` of your parameters to be read in place; None if they are the same as last time.
 
-    ``known`` is the name of the offer that rank 0 has.
+    ``known`` is the name of the offer that rank 0 has. They are in the host's memory or ``on_gpu``.
     """
 
     known: str
     pieces: tuple[Assignment, ...] | None
+    on_gpu: bool = False
 
 
 class Shared(Message, frozen=True):
-    """The offer: no name if the rank offers nothing, and no handle if rank 0 has it."""
+    """The offer: no name if the rank offers nothing, and no handle if rank 0 has it, or for a GPU, see `Lend`."""
 
     name: str = ""
     handle: SharedParametersHandle | None = None
@@ -131,7 +147,7 @@ class Outcome(Message, frozen=True, tag="over"):
 class WorkDone(Message, frozen=True):
     """rank -> 0: the request is done, or has failed. ``left_s`` is what is left of the rank's deadline.
 
-    ``body`` is a transport's own message, see `Assist`.
+    ``body`` is a transport's own message, see `Assist`; ``lent`` is the reply to `Lend`.
     """
 
     work: Work | None = None
@@ -139,11 +155,14 @@ class WorkDone(Message, frozen=True):
     handle: ShmHandle | None = None
     left_s: float | None = None
     shared: Shared | None = None
+    lent: Handle | None = None
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-Asked = Provide | Fill | Share | Hash | Compare | Iterate | Release | Assist
+Asked = Provide | Lend | Fill | Share | Hash | Compare | Iterate | Release | Assist
 ToRank = Welcome | Asked | Outcome
+Replies = Callable[[str, Deadline, Sequence[int]], Mapping[int, WorkDone]]
+"""Waits until these ranks have done what they were asked to do; their replies. Raises what a rank has raised."""
 
 
 def remote_error_of(error: BaseException) -> RemoteError:

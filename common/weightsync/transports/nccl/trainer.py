@@ -208,8 +208,8 @@ class BroadcastSending:
     def _begin(self) -> None:
         """Have the trainer's other ranks send too, if they can."""
         helpers, plan, deadline = self._helpers, self._plan, self._session.deadline
-        # Of several hosts only those that have a part of the stream can send.
-        if helpers is None or not helpers.filled or (helpers.addresses and not self._layout.table):
+        # Of several domains only those that have a part of the stream can send.
+        if helpers is None or not helpers.filled or not (helpers.in_one_domain or self._layout.table):
             return
         self._senders = len(helpers.senders)
         asked = {

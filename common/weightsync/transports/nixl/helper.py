@@ -1,4 +1,4 @@
-"""The nixl transport in the lowest trainer rank of each host but rank 0's: it sends what its host holds."""
+"""The nixl transport in the lowest trainer rank of each memory domain but rank 0's: it sends what that holds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
+from weightsync.memory import cuda_ipc
 from weightsync.protocol import control
 from weightsync.protocol.control import BucketDone
 from weightsync.protocol.http import to_json
@@ -39,7 +40,7 @@ class NixlHelper:
         """See `base.RankHelper`."""
         message: ToHelper = msgspec.json.decode(body, type=ToHelper)
         if isinstance(message, Expose):
-            return to_json(self._expose(stream))
+            return to_json(self._expose(message, stream))
         if self._host is None:
             raise TransferFailed(f"trainer rank {self._rank} has no NIXL agent any more; push again")
         if isinstance(message, Meet):
@@ -54,9 +55,10 @@ class NixlHelper:
         self._serve(self._host, message, stream, interrupted)
         return None
 
-    def _expose(self, stream: torch.Tensor | None) -> Exposed:
+    def _expose(self, message: Expose, stream: torch.Tensor | None) -> Exposed:
         if self._host is None:
-            self._host = SendingHost(torch.device("cpu"), self._rank)
+            device = cuda_ipc.gpu_here() if message.on_gpu else None
+            self._host = SendingHost(device or torch.device("cpu"), self._rank)
         if stream is None or not stream.numel():
             return Exposed(self._host.described)
         self._host.register(stream)

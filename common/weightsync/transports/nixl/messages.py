@@ -59,7 +59,9 @@ HANDLE: Final[msgspec.msgpack.Decoder[NixlHandle | None]] = msgspec.msgpack.Deco
 
 
 class Expose(Message, frozen=True, tag="expose"):
-    """rank 0 -> rank: say with which agent you will send, and register your arena."""
+    """rank 0 -> rank: say with which agent you will send, and register your arena, which may be ``on_gpu``."""
+
+    on_gpu: bool = False
 
 
 class Exposed(Message, frozen=True):

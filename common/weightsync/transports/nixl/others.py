@@ -1,4 +1,4 @@
-"""The trainer's other hosts as rank 0 sees them: their agents, and what each is asked to send."""
+"""The trainer's other memory domains as rank 0 sees them: their agents, and what each is asked to send."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _name(layout: DividedLayout, needs: Subset, bucket_bytes: int) -> str:
 
 
 class Others:
-    """The lowest rank of each host but rank 0's; there are none if all ranks are on one host.
+    """The lowest rank of each memory domain but rank 0's; there are none if all ranks are in one.
 
-    All methods raise `TransferFailed` or `PushTimeout`, and what a rank has raised.
+    Their arenas may be ``on_gpu``. All methods raise `TransferFailed` or `PushTimeout`, and what a rank has raised.
     """
 
-    def __init__(self, helpers: PeerRanks | None):
-        self._helpers = helpers
+    def __init__(self, helpers: PeerRanks | None, *, on_gpu: bool):
+        self._helpers, self._on_gpu = helpers, on_gpu
         #: What each said last, by rank, in order of their memory domains.
         self.exposed: dict[int, Exposed] = {}
         #: The names of the runs that each rank knows, see `messages.Serve`.
@@ -59,11 +59,11 @@ class Others:
     @property
     def _ranks(self) -> Sequence[int]:
         helpers = self._helpers
-        return helpers.senders[1:] if helpers is not None and helpers.addresses else ()
+        return helpers.senders[1:] if helpers is not None and not helpers.in_one_domain else ()
 
     def expose(self, deadline: Deadline) -> None:
         """Learn their agents and arenas, which may be new."""
-        self._ask(dict.fromkeys(self._ranks, Expose()))
+        self._ask(dict.fromkeys(self._ranks, Expose(self._on_gpu)))
         replies = self.finished("to make its NIXL agent", deadline)
         self.exposed = {rank: http.from_json(replies[rank], Exposed) for rank in self._ranks}
 

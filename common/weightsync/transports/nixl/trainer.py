@@ -44,7 +44,7 @@ class NixlTrainerEnd:
         self._device, self._given_address = device, address
         self._control = TrainerControl(remote=True, address=address)
         self.address, self.request = self._control.address, self._control.request
-        self._others = Others(helpers)
+        self._others = Others(helpers, on_gpu=device.type == "cuda")
         self._start()
 
     def _start(self) -> None:

@@ -1,0 +1,208 @@
+"""Measure what one GPU can show: `make gpu`, which runs the tests of `tests/gpu` first.
+
+A trainer of one process or two, and a reference engine in another, all on the same GPU. Every case has warm pushes of
+models of a few large tensors, of many small ones, and of 16 GB, in three ways: parameters read in place, through an
+arena of every process, and over NIXL and NCCL. Beside them stands the time of copying the same bytes once on the
+device. Exit code 0 if the engine served what was pushed, and every case that the libraries allow has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from benchmarks.blocks import COLUMNS, Blocks, engine
+from benchmarks.lines import LIMIT_S, Lines, serve
+from benchmarks.trainer import ROOT
+from tools import servers
+from weightsync import LocalShard, Sender
+from weightsync.tensors.layout import digest_of
+
+MIN_ROUNDS, WARM_UP = 5, 3
+#: Tensors and the bytes of each.
+MODELS = {"1 GB": (16, 64 << 20), "18,000 tensors": (18_000, 15 << 10), "16 GB": (240, 64 << 20)}
+#: Only one process pushes this: two would need room for four such models on the GPU while they make their halves.
+ALONE = "16 GB"
+SMALL = {"16 MB": (16, 1 << 20), "300 tensors": (300, 15 << 10)}
+
+
+class Way(NamedTuple):
+    """How a trainer of ``size`` processes pushes."""
+
+    name: str
+    size: int
+    options: dict[str, Any]
+
+
+WAYS = tuple(
+    Way(f"{'two processes' if size == 2 else 'one process'}, {name}", size, options)
+    for size in (1, 2)
+    for name, options in (
+        ("in place", {}),
+        ("in place, not verified", {"verify": "off"}),
+        ("arena", {"transport": "ipc_zmq", "bucket_bytes": 64 << 20}),
+        ("nixl", {"transport": "nixl"}),
+        ("nccl", {"transport": "nccl"}),
+    )
+)
+
+
+# ---- the trainer's processes -----------------------------------------------------------------------------------------
+
+
+def trainer(rank: int, way: list[Any], count: int, nbytes: int, device: str, port: str, url: str) -> None:
+    """Run a process of the trainer until its input ends."""
+    writing = os.dup(1)
+    os.dup2(2, 1)  # what libraries print must not look like a reply
+    _, size, options = way
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    whole = Blocks(count, nbytes, seed=1, device=device).state_dict()
+    rows = nbytes // 2 // COLUMNS
+    first, end = rank * rows // size, (rank + 1) * rows // size
+    own = {name: tensor[first:end].clone() for name, tensor in whole.items()} if size > 1 else dict(whole)
+    del whole
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        for tensor in own.values():
+            tensor.share_memory_()
+    boxes = {name: LocalShard(tensor, (rows, COLUMNS), (first, 0)) for name, tensor in own.items()}
+    with Sender([url], timeout_s=LIMIT_S, **options) as sender:
+
+        def push(*_: object) -> dict[str, Any]:
+            for tensor in own.values():
+                tensor.neg_()
+            start = time.perf_counter()
+            result = sender.push(boxes if size > 1 else own)
+            return {"push": time.perf_counter() - start, **result.seconds, "reason": result.staging_reason}
+
+        serve(Lines(0, writing), {"push": push})
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def running(way: Way, model: tuple[int, int], device: str, url: str) -> Iterator[list[Lines]]:
+    """The trainer; yields the lines of each process."""
+    port = str(servers.free_port())
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for rank in range(way.size):
+            asked = json.dumps([rank, way, *model, device, port, url])
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            process = stack.enter_context(
+                subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", "--trainer", asked], cwd=ROOT, **pipes)
+            )
+            stack.callback(process.kill)
+            lines.append(Lines(process.stdout.fileno(), process.stdin.fileno()))
+        yield lines
+
+
+def pushed(lines: list[Lines]) -> dict[str, Any]:
+    """Have every process push; what the first found. Raises RuntimeError with what a process has raised."""
+    for one in lines:
+        one.say("push")
+    replies = []
+    for one in lines:
+        try:
+            replies.append(one.hear(LIMIT_S))
+        except EOFError:
+            replies.append(None)
+    for reply in replies:
+        if reply is None or reply[0] != "done":
+            raise RuntimeError(str(reply[2].decode() if reply is not None else "a process has ended"))
+    found: dict[str, Any] = json.loads(replies[0][2]) if replies[0] is not None else {}
+    return found
+
+
+# ---- from outside ----------------------------------------------------------------------------------------------------
+
+
+def copied(nbytes: int, device: str, rounds: int) -> list[float]:
+    """The seconds of copying so many bytes on the device."""
+    part = min(nbytes, 2 << 30)
+    source, target = (torch.zeros(part, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(1 + rounds):
+        start = time.perf_counter()
+        for _ in range(max(1, nbytes // part)):
+            target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def measure(rounds: int, device: str, sizes: dict[str, tuple[int, int]]) -> tuple[dict[str, Any], bool]:
+    """What every case took, and whether all was served."""
+    found, right = dict[str, Any](), True
+    for name, (count, nbytes) in sizes.items():
+        said: dict[str, Any] = {"bytes": count * nbytes, "copy": copied(count * nbytes, device, rounds), "ways": {}}
+        found[name] = said
+        state = Blocks(count, nbytes, seed=1, device=device).state_dict()
+        digests = [digest_of((key, tensor.neg() if odd else tensor) for key, tensor in state.items()) for odd in (0, 1)]
+        del state
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        copy_s = statistics.median(said["copy"])
+        print(f"{name}: one copy {copy_s * 1e3:.2f} ms", flush=True)
+        with engine(count, nbytes, device=device) as server:
+            for way in WAYS if name != ALONE else WAYS[:4]:
+                try:
+                    with running(way, (count, nbytes), device, server.url) as lines:
+                        samples = [pushed(lines) for _ in range(WARM_UP + rounds)][WARM_UP:]
+                        with Sender([server.url]) as sender:
+                            (rank,) = sender.status(digest=True)[server.url].ranks
+                        served = rank.digest == digests[(WARM_UP + rounds) % 2]
+                except RuntimeError as error:
+                    said["ways"][way.name] = {"refused": str(error)}
+                    print(f"  {way.name:38} refused: {str(error)[:200]}", flush=True)
+                    right &= "NCCL refuses" in str(error)
+                    continue
+                said["ways"][way.name] = {"samples": samples, "served": served}
+                right &= served
+                took = statistics.median(sample["push"] for sample in samples)
+                print(
+                    f"  {way.name:38}{took * 1e3:10.2f} ms, {took / copy_s:8.1f} copies{'' if served else '  WRONG'}",
+                    flush=True,
+                )
+    return found, right
+
+
+def main() -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
+    parser.add_argument("--on-cpu", action="store_true", help="try every case on the CPU, with small models")
+    parser.add_argument("--trainer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer:
+        trainer(*json.loads(args.trainer))
+    device = "cpu" if args.on_cpu else "cuda"
+    head: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware()}
+    head["torch"] = torch.__version__
+    if device == "cuda":
+        head["gpu"], head["nccl"] = torch.cuda.get_device_name(), list(torch.cuda.nccl.version())  # type: ignore[attr-defined,unused-ignore]
+    print(f"{head.get('gpu', 'no GPU')}, torch {torch.__version__}, {args.rounds} rounds; {report.machine(head)}")
+    models, right = measure(args.rounds, device, SMALL if args.on_cpu else MODELS)
+    path = report.save({**head, "models": models}, kept=device == "cuda" and args.rounds >= MIN_ROUNDS, name="gpu")
+    print(f"raw samples: {path.relative_to(ROOT)}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
