@@ -43,7 +43,12 @@ class Trainer:
 
     def hear(self, *ranks):
         """The answer of each rank."""
-        return [json.loads(self.processes[rank].stdout.readline()) for rank in ranks or range(len(self.processes))]
+        return [json.loads(self._line(rank)) for rank in ranks or range(len(self.processes))]
+
+    def _line(self, rank):
+        line = self.processes[rank].stdout.readline()
+        assert line, f"rank {rank} has ended with {self.processes[rank].wait(10)}"
+        return line
 
     def all(self, word):
         self.tell(word)
