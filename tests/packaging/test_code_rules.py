@@ -56,6 +56,13 @@ def test_no_module_is_longer_than_the_limit():
     assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
 
 
+def test_messages_are_decoded_by_decoders_of_one_place():
+    """Elsewhere they could be made in two threads at once, which crashes, see `codec.json_decoder`."""
+    sources = tracked("common/*.py", "vllm_weightsync/*.py", "sglang_weightsync/*.py")
+    made = ("msgpack.Decoder(", "json.Decoder(", "msgspec.json.decode(", "msgspec.msgpack.decode(", "msgspec.convert(")
+    assert [path.name for path in sources if any(text in path.read_text() for text in made)] == ["codec.py"]
+
+
 def test_no_code_unpickles_or_evaluates():
     sources = tracked("common/*.py", "vllm_weightsync/*.py", "sglang_weightsync/*.py")
     assert [(str(path.relative_to(ROOT)), name) for path in sources for name in unsafe(path.read_text())] == []

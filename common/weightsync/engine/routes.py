@@ -20,7 +20,7 @@ from weightsync.engine import answers
 from weightsync.engine.answers import Elsewhere
 from weightsync.engine.front_end import FrontEnd
 from weightsync.errors import AuthenticationFailed
-from weightsync.protocol import auth, http
+from weightsync.protocol import auth, codec, http
 
 #: Health routes of the engines; SageMaker calls ``/ping``.
 _HEALTH: Final = ("/health", "/health_generate", "/ready", "/ping")
@@ -107,6 +107,6 @@ async def _read(request: Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
     if request.method == "POST":
         return answers.decoded(bytes(body), kind)
     try:
-        return msgspec.convert(dict(request.query_params), kind, strict=False)
+        return codec.from_query(request.query_params, kind)
     except msgspec.MsgspecError as error:
         raise answers.unreadable(kind, error) from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Final, TypeVar
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -16,6 +17,11 @@ Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(m
 M = TypeVar("M")
 
 _encode_json = msgspec.json.Encoder()
+#: Held while msgspec learns a type. While one thread does that, another that decodes the same type, or one that has it
+#: in a field, would crash the process.
+_LEARNING: Final = threading.Lock()
+_JSON: dict[Any, msgspec.json.Decoder[Any]] = {}
+_MSGPACK: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def to_json(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
@@ -23,9 +29,32 @@ def to_json(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
     return _encode_json.encode(message)
 
 
+def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """A decoder of messages of type ``kind``, which is kept. All decoders are made here, see `_LEARNING`."""
+    if kind not in _JSON:
+        with _LEARNING:
+            _JSON[kind] = msgspec.json.Decoder(kind)
+    return _JSON[kind]
+
+
+def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """As `json_decoder`, for MessagePack."""
+    if kind not in _MSGPACK:
+        with _LEARNING:
+            _MSGPACK[kind] = msgspec.msgpack.Decoder(kind)
+    return _MSGPACK[kind]
+
+
 def from_json(body: bytes | str, kind: type[M]) -> M:
     """Decode an HTTP body as a message of type ``kind``. Raises `msgspec.MsgspecError` for any invalid body."""
-    return readable(lambda: msgspec.json.decode(body, type=kind))
+    decoder: msgspec.json.Decoder[M] = json_decoder(kind)
+    return readable(lambda: decoder.decode(body))
+
+
+def from_query(fields: Mapping[str, str], kind: type[M]) -> M:
+    """Read a message of type ``kind`` from the parameters of a URL. Raises as `from_json`."""
+    json_decoder(kind)  # which has msgspec learn the type
+    return readable(lambda: msgspec.convert(dict(fields), kind, strict=False))
 
 
 def readable(decode: Callable[[], M]) -> M:

@@ -164,8 +164,8 @@ class Failed(Message, frozen=True, tag="failed"):
 FromRank = Register | BucketDone | WriteWindow | Prepared | Failed
 FromSender = Offer | DescribeSubset | BucketReady | Supplied | PassOn | Heartbeat | Failed
 
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = codec.msgpack_decoder(FromRank)
+_from_sender: msgspec.msgpack.Decoder[FromSender] = codec.msgpack_decoder(FromSender)
 
 
 def pack(message: FromRank | FromSender) -> bytes:

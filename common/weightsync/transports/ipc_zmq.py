@@ -19,7 +19,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationFailed, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.memory.arenas import Arena
-from weightsync.protocol import control, directories, http
+from weightsync.protocol import codec, control, directories, http
 from weightsync.protocol.control import Offer
 from weightsync.protocol.diagnosis import Finding
 from weightsync.protocol.handles import Handle, SharedParametersHandle
@@ -33,7 +33,7 @@ from weightsync.transports.base import Bucket, Peer, PeerRanks, TransportSpec
 from weightsync.transports.control.engine import EngineControl, RankSession
 from weightsync.transports.control.trainer import PushSession, TrainerControl
 
-_HANDLE: Final[msgspec.msgpack.Decoder[Handle | None]] = msgspec.msgpack.Decoder(Handle | None)
+_HANDLE: Final[msgspec.msgpack.Decoder[Handle | None]] = codec.msgpack_decoder(Handle | None)
 
 
 class IpcZmqTrainerEnd:

@@ -73,6 +73,9 @@ class Envelope(Message, frozen=True):
     name: str
 
 
+_ENVELOPE: Final[msgspec.msgpack.Decoder[Envelope]] = codec.msgpack_decoder(Envelope)
+
+
 class Control(ABC):
     """One end of the messages. ``pids``: the other ranks' processes that are visible from here."""
 
@@ -227,7 +230,7 @@ class CoordinatorControl(Control):
                 return
             identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
             with contextlib.suppress(msgspec.MsgspecError):
-                envelope = codec.readable(lambda: msgspec.msgpack.decode(frames[0], type=Envelope))  # noqa: B023
+                envelope = codec.readable(lambda: _ENVELOPE.decode(frames[0]))  # noqa: B023
                 if hmac.compare_digest(envelope.secret.encode(), self._secret.encode()):
                     self._put(identity, envelope, frames[1:])
 

@@ -19,7 +19,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas, cuda_ipc, shared_parameters
 from weightsync.memory.shared_parameters import SharedParameters
-from weightsync.protocol import http
+from weightsync.protocol import codec, http
 from weightsync.protocol.handles import Handle, ShmHandle
 from weightsync.sources.iterator import IteratorSource
 from weightsync.tensors.held import HeldShards
@@ -114,7 +114,7 @@ class Follower(Ranks):
                 down = {0: f"{nonce}/down/{number}"}
                 bodies: dict[int, bytes] = {}
                 self._control.take(down, bodies, until, f"to {what}")
-                message: ToRank = msgspec.json.decode(bodies[0], type=ToRank)
+                message: ToRank = codec.json_decoder(ToRank).decode(bodies[0])
                 if isinstance(message, Outcome):
                     if message.failure is not None:
                         self._let_go()
@@ -122,7 +122,7 @@ class Follower(Ranks):
                     self._known = known
                     if not self._shares:
                         self._revoke()
-                    result: _T = msgspec.json.decode(message.result, type=kind)
+                    result: _T = codec.json_decoder(kind).decode(message.result)
                     return result
                 if isinstance(message, Welcome):
                     self._session = message.session

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
+from weightsync.protocol import codec
 from weightsync.protocol.http import Message
 from weightsync.tensors.domains import DividedLayout
 from weightsync.tensors.layout import Layout
@@ -120,7 +121,7 @@ class BroadcastHelper:
 
     def help(self, body: bytes, stream: torch.Tensor | None, interrupted: Callable[[], bool]) -> None:
         """Join this rank's group, or broadcast its buckets. Raises `TransferFailed` or `PushTimeout`."""
-        message: Make | Send = msgspec.json.decode(body, type=Make | Send)
+        message: Make | Send = codec.json_decoder(Make | Send).decode(body)
         if isinstance(message, Make):
             self.close()
             init = group_of(message.asked, message.number)

@@ -11,7 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import TransferFailed
 from weightsync.memory import cuda_ipc
-from weightsync.protocol import control
+from weightsync.protocol import codec, control
 from weightsync.protocol.control import BucketDone
 from weightsync.protocol.http import to_json
 from weightsync.tensors.digest import digest_bytes
@@ -38,7 +38,7 @@ class NixlHelper:
 
     def help(self, body: bytes, stream: torch.Tensor | None, interrupted: Callable[[], bool]) -> bytes | None:
         """See `base.RankHelper`."""
-        message: ToHelper = msgspec.json.decode(body, type=ToHelper)
+        message: ToHelper = codec.json_decoder(ToHelper).decode(body)
         if isinstance(message, Expose):
             return to_json(self._expose(message, stream))
         if self._host is None:

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from weightsync.protocol import codec
 from weightsync.protocol.codec import Text
 from weightsync.protocol.http import Handshake, Message, Timeout
 from weightsync.transports.base import Peer
@@ -55,7 +56,7 @@ class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):
     memory: Literal["DRAM", "VRAM"]
 
 
-HANDLE: Final[msgspec.msgpack.Decoder[NixlHandle | None]] = msgspec.msgpack.Decoder(NixlHandle | None)
+HANDLE: Final[msgspec.msgpack.Decoder[NixlHandle | None]] = codec.msgpack_decoder(NixlHandle | None)
 
 
 class Expose(Message, frozen=True, tag="expose"):
