@@ -114,7 +114,7 @@ GOLDEN_JSON = [
     (
         RegisterNixl(agent="n", metadata=b"\0\xff", timeout_s=1.5),
         b'{"agent":"n","metadata":"AP8=","timeout_s":1.5,"address":"","owner":"","holder":"","instance":"",'
-        b'"host":"","rdma":false,"others":[]}',
+        b'"host":"","rdma":false,"others":[],"several":false}',
     ),
     (http.AddEngine(url="http://a"), b'{"url":"http://a"}'),
     (http.EngineAdded(version="7"), b'{"version":"7"}'),

@@ -41,7 +41,7 @@ class Link:
         own = SendingAgent(handshake.agent, handshake.metadata, handshake.host, handshake.rdma)
         senders = own, *handshake.others
         #: One for each of the sender's hosts, in order of their memory domains.
-        self.ways = [Way(sender.agent, _is_written(agent, sender)) for sender in senders]
+        self.ways = [Way(sender.agent, is_written(agent.nic, sender, handshake.several)) for sender in senders]
         #: Whether a transfer into this rank's memory may be under way.
         self.moving = False
         for sender in senders:
@@ -171,9 +171,13 @@ class Link:
         self._own.clear()
 
 
-def _is_written(agent: Agent, sender: SendingAgent) -> bool:
+def is_written(nic: str, sender: SendingAgent, several: bool) -> bool:
+    """Whether a rank with this RDMA device, or none, is written to; ``several`` as in `RegisterNixl`.
+
+    Over RDMA a READ keeps neither side busy, but what ranks read leaves the sender's host once for each.
+    """
     near = sender.host == arenas.host_id() and shares_memory()
-    return bool(sender.host) and not near and not (agent.nic and sender.rdma)
+    return bool(sender.host) and not near and (several or not (nic and sender.rdma))
 
 
 def _reads_of(domain: int, subset: Subset, request: UpdateRequest, here: int) -> Spans:

@@ -30,7 +30,8 @@ class RegisterNixl(Handshake, frozen=True):
     """Have every rank make its NIXL agent and connect it to the sender's ``agent``, described by ``metadata``.
 
     ``host`` is the sender's `arenas.host_id`; ``rdma``: the sender has an RDMA device. ``others`` are the agents of the
-    trainer's other hosts, in order of their memory domains.
+    trainer's other hosts, in order of their memory domains. ``several``: ranks on other hosts get the same pushes, and
+    what is written to one can be passed on to the next.
     """
 
     agent: Text
@@ -43,6 +44,7 @@ class RegisterNixl(Handshake, frozen=True):
     host: Text = ""
     rdma: bool = False
     others: Annotated[tuple[SendingAgent, ...], msgspec.Meta(max_length=1024)] = ()
+    several: bool = False
 
 
 class NixlHandle(msgspec.Struct, frozen=True, tag="nixl"):

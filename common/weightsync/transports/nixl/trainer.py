@@ -1,7 +1,8 @@
 """The trainer end of the nixl transport: every rank READs the buckets from the trainer's arena into its stage.
 
 The trainer announces each bucket, and NIXL notifies it when a rank has read one. Over plain TCP, where a READ keeps
-both sides busy and takes three times as long, the trainer WRITEs instead. Of a trainer on several hosts, each has an
+both sides busy and takes three times as long, and to ranks on several hosts, which pass buckets on, the trainer WRITEs
+instead. Of a trainer on several hosts, each has an
 agent, every rank takes what it needs from each, and tells rank 0 when it has a bucket.
 """
 
@@ -49,9 +50,9 @@ class NixlTrainerEnd:
 
     def _start(self) -> None:
         self.host = SendingHost(self._device, 0)
-        #: By URL: the instance of the engine that was sent a handshake, and the agents in it.
-        self._known: dict[str, tuple[str, tuple[str, ...]]] = {}
-        self._offered: tuple[str, ...] = ()
+        #: By URL: the instance of the engine that was sent a handshake, the agents in it, and its ``several``.
+        self._known: dict[str, tuple[str, tuple[str, ...], bool]] = {}
+        self._offered: tuple[tuple[str, ...], bool] = (), False
         #: What engines said when they were opened, and the ranks that can pass on what is written to them.
         self._hellos: dict[str, http.OpenReply] = {}
         self._passing: set[Peer] = set()
@@ -63,12 +64,14 @@ class NixlTrainerEnd:
             self._start()
         self._others.expose(Deadline(timeout_s))
         own, others = self.host.described, tuple(exposed.sender for exposed in self._others.exposed.values())
-        self._offered = own.agent, *(sender.agent for sender in others)
+        far = {rank.host or hello.host for hello in engines.values() for rank in hello.ranks} - {own.host}
+        several = len(far) > 1
+        self._offered = (own.agent, *(sender.agent for sender in others)), several
         handshakes: dict[str, Handshake] = {}
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
             self._hellos[url] = hello
-            if self._known.get(url) != (hello.instance, self._offered):
+            if self._known.get(url) != (hello.instance, *self._offered):
                 self._known.pop(url, None)
                 handshakes[url] = RegisterNixl(
                     agent=own.agent,
@@ -79,6 +82,7 @@ class NixlTrainerEnd:
                     host=own.host,
                     rdma=own.rdma,
                     others=others,
+                    several=several,
                 )
         return handshakes
 
@@ -96,7 +100,7 @@ class NixlTrainerEnd:
         for url, reply in replies.items():
             self._passing -= {peer for peer in self._passing if peer.engine == url}
             self._passing |= {Peer(url, rank.rank) for rank in reply.ranks if rank.written}
-        self._known.update({url: (reply.instance, self._offered) for url, reply in replies.items()})
+        self._known.update({url: (reply.instance, *self._offered) for url, reply in replies.items()})
 
     def begin(
         self, plan: UpdateRequest, layout: Layout, arenas: Sequence[Arena], peers: set[Peer], deadline: Deadline
