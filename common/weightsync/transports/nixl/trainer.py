@@ -2,8 +2,8 @@
 
 The trainer announces each bucket, and NIXL notifies it when a rank has read one. Over plain TCP, where a READ keeps
 both sides busy and takes three times as long, and to ranks on several hosts, which pass buckets on, the trainer WRITEs
-instead. Of a trainer on several hosts, each has an
-agent, every rank takes what it needs from each, and tells rank 0 when it has a bucket.
+instead. Of a trainer on several hosts, each has an agent, every rank takes what it needs from each, and tells rank 0
+when it has a bucket.
 """
 
 from __future__ import annotations
