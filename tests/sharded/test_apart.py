@@ -50,8 +50,12 @@ def ready(engines, ranks, untrained):
     ranks.all("close")
 
 
+#: Over nccl and nixl a process is what a host is in `test_several_hosts`.
+SPLIT = [("ipc_zmq", how) for how in HOWS] + [(name, "mesh") for name in ("nccl", "nixl")]
+
+
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("transport", "how"), SPLIT)
 def test_every_process_holds_its_part_in_an_arena_of_its_own(engines, ranks, expected, changed, how, transport):
     assert fine(ranks.all(f"shard {how}"), 4)
     assert fine(ranks.build(engines, transport=transport), 4)
@@ -68,6 +72,7 @@ def test_every_process_holds_its_part_in_an_arena_of_its_own(engines, ranks, exp
     assert arenas_of(ranks) == [[], [], [], []]
 
 
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
 @pytest.mark.parametrize("options", [{"bucket_bytes": 8192}, {"keep_previous": True}, {"verify": "deep"}])
 def test_options_hold(engines, ranks, untrained, expected, changed, options, transport):
     assert fine(ranks.all("shard mesh"), 4)
@@ -109,12 +114,13 @@ def spread_evenly(trainer):
 
 
 @pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
 def test_what_each_process_holds_may_change_between_pushes(engines, start, expected, changed, transport):
     trainer = apart(start(3))
     assert fine(trainer.all("shard stages"), 3)
     assert fine(trainer.build(engines, transport=transport), 3)
     sizes = []
-    for how in ("stages", "swapped", "stages", "fsdp", "replicas", "swapped"):
+    for how in ("stages", "swapped", "stages", "replicas"):
         assert fine(trainer.all(f"shard {how}"), 3)
         for digest in (expected, changed):
             trainer.all("push")
@@ -163,7 +169,7 @@ def test_engines_that_cannot_map_several_arenas_get_one(engines, start, expected
     trainer.stop()
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize(("transport", "rank"), [("ipc_zmq", 1), ("ipc_zmq", 3), ("nixl", 1)])
 def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, untrained, expected, transport, rank):
     ready = ready(transport)
     others = [other for other in range(4) if other != rank]
@@ -182,7 +188,7 @@ def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, unt
     assert served(engines) == [expected, expected]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("transport", "rank"), [("ipc_zmq", 0), ("ipc_zmq", 1), ("nixl", 1)])
 def test_a_rank_that_is_killed_while_filling_is_named_and_its_successor_pushes(
     start, engines, untrained, expected, transport, rank
 ):
