@@ -194,7 +194,7 @@ def test_a_rank_that_is_killed_while_filling_is_named_and_its_successor_pushes(
 ):
     trainer = apart(start(2))
     assert fine(trainer.all("shard fsdp"))
-    assert fine(trainer.build(engines, timeout_s=8.0, transport=transport))
+    assert fine(trainer.build(engines, timeout_s=30.0, transport=transport))
     trainer.tell(f"halt {int(signal.SIGKILL)}", rank)
     trainer.tell("push", 1 - rank)
     (said,) = trainer.hear(1 - rank)

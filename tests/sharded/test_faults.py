@@ -142,7 +142,7 @@ def test_the_earliest_deadline_applies_to_every_rank(pair, silent):
 def test_a_rank_frozen_while_broadcasting_is_named(start, engines, untrained, expected, rank):
     trainer = start(2)
     assert fine(trainer.all("shard fsdp"))
-    assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192, timeout_s=6.0))
+    assert fine(trainer.build(engines, transport="nccl", bucket_bytes=8192, timeout_s=12.0))
     frozen = trainer.processes[rank]
     trainer.tell(f"stall {int(signal.SIGSTOP)}", rank)
     trainer.tell("push", 1 - rank)
@@ -211,7 +211,7 @@ def test_a_rank_lost_while_its_broadcast_group_is_created_is_named(start, engine
     trainer.tell(f"frozen {int(how)}", 1)
     assert fine(trainer.hear(1), 1)
     victim = trainer.processes[1].pid
-    trainer.tell("build " + json.dumps({"urls": engines, "transport": "nccl", "timeout_s": 6.0}))
+    trainer.tell("build " + json.dumps({"urls": engines, "transport": "nccl", "timeout_s": 12.0}))
     (said,) = trainer.hear(0)
     # Rank 0's deadline passes at the same time as those of the engine's ranks, which say that they cannot join.
     error = said["error"] if how == signal.SIGSTOP and said["error"] == "PushTimeout" else "TransferFailed"

@@ -85,11 +85,17 @@ def arenas_of(trainer):
 
 
 HOWS = ["fsdp", "hsdp", "mesh", "columns", "parts", "stages", "half", "named", "masters", "mixed"]
+#: Which host the engines are on decides only which of the trainer's writes: these show it, and the others are slow.
+FEW = ("fsdp", "columns", "stages")
+SPLITS = [
+    pytest.param(how, way, id=f"{how}-{name}", marks=() if way.first or how in FEW else pytest.mark.slow)
+    for how in HOWS
+    for name, way in WAYS.items()
+]
 
 
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("how", "way"), SPLITS)
 def test_every_host_holds_and_sends_its_part(engines, ranks, expected, changed, how, way):
     spread = on_two_hosts(ranks, way)
     assert fine(spread.all(f"shard {how}"), 4)
@@ -240,13 +246,20 @@ def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, unt
     assert served(engines) == [expected, expected]
 
 
-@pytest.mark.parametrize("action", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize(("way", "rank"), [("nccl", 0), ("nccl", 2), ("nixl-second", 0), ("nixl", 2)])
+@pytest.mark.parametrize(
+    ("way", "rank", "action"),
+    [
+        *[(*which, signal.SIGKILL) for which in (("nccl", 0), ("nccl", 2), ("nixl-second", 0), ("nixl", 2))],
+        *[(*which, signal.SIGSTOP) for which in (("nccl", 2), ("nixl", 2))],
+        *[pytest.param(*which, signal.SIGSTOP, marks=pytest.mark.slow) for which in (("nccl", 0), ("nixl-second", 0))],
+    ],
+)
 def test_a_rank_that_ends_or_freezes_while_it_sends_is_named(start, engines, untrained, rank, action, way):
     way = WAYS[way]
     trainer = on_two_hosts(start(4), way)
     assert fine(trainer.all("shard fsdp"), 4)
-    assert fine(trainer.build(engines, timeout_s=8.0, bucket_bytes=8192, transport=way.transport), 4)
+    # Its first push: on a busy machine the ranks take seconds to fill their arenas.
+    assert fine(trainer.build(engines, timeout_s=16.0, bucket_bytes=8192, transport=way.transport), 4)
     others = [other for other in range(4) if other != rank]
     trainer.tell(f"stall {int(action)}", rank)
     trainer.tell("push", *others)
