@@ -1,18 +1,21 @@
 """Python programs that start in a fraction of a second: they are forked from a process that has loaded their packages.
 
-Loading torch and transformers takes five seconds on two cores, and the tests start a hundred reference engines.
+Loading torch and transformers takes five seconds on two cores, and the tests start hundreds of reference engines and
+trainers.
 """
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+from multiprocessing import reduction
 from pathlib import Path
 
-LOADED = ("weightsync.testing", "transformers.models.llama.modeling_llama", "uvicorn")
+LOADED = ("weightsync.testing", "transformers.models.llama.modeling_llama", "uvicorn", "torch.distributed.fsdp")
 
 
 def start(command, env=None):
@@ -31,14 +34,23 @@ def decisive(environment):
 
 
 class Forked:
-    """A process with the part of the interface of `subprocess.Popen` that `ReferenceEngine` and its tests use."""
+    """A process with the part of the interface of `subprocess.Popen` that `ReferenceEngine` and its tests use.
 
-    def __init__(self, arguments, environment):
+    With ``piped`` it has `stdin` and `stdout`, in lines of text; it has read the end of its input when it ends.
+    """
+
+    def __init__(self, arguments, environment, *, piped=False):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(LOADED))
-        self._process = context.Process(target=run, args=(arguments, environment), daemon=True)
+        (theirs_in, ours_in), (ours_out, theirs_out) = (os.pipe(), os.pipe()) if piped else ((None, None), (None, None))
+        pipes = [reduction.DupFd(end) for end in (theirs_in, theirs_out)] if piped else []
+        self._process = context.Process(target=run, args=(arguments, environment, pipes), daemon=True)
         self._process.start()
         self.pid = self._process.pid
+        if piped:
+            os.close(theirs_in)
+            os.close(theirs_out)
+            self.stdin, self.stdout = os.fdopen(ours_in, "w", buffering=1), os.fdopen(ours_out)
 
     @property
     def returncode(self):
@@ -63,9 +75,23 @@ class Forked:
     def kill(self):
         self._process.kill()
 
+    def communicate(self, timeout=None):
+        """Close the pipes, and wait for the end of the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+        self.wait(timeout)
 
-def run(arguments, environment):
-    """Run ``-m MODULE ARGUMENT ...`` or ``-c CODE ARGUMENT ...``, as the interpreter would."""
+
+def run(arguments, environment, pipes=()):
+    """Run ``-m MODULE ARGUMENT ...`` or ``-c CODE ARGUMENT ...``, as the interpreter would.
+
+    ``pipes``: what becomes the standard input and output.
+    """
+    for number, pipe in enumerate(pipes):
+        os.dup2(pipe.detach(), number)
+    if pipes:
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     places = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tools import models, servers
 from weightsync import Sender
 from weightsync.tensors.layout import digest_of
@@ -18,24 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trainer:
-    """A trainer of ``size`` `tests.sharded.trainer` processes. ``popen`` starts that of each rank; rank 0 listens at
-    ``address``."""
+    """A trainer of ``size`` `tests.sharded.trainer` processes. ``popen``, if given, starts that of each rank; rank 0
+    listens at ``address``."""
 
     def __init__(self, folder, size=2, address="127.0.0.1", popen=None):
         port = str(servers.free_port())
-        popen = popen or (lambda _, *command, **how: subprocess.Popen(command, **how))
-        self.processes = [
-            popen(
-                rank,
-                *(sys.executable, "-m", "tests.sharded.trainer", str(rank), str(size), address, port, str(folder)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-                cwd=ROOT,
-            )
-            for rank in range(size)
-        ]
+        self.processes = []
+        for rank in range(size):
+            program = ["-m", "tests.sharded.trainer", str(rank), str(size), address, port, str(folder)]
+            if popen is None:
+                self.processes.append(forked.Forked(program, dict(os.environ), piped=True))
+            else:
+                how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1, "cwd": ROOT}
+                self.processes.append(popen(rank, sys.executable, *program, **how))
 
     def tell(self, word, *ranks):
         for rank in ranks or range(len(self.processes)):
