@@ -1,8 +1,8 @@
 """Measure what one GPU can show: `make gpu`, which runs the tests of `tests/gpu` first.
 
 A trainer of one process or two, and a reference engine in another, all on the same GPU. Every case has warm pushes of
-models of a few large tensors, of many small ones, and of 16 GB, in three ways: parameters read in place, through an
-arena of every process, and over NIXL and NCCL. Beside them stands the time of copying the same bytes once on the
+models of a few large tensors, of many small ones, and of 16 GB: parameters are read in place, or go through an arena of
+every process, by shared memory, NIXL or NCCL. Beside them stands the time of copying the same bytes once on the
 device. Exit code 0 if the engine served what was pushed, and every case that the libraries allow has run.
 """
 

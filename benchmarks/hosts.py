@@ -176,8 +176,8 @@ def link(sender: Host, receivers: Sequence[Host], nbytes: int) -> float:
     commands = [[sys.executable, __file__, "--send", receiver.address, str(nbytes)] for receiver in receivers]
     with contextlib.ExitStack() as stack:
         pipe = {"stdout": subprocess.PIPE, "text": True}
-        running = [stack.enter_context(sender.popen(*command, **pipe)) for command in commands]
-        return max(float(process.communicate(timeout=LIMIT_S)[0]) for process in running)
+        sending = [stack.enter_context(sender.popen(*command, **pipe)) for command in commands]
+        return max(float(process.communicate(timeout=LIMIT_S)[0]) for process in sending)
 
 
 def peers(rounds: int, sender: Host, receivers: Sequence[Host], nbytes: int) -> dict[str, list[float]]:

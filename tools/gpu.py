@@ -57,7 +57,8 @@ def make_environment(wheels: Path | None) -> None:
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if wheels is not None:
         pip += ["--no-index", "--find-links", wheels.resolve()]
-    run(*pip, *missing())
+    if absent := missing():
+        run(*pip, *absent)
     pinned = [line for line in (ROOT / "requirements" / "trainer.txt").read_text().split() if line.startswith("nixl==")]
     run(*pip, "--no-deps", *pinned, pinned[0].replace("nixl", f"nixl-cu{cuda}"))
     run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)

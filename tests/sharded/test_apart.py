@@ -6,17 +6,13 @@ import signal
 import pytest
 
 from weightsync.protocol import control
-from weightsync.tensors.layout import ALIGN_BYTES
 from weightsync.transports import registry
 
 from .conftest import served
 from .test_faults import assert_failed
 from .test_in_place import assert_in_place
 from .test_push import assert_pushed, fine
-from .test_several_hosts import HOWS, arenas_of, assert_named
-
-#: A tensor of each cell begins at a multiple of so many bytes.
-PADDING = 100 * ALIGN_BYTES
+from .test_several_hosts import HOWS, PADDING, arenas_of, assert_named_while_filling
 
 
 def apart(trainer):
@@ -97,17 +93,17 @@ def test_pushes_in_the_background_iterators_and_new_engines(engines, ranks, untr
     assert {one["read"] for one in ranks.all("push_async")} == {"sent"}
     assert served(engines) == [expected, untrained]
     assert [one["transport"] for one in ranks.all(f"add {engines[1]}")] == [""] * 4
-    assert spread_evenly(ranks)
+    assert fills_every_arena(ranks)
     assert served(engines) == [expected, expected]
     ranks.all("change")
     assert len({one["version"] for one in ranks.all("iterate")}) == 1
     assert served(engines) == [changed, changed]
-    assert spread_evenly(ranks)
+    assert fills_every_arena(ranks)
     assert served(engines) == [changed, changed]
     assert fine(ranks.all("close"), 4)
 
 
-def spread_evenly(trainer):
+def fills_every_arena(trainer):
     """Push; whether every process has an arena."""
     assert_pushed(trainer)
     return [len(one) for one in arenas_of(trainer)] == [1] * len(trainer.processes)
@@ -144,7 +140,7 @@ def test_what_is_in_shared_memory_is_read_in_place_and_then_written(engines, sta
     trainer.all("change")
     assert fine(trainer.all("shard fsdp"))
     trainer.all("change")
-    assert spread_evenly(trainer)
+    assert fills_every_arena(trainer)
     assert served(engines) == [changed, changed]
     assert fine(trainer.all("share"))
     trainer.all("change")
@@ -171,21 +167,7 @@ def test_engines_that_cannot_map_several_arenas_get_one(engines, start, expected
 
 @pytest.mark.parametrize(("transport", "rank"), [("ipc_zmq", 1), ("ipc_zmq", 3), ("nixl", 1)])
 def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, untrained, expected, transport, rank):
-    ready = ready(transport)
-    others = [other for other in range(4) if other != rank]
-    for word, wrong in (("lose", "the disk is gone"), (f"halt {int(signal.SIGSTOP)}", "which is stopped")):
-        ready.tell("push", *others)
-        ready.tell(word, rank)
-        said = ready.hear(*others)
-        assert {one["error"] for one in said} == {"SourceError" if word == "lose" else "PushTimeout"}, said
-        assert wrong in said[0]["message"]
-        assert_named(said, rank)
-        os.kill(ready.processes[rank].pid, signal.SIGCONT)
-        ready.hear(rank)
-        assert served(engines) == [untrained, untrained]
-        assert [len(one) for one in arenas_of(ready)[1:]] == [0, 0, 0]  # the next push needs the memory
-    assert_pushed(ready)
-    assert served(engines) == [expected, expected]
+    assert_named_while_filling(ready(transport), rank, engines, untrained, expected)
 
 
 @pytest.mark.parametrize(("transport", "rank"), [("ipc_zmq", 0), ("ipc_zmq", 1), ("nixl", 1)])

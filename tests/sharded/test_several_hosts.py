@@ -85,7 +85,7 @@ def arenas_of(trainer):
 
 
 HOWS = ["fsdp", "hsdp", "mesh", "columns", "parts", "stages", "half", "named", "masters", "mixed"]
-#: Which host the engines are on decides only which of the trainer's writes: these show it, and the others are slow.
+#: Which host the engines are on decides only which of the trainer's hosts writes. These show it; the others are slow.
 FEW = ("fsdp", "columns", "stages")
 SPLITS = [
     pytest.param(how, way, id=f"{how}-{name}", marks=() if way.first or how in FEW else pytest.mark.slow)
@@ -227,9 +227,9 @@ def assert_named(said, rank):
     assert all(any(name in one["message"] for name in named) for one in said), said
 
 
-@pytest.mark.parametrize(("transport", "rank"), [("nccl", 1), ("nccl", 2), ("nccl", 3), ("nixl", 2)])
-def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, untrained, expected, transport, rank):
-    ready = ready(transport)
+def assert_named_while_filling(ready, rank, engines, untrained, expected):
+    """Assert that of four ranks one that fails, and then freezes, while it fills an arena is named, and that the next
+    push succeeds."""
     others = [other for other in range(4) if other != rank]
     for word, wrong in (("lose", "the disk is gone"), (f"halt {int(signal.SIGSTOP)}", "which is stopped")):
         ready.tell("push", *others)
@@ -244,6 +244,11 @@ def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, unt
         assert [len(one) for one in arenas_of(ready)[1:]] == [0, 0, 0]  # the next push needs the memory
     assert_pushed(ready)
     assert served(engines) == [expected, expected]
+
+
+@pytest.mark.parametrize(("transport", "rank"), [("nccl", 1), ("nccl", 2), ("nccl", 3), ("nixl", 2)])
+def test_a_rank_that_fails_or_freezes_while_filling_is_named(ready, engines, untrained, expected, transport, rank):
+    assert_named_while_filling(ready(transport), rank, engines, untrained, expected)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)]
 
 M = TypeVar("M")
+D = TypeVar("D")
 
 _encode_json = msgspec.json.Encoder()
 #: Held while msgspec learns a type. While one thread does that, another that decodes the same type, or one that has it
@@ -31,18 +32,19 @@ def to_json(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
 
 def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     """A decoder of messages of type ``kind``, which is kept. All decoders are made here, see `_LEARNING`."""
-    if kind not in _JSON:
-        with _LEARNING:
-            _JSON[kind] = msgspec.json.Decoder(kind)
-    return _JSON[kind]
+    return _learned(_JSON, msgspec.json.Decoder, kind)
 
 
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """As `json_decoder`, for MessagePack."""
-    if kind not in _MSGPACK:
+    return _learned(_MSGPACK, msgspec.msgpack.Decoder, kind)
+
+
+def _learned(known: dict[Any, D], make: Callable[[Any], D], kind: Any) -> D:
+    if kind not in known:
         with _LEARNING:
-            _MSGPACK[kind] = msgspec.msgpack.Decoder(kind)
-    return _MSGPACK[kind]
+            known[kind] = make(kind)
+    return known[kind]
 
 
 def from_json(body: bytes | str, kind: type[M]) -> M:
