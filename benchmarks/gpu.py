@@ -25,13 +25,15 @@ import torch.distributed as dist
 
 from benchmarks import report
 from benchmarks.blocks import COLUMNS, Blocks, engine
-from benchmarks.lines import LIMIT_S, Lines, serve
+from benchmarks.lines import Lines, serve
 from benchmarks.trainer import ROOT
 from tools import servers
 from weightsync import LocalShard, Sender
 from weightsync.tensors.layout import digest_of
 
 MIN_ROUNDS, WARM_UP = 5, 3
+#: Seconds, far more than anything takes: to start a process and make its model; to push.
+START_S, LIMIT_S = 30.0, 60.0
 #: Tensors and the bytes of each.
 MODELS = {"1 GB": (16, 64 << 20), "18,000 tensors": (18_000, 15 << 10), "16 GB": (240, 64 << 20)}
 #: Only one process pushes this: two would need room for four such models on the GPU while they make their halves.
@@ -115,16 +117,16 @@ def pushed(lines: list[Lines]) -> dict[str, Any]:
     """Have every process push; what the first found. Raises RuntimeError with what a process has raised."""
     for one in lines:
         one.say("push")
-    replies = []
+    replies = list[tuple[str, str, bytes] | None]()
     for one in lines:
         try:
-            replies.append(one.hear(LIMIT_S))
+            replies.append(one.hear(START_S + LIMIT_S))
         except EOFError:
-            replies.append(None)
+            raise RuntimeError("a process has ended") from None
     for reply in replies:
         if reply is None or reply[0] != "done":
-            raise RuntimeError(str(reply[2].decode() if reply is not None else "a process has ended"))
-    found: dict[str, Any] = json.loads(replies[0][2]) if replies[0] is not None else {}
+            raise RuntimeError(f"no answer for {START_S + LIMIT_S:.0f} s" if reply is None else reply[2].decode())
+    found: dict[str, Any] = json.loads(replies[0][2])
     return found
 
 
@@ -146,41 +148,40 @@ def copied(nbytes: int, device: str, rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def measure(rounds: int, device: str, sizes: dict[str, tuple[int, int]]) -> tuple[dict[str, Any], bool]:
-    """What every case took, and whether all was served."""
-    found, right = dict[str, Any](), True
-    for name, (count, nbytes) in sizes.items():
-        said: dict[str, Any] = {"bytes": count * nbytes, "copy": copied(count * nbytes, device, rounds), "ways": {}}
-        found[name] = said
-        state = Blocks(count, nbytes, seed=1, device=device).state_dict()
-        digests = [digest_of((key, tensor.neg() if odd else tensor) for key, tensor in state.items()) for odd in (0, 1)]
-        del state
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        copy_s = statistics.median(said["copy"])
-        print(f"{name}: one copy {copy_s * 1e3:.2f} ms", flush=True)
-        with engine(count, nbytes, device=device) as server:
-            for way in WAYS if name != ALONE else WAYS[:4]:
-                try:
-                    with running(way, (count, nbytes), device, server.url) as lines:
-                        samples = [pushed(lines) for _ in range(WARM_UP + rounds)][WARM_UP:]
-                        with Sender([server.url]) as sender:
-                            (rank,) = sender.status(digest=True)[server.url].ranks
-                        served = rank.digest == digests[(WARM_UP + rounds) % 2]
-                except RuntimeError as error:
-                    said["ways"][way.name] = {"refused": str(error)}
-                    print(f"  {way.name:38} refused: {str(error)[:200]}", flush=True)
-                    right &= "NCCL refuses" in str(error)
-                    continue
-                said["ways"][way.name] = {"samples": samples, "served": served}
-                right &= served
-                took = statistics.median(sample["push"] for sample in samples)
-                print(
-                    f"  {way.name:38}{took * 1e3:10.2f} ms, {took / copy_s:8.1f} copies{'' if served else '  WRONG'}",
-                    flush=True,
-                )
-    return found, right
+def measure(name: str, model: tuple[int, int], rounds: int, device: str) -> tuple[dict[str, Any], bool]:
+    """What every case took with a model, and whether all was served."""
+    count, nbytes = model
+    copies = copied(count * nbytes, device, rounds)
+    state = Blocks(count, nbytes, seed=1, device=device).state_dict()
+    digests = [digest_of((key, tensor.neg() if odd else tensor) for key, tensor in state.items()) for odd in (0, 1)]
+    del state
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    copy_s, right = statistics.median(copies), True
+    print(f"{name}: one copy {copy_s * 1e3:.2f} ms", flush=True)
+    ways = dict[str, Any]()
+    with engine(count, nbytes, device=device) as server:
+        for way in WAYS if name != ALONE else WAYS[:4]:
+            try:
+                with running(way, model, device, server.url) as lines:
+                    samples = [pushed(lines) for _ in range(WARM_UP + rounds)][WARM_UP:]
+                    with Sender([server.url]) as sender:
+                        (rank,) = sender.status(digest=True)[server.url].ranks
+                    served = rank.digest == digests[(WARM_UP + rounds) % 2]
+            except RuntimeError as error:
+                ways[way.name] = {"refused": str(error)}
+                print(f"  {way.name:38} refused: {str(error)[:200]}", flush=True)
+                right &= "NCCL refuses" in str(error)
+                continue
+            ways[way.name] = {"samples": samples, "served": served}
+            right &= served
+            took = statistics.median(sample["push"] for sample in samples)
+            print(
+                f"  {way.name:38}{took * 1e3:10.2f} ms, {took / copy_s:8.1f} copies{'' if served else '  WRONG'}",
+                flush=True,
+            )
+    return {"bytes": count * nbytes, "copy": copies, "ways": ways}, right
 
 
 def main() -> int:
@@ -198,8 +199,11 @@ def main() -> int:
     if device == "cuda":
         head["gpu"], head["nccl"] = torch.cuda.get_device_name(), list(torch.cuda.nccl.version())  # type: ignore[attr-defined,unused-ignore]
     print(f"{head.get('gpu', 'no GPU')}, torch {torch.__version__}, {args.rounds} rounds; {report.machine(head)}")
-    models, right = measure(args.rounds, device, SMALL if args.on_cpu else MODELS)
-    path = report.save({**head, "models": models}, kept=device == "cuda" and args.rounds >= MIN_ROUNDS, name="gpu")
+    models, right = dict[str, Any](), True
+    for name, model in (SMALL if args.on_cpu else MODELS).items():
+        models[name], fine = measure(name, model, args.rounds, device)
+        right &= fine
+        path = report.save({**head, "models": models}, kept=device == "cuda" and args.rounds >= MIN_ROUNDS, name="gpu")
     print(f"raw samples: {path.relative_to(ROOT)}")
     return 0 if right else 1
 

@@ -53,7 +53,12 @@ def cuda_release() -> str:
 def make_environment(wheels: Path | None) -> None:
     """Make the environment, which sees the packages of this Python, and install what is missing there."""
     cuda = cuda_release()
-    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", ENVIRONMENT], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", ENVIRONMENT], check=True)
+    # Not venv's --system-site-packages: if this Python is in an environment itself, that leaves its packages out.
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = subprocess.run([ENVIRONMENT / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)
+    seen = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    Path(own.stdout.strip(), "seen.pth").write_text("\n".join(seen) + "\n")
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if wheels is not None:
         pip += ["--no-index", "--find-links", wheels.resolve()]

@@ -1,5 +1,7 @@
 """Trainers of two processes on one GPU: each has its part there, in its parameters or in an arena of its own."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def engine(model_folder, together):
 
 @pytest.fixture(scope="module")
 def pair(model_folder, together):
-    trainer = Trainer(model_folder("llama", 1), 2)
+    trainer = Trainer(model_folder("llama", 1), 2, popen=lambda _, *program, **how: subprocess.Popen(program, **how))
     yield trainer
     trainer.stop()
 
