@@ -242,15 +242,14 @@ class _Check:
         if not self.algorithm:
             return
         start = time.perf_counter()
-        announced = iter(bucket.digests)
-        for entry in ended:
-            for box in self._subset.hashed(entry.number):
-                expected = next(announced, None)
-                if expected != digest.hashed(self.algorithm, of(entry, box)).value():
-                    raise DigestMismatch(
-                        f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
-                        f"({'its digest differs' if expected is not None else 'no digest came with it'})"
-                    )
-        if next(announced, None) is not None:
+        parts = [(entry, box) for entry in ended for box in self._subset.hashed(entry.number)]
+        found = digest.digests(self.algorithm, (of(entry, box) for entry, box in parts))
+        for (entry, _), expected, value in zip(parts, (*bucket.digests, *[None] * len(parts)), found, strict=False):
+            if expected != value:
+                raise DigestMismatch(
+                    f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "
+                    f"({'its digest differs' if expected is not None else 'no digest came with it'})"
+                )
+        if len(bucket.digests) > len(parts):
             raise DigestMismatch(f"rank {self._rank}: bucket {bucket.number} came with digests of unknown tensors")
         self.seconds += time.perf_counter() - start

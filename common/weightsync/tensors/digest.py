@@ -6,17 +6,21 @@ They detect faults, not attacks: only holders of the key could forge one, and th
 from __future__ import annotations
 
 import array
+import functools
+import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, Final, Protocol
 
 import torch
 import xxhash
 
 #: Bytes hashed at a time on a CPU: few enough that what was just copied is still in the cache.
 CHUNK_BYTES: Final = 1 << 20
-#: Bytes hashed at a time on an accelerator, where the temporaries take eight times as much memory.
-_DEVICE_CHUNK_BYTES: Final = 64 << 20
+#: Words mixed at a time by torch, whose temporaries take eight times as much memory.
+_DEVICE_CHUNK_WORDS: Final = 8 << 20
+#: Bytes of tensors that are hashed at once; copies of those that are not contiguous are held until then.
+_TOGETHER_BYTES: Final = 256 << 20
 _WORD: Final = 8
 #: All pieces except the last have a multiple of this many bytes.
 _PIECE_BYTES: Final = 512
@@ -24,6 +28,9 @@ _PIECE_BYTES: Final = 512
 
 class Hasher(Protocol):
     """Hashes the bytes of a tensor, given in pieces; all pieces except the last are multiples of 512 bytes long."""
+
+    #: Whether what `update` is given must stay as it is until `value`, or `settle`, was called.
+    later: ClassVar[bool]
 
     def update(self, raw: torch.Tensor) -> None:
         """Add the next bytes, a contiguous 1-D uint8 tensor."""
@@ -34,6 +41,8 @@ class Hasher(Protocol):
 
 class _Xxh3:
     """XXH3, on the CPU; takes about half the time of a memcpy."""
+
+    later = False
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -48,33 +57,70 @@ class _Xxh3:
 class _Mix64:
     """A reduction on the tensor's device: mixes each 64-bit word with its position, and sums the results.
 
-    Mixing uses the constants of SplitMix64. All arithmetic is modulo 2^64, so every device gets the same digest.
+    Mixing uses the constants of SplitMix64. All arithmetic is modulo 2^64, so every device gets the same digest. The
+    pieces of many tensors are summed at once, because each sum costs an accelerator's latency.
     """
 
+    later = True
+
     def __init__(self) -> None:
-        self._words = 0
-        self._bytes = 0
-        self._sum: torch.Tensor | None = None
+        self._words = self._bytes = self.sum = 0
+        #: Words that were not summed yet, and the position of the first.
+        self.pending: list[tuple[torch.Tensor, int]] = []
 
     def update(self, raw: torch.Tensor) -> None:
-        for piece in torch.split(raw, _DEVICE_CHUNK_BYTES):
-            self._bytes += piece.numel()
-            if piece.numel() % _WORD:
-                piece = torch.nn.functional.pad(piece, (0, -piece.numel() % _WORD))  # noqa: PLW2901
-            elif piece.storage_offset() % _WORD:
-                piece = piece.clone()  # noqa: PLW2901 - a view as words needs an offset that is a multiple of 8
-            words = piece.view(torch.int64)
-            at = torch.arange(self._words, self._words + words.numel(), dtype=torch.int64, device=words.device)
-            mixed = words + (at + 1) * _signed(0x9E3779B97F4A7C15)
-            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-                mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
-            part = (mixed ^ (mixed >> 31)).sum()
-            self._sum = part if self._sum is None else self._sum + part
-            self._words += words.numel()
+        self._bytes += raw.numel()
+        if raw.numel() % _WORD:
+            raw = torch.nn.functional.pad(raw, (0, -raw.numel() % _WORD))
+        elif raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
+            raw = raw.clone()  # a view as words needs an offset that is a multiple of 8
+        self.pending.append((raw.view(torch.int64), self._words))
+        self._words += raw.numel() // _WORD
 
     def value(self) -> int:
-        total = int(self._sum.item()) if self._sum is not None else 0
-        return (total ^ self._bytes * 0x9E3779B97F4A7C15) % (1 << 64)
+        settle([self])
+        return (self.sum ^ self._bytes * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+def settle(hashers: Iterable[Hasher]) -> None:
+    """Hash all that these hashers were given; afterwards the memory may be used again."""
+    waiting = [hasher for hasher in hashers if isinstance(hasher, _Mix64) and hasher.pending]
+    by_device: dict[torch.device, list[tuple[torch.Tensor, int, int]]] = {}
+    for number, hasher in enumerate(waiting):
+        for words, first in hasher.pending:
+            by_device.setdefault(words.device, []).append((words, first, number))
+        hasher.pending = []
+    for pieces in by_device.values():
+        for hasher, found in zip(waiting, _sums(pieces, len(waiting)), strict=True):
+            hasher.sum += found
+
+
+def _sums(pieces: Sequence[tuple[torch.Tensor, int, int]], count: int) -> list[int]:
+    """See `digest_kernel.sums`."""
+    if pieces[0][0].device.type == "cuda" and _has_triton():
+        from weightsync.tensors import digest_kernel
+
+        return digest_kernel.sums(pieces, count)
+    found = torch.zeros(count, dtype=torch.int64, device=pieces[0][0].device)
+    for words, first, number in pieces:
+        for start, part in enumerate(torch.split(words, _DEVICE_CHUNK_WORDS)):
+            at = first + start * _DEVICE_CHUNK_WORDS
+            found[number] += _mixed(part, at).sum()
+    listed: list[int] = found.tolist()
+    return listed
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
+    at = torch.arange(first, first + words.numel(), dtype=torch.int64, device=words.device)
+    mixed = words + (at + 1) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
+    return mixed ^ (mixed >> 31)
 
 
 def _signed(word: int) -> int:
@@ -105,9 +151,23 @@ def hashed(algorithm: str, tensor: torch.Tensor) -> Hasher:
     return hasher
 
 
+def digests(algorithm: str, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    """The digest of each of several tensors."""
+    held, nbytes = list[Hasher](), 0
+    for tensor in tensors:
+        held.append(hashed(algorithm, tensor))
+        nbytes += tensor.nbytes
+        if nbytes >= _TOGETHER_BYTES or not held[-1].later:
+            settle(held)
+            yield from (hasher.value() for hasher in held)
+            held, nbytes = [], 0
+    settle(held)
+    yield from (hasher.value() for hasher in held)
+
+
 def digest_runs(algorithm: str, memory: torch.Tensor, runs: Sequence[tuple[int, int]]) -> int:
     """Digest of several runs of ``memory`` (1-D uint8), pairs of offset and bytes."""
-    return joined([digest_bytes(algorithm, memory[at : at + nbytes]) for at, nbytes in runs])
+    return joined(list(digests(algorithm, (memory[at : at + nbytes] for at, nbytes in runs))))
 
 
 def joined(digests: Sequence[int]) -> int:

@@ -89,6 +89,8 @@ class Packer:
                 wanted = (entry.offset + done) // size
                 if wanted != bucket:
                     if bucket >= 0:
+                        if hasher is not None:
+                            digest.settle([hasher])  # the next bucket may take the place of this one
                         yield self._full(bucket, finished, begins)
                     bucket = wanted
                     acquire(bucket)
@@ -158,7 +160,7 @@ class Packer:
                 arenas.copy(into, out_of)
             if hasher is not None:
                 hash_start = time.perf_counter()
-                hasher.update(out_of)
+                hasher.update(into if hasher.later else out_of)  # the tensor may be gone later
                 hashing_s += time.perf_counter() - hash_start
         self.digest_s += hashing_s
         self.gather_s += time.perf_counter() - start - hashing_s
@@ -173,6 +175,7 @@ class Packer:
             for box in boxes
             if box is not None
         }
+        digest.settle(found.values())  # the tensor may be gone later
         self.digest_s += time.perf_counter() - hash_start
         return found
 
@@ -181,6 +184,7 @@ class Packer:
         if finished:
             hash_start = time.perf_counter()
             numbers = dict.fromkeys(number for number, _ in finished)
+            digest.settle(finished.values())
             digests = self._demand.digests(numbers, {which: hasher.value() for which, hasher in finished.items()})
             finished.clear()
             self.digest_s += time.perf_counter() - hash_start
@@ -193,10 +197,9 @@ class Packer:
 @torch.no_grad()
 def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Wanted) -> Found:
     """Hash what ``demand`` asks for in a stream that is already packed; digests by tensor number and box."""
+    wanted = [(entry, box) for entry in layout.entries if entry.nbytes for box in demand.boxes(entry.number)]
+    views = (entry.view(stream) if box is None else narrowed(entry.view(stream), *box) for entry, box in wanted)
     return {
-        (entry.number, box): digest.hashed(algorithm, tensor if box is None else narrowed(tensor, *box)).value()
-        for entry in layout.entries
-        if entry.nbytes
-        for tensor in [entry.view(stream)]
-        for box in demand.boxes(entry.number)
+        (entry.number, box): found
+        for (entry, box), found in zip(wanted, digest.digests(algorithm, views), strict=True)
     }

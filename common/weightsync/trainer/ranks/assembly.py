@@ -177,11 +177,11 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     arenas.synchronize(stream.device)
     hash_start = time.perf_counter()
     shapes = {order.tensor: source.held[order.held].spec.shape for order in orders}
-    for order in orders:
-        if algorithm and order.exclusive and (order.tensor, order.of) not in digests:
-            size = math.prod(order.of.shape) * DTYPES[order.dtype].itemsize
-            found = digest.digest_bytes(algorithm, stream[order.at : order.at + size])
-            digests[order.tensor, order.of] = found
+    rest = [order for order in orders if algorithm and order.exclusive and (order.tensor, order.of) not in digests]
+    rest = list({(order.tensor, order.of): order for order in rest}.values())
+    ends = (order.at + math.prod(order.of.shape) * DTYPES[order.dtype].itemsize for order in rest)
+    found = digest.digests(algorithm, (stream[order.at : end] for order, end in zip(rest, ends, strict=True)))
+    digests |= {(order.tensor, order.of): value for order, value in zip(rest, found, strict=True)}
     hashing_s += time.perf_counter() - hash_start
     hashed = ((tensor, None if of.shape == shapes[tensor] else of, value) for (tensor, of), value in digests.items())
     return Work(tuple(hashed), nbytes, time.perf_counter() - start - hashing_s, hashing_s, not_finite)
@@ -225,11 +225,14 @@ def check_equal(manifest: Sequence[TensorSpec], ranks: Sequence[Work]) -> None:
 def hash_parts(parts: Sequence[HashPart], stream: Stream, algorithm: str) -> Work:
     """Hash parts of ``stream``, which all ranks have written, or which is this rank's own memory."""
     start = time.perf_counter()
-    digests = []
-    for tensor, spec, at, of, box in parts:
-        region = stream[at : at + _nbytes(spec, of)].view(DTYPES[spec.dtype]).view(of.shape)
-        found = digest.hashed(algorithm, region if box is None else narrowed(region, *relative(box, of)))
-        digests.append((tensor, box, found.value()))
+
+    def region(part: HashPart) -> torch.Tensor:
+        raw = stream[part.at : part.at + _nbytes(part.spec, part.of)]
+        of = raw.view(DTYPES[part.spec.dtype]).view(part.of.shape)
+        return of if part.box is None else narrowed(of, *relative(part.box, part.of))
+
+    found = digest.digests(algorithm, map(region, parts))
+    digests = ((part.tensor, part.box, value) for part, value in zip(parts, found, strict=True))
     return Work(tuple(digests), 0, 0.0, time.perf_counter() - start)
 
 

@@ -14,7 +14,7 @@ from weightsync.memory import cuda_ipc
 from weightsync.protocol import codec, control
 from weightsync.protocol.control import BucketDone
 from weightsync.protocol.http import to_json
-from weightsync.tensors.digest import digest_bytes
+from weightsync.tensors import digest
 from weightsync.tensors.domains import Run
 from weightsync.transports.base import check_cancelled
 from weightsync.transports.control.sockets import LOOK_UP_S
@@ -67,7 +67,8 @@ class NixlHelper:
     def _hashed(self, algorithm: str, name: str, stream: torch.Tensor) -> list[list[int]]:
         """The digest of each run of each bucket."""
         return [
-            [digest_bytes(algorithm, stream[run.there :][: run.nbytes]) for run in runs] for runs in self._runs[name]
+            list(digest.digests(algorithm, (stream[run.there :][: run.nbytes] for run in runs)))
+            for runs in self._runs[name]
         ]
 
     def _serve(self, host: SendingHost, message: Serve, stream: torch.Tensor, interrupted: Callable[[], bool]) -> None:

@@ -327,7 +327,8 @@ class NixlSending:
             found = {}
             for name, subset in subsets.items():
                 mine = layout.needed(0, subset, size)[bucket]
-                pairs = [(run.at, digest.digest_bytes(plan.digest, memory[run.there :][: run.nbytes])) for run in mine]
+                values = digest.digests(plan.digest, (memory[run.there :][: run.nbytes] for run in mine))
+                pairs = [(run.at, value) for run, value in zip(mine, values, strict=True)]
                 for domain, hashed in others.items():
                     runs = layout.needed(domain, subset, size)[bucket]
                     pairs += [(run.at, value) for run, value in zip(runs, hashed[name][bucket], strict=True)]
