@@ -29,6 +29,7 @@ from benchmarks.lines import Lines, serve
 from benchmarks.trainer import ROOT
 from tools import servers
 from weightsync import LocalShard, Sender
+from weightsync.errors import WeightSyncError
 from weightsync.tensors.layout import digest_of
 
 MIN_ROUNDS, WARM_UP = 5, 3
@@ -83,16 +84,20 @@ def trainer(rank: int, way: list[Any], count: int, nbytes: int, device: str, por
         for tensor in own.values():
             tensor.share_memory_()
     boxes = {name: LocalShard(tensor, (rows, COLUMNS), (first, 0)) for name, tensor in own.items()}
-    with Sender([url], timeout_s=LIMIT_S, **options) as sender:
+    lines = Lines(0, writing)
+    try:
+        with Sender([url], timeout_s=LIMIT_S, **options) as sender:
 
-        def push(*_: object) -> dict[str, Any]:
-            for tensor in own.values():
-                tensor.neg_()
-            start = time.perf_counter()
-            result = sender.push(boxes if size > 1 else own)
-            return {"push": time.perf_counter() - start, **result.seconds, "reason": result.staging_reason}
+            def push(*_: object) -> dict[str, Any]:
+                for tensor in own.values():
+                    tensor.neg_()
+                start = time.perf_counter()
+                result = sender.push(boxes if size > 1 else own)
+                return {"push": time.perf_counter() - start, **result.seconds, "reason": result.staging_reason}
 
-        serve(Lines(0, writing), {"push": push})
+            serve(lines, {"push": push})
+    except WeightSyncError as error:
+        lines.say("error", body=json.dumps(str(error)).encode())
     os._exit(0)
 
 
