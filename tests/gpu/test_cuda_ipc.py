@@ -6,6 +6,7 @@ import torch
 from tests.helpers import served_digest
 from tools import models
 from weightsync import Sender
+from weightsync.memory import cuda_ipc
 from weightsync.tensors import digest
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
@@ -68,14 +69,14 @@ def test_parameters_are_read_in_place(engine, trained, verify):
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nixl"])
 def test_with_expandable_segments_other_memory_is_shared(engine, trained, transport):
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = cuda_ipc.settings()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         with Sender([engine.url], transport=transport) as sender:
             assert IN_PLACE not in sender.push(trained).staging_reason
             assert sender._driver._transfer.device.type == "cuda"
     finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 

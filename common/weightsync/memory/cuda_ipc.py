@@ -36,9 +36,14 @@ def uuid_here() -> str:
 
 
 def settings() -> str:
-    """Settings of torch's allocator; empty if this version of torch cannot report them."""
+    """Settings of torch's allocator; empty if CUDA was not used yet in a version of torch that then has none."""
     getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return getter() if getter is not None else ""
+    if getter is not None:
+        return getter()
+    if not torch.cuda.is_initialized():
+        return ""
+    known: dict[str, str] = torch.cuda.memory._snapshot()["allocator_settings"]  # up to torch 2.11
+    return known["PYTORCH_CUDA_ALLOC_CONF"]
 
 
 def expandable() -> bool:

@@ -56,8 +56,6 @@ def find(
     ``device`` is the device of arenas; if it is a GPU, the ranks use the same one. A tensor at the same address as in
     ``known`` is not checked again.
     """
-    if device.type == "cuda" and cuda_ipc.expandable():
-        return None
     found: list[torch.Tensor] = []
     before = [] if known is None else known.addresses
     mappings: Mappings | None = None
@@ -99,6 +97,8 @@ def _is_shared_memory(info: os.stat_result) -> bool:
 
 def _is_shared_gpu(tensor: torch.Tensor) -> bool:
     # torch calls all GPU memory shared, so sharing is tried; with one tensor only, since torch keeps a record of each.
+    if cuda_ipc.expandable():
+        return False
     try:
         cuda_ipc.share(tensor.untyped_storage())
     except (OSError, UnsupportedOption):

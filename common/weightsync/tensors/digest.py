@@ -42,7 +42,7 @@ class Hasher(Protocol):
 class _Xxh3:
     """XXH3, on the CPU; takes about half the time of a memcpy."""
 
-    later = False
+    later: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -61,7 +61,7 @@ class _Mix64:
     pieces of many tensors are summed at once, because each sum costs an accelerator's latency.
     """
 
-    later = True
+    later: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._words = self._bytes = self.sum = 0

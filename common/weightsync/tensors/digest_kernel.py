@@ -20,7 +20,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _add(tiles, sums, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+def _add(tiles, sums, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tiles + tl.program_id(0) * 4
     words = tl.load(row).to(tl.pointer_type(tl.int64))
     first, count, owner = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -35,9 +35,9 @@ def _add(tiles, sums, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # no
 
 
 def sums(pieces: Sequence[tuple[torch.Tensor, int, int]], count: int) -> list[int]:
-    """``count`` sums, signed. A piece is (words, position of its first word, number of its sum); ``words`` is 1-D int64.
+    """``count`` sums, signed. A piece is (words, position of its first word, number of its sum).
 
-    All lie on one device.
+    ``words`` is 1-D int64; all lie on one device.
     """
     table = np.array([(words.data_ptr(), first, words.numel(), owner) for words, first, owner in pieces], np.int64)
     # A large piece is divided among several programs.

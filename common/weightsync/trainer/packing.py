@@ -200,6 +200,5 @@ def hash_stream(layout: Layout, stream: Stream, algorithm: str, demand: Wanted) 
     wanted = [(entry, box) for entry in layout.entries if entry.nbytes for box in demand.boxes(entry.number)]
     views = (entry.view(stream) if box is None else narrowed(entry.view(stream), *box) for entry, box in wanted)
     return {
-        (entry.number, box): found
-        for (entry, box), found in zip(wanted, digest.digests(algorithm, views), strict=True)
+        (entry.number, box): found for (entry, box), found in zip(wanted, digest.digests(algorithm, views), strict=True)
     }

@@ -33,6 +33,7 @@ WARM: Final = b"warm"
 
 _LOCAL: Final = "NIXL_INIT_AGENT"
 _CHECKSUM_BYTES: Final = 16
+_GET_OVER_CUDA_IPC: Final = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 #: Seconds between two polls of the WRITEs that an agent is to end after.
 _PENDING_S: Final = 0.05
 #: Seconds that a thread has to notice that it was stopped.
@@ -76,6 +77,15 @@ def _checksum(metadata: bytes) -> bytes:
     return hashlib.blake2b(metadata, digest_size=_CHECKSUM_BYTES).digest()
 
 
+def _parameters(device: torch.device, nic: str) -> dict[str, str]:
+    """The parameters of NIXL's UCX backend."""
+    found = {"device_list": nic} if nic else {}
+    if device.type == "cuda" and _GET_OVER_CUDA_IPC not in os.environ:
+        # By default UCX reads from other processes' GPU memory over TCP unless the GPU has NVLink.
+        found["engine_config"] = f"{_GET_OVER_CUDA_IPC.removeprefix('UCX_')}=on"
+    return found
+
+
 class Agent:
     """One NIXL agent. ``device`` is that of its memory; ``rank`` spreads agents over the network devices.
 
@@ -97,7 +107,7 @@ class Agent:
         with translated(f"a NIXL agent could not be made{on}"):
             config = nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
             self.nixl: Any = nixl_agent(self.name, config)
-            self.nixl.create_backend("UCX", {"device_list": self.nic} if self.nic else {})
+            self.nixl.create_backend("UCX", _parameters(device, self.nic))
         #: Released WRITEs that are still under way.
         self.unfinished: list[Transfers] = []
 
