@@ -40,7 +40,7 @@ def settings() -> str:
     getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if getter is not None:
         return getter()
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
     known: dict[str, str] = torch.cuda.memory._snapshot()["allocator_settings"]  # up to torch 2.11
     return known["PYTORCH_CUDA_ALLOC_CONF"]
