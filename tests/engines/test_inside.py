@@ -13,14 +13,15 @@ from tools import servers
 HERE = Path(__file__).parent
 
 
-def run(engine, folder):
+def run(engine, folder, what=None):
     env = {
         **os.environ,
+        **({"TRITON_INTERPRET": "1"} if what == "triton" else {}),
         **servers.environment_of(engine, 1, plugin=True),
         "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT)))),
     }
     python = servers.ROOT / f".venv-{engine}" / "bin" / "python"
-    command = [str(python), str(HERE / f"inside_{engine}.py"), str(folder)]
+    command = [str(python), str(HERE / f"inside_{what or engine}.py"), str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -32,8 +33,19 @@ def vllm(model_folder):
 
 
 @pytest.fixture(scope="module")
+def triton(model_folder):
+    """Triton comes with SGLang here; on a machine without a GPU it interprets kernels."""
+    return run("sglang", model_folder("llama", 0), "triton")
+
+
+@pytest.fixture(scope="module")
 def sglang(model_folder):
     return run("sglang", model_folder("qwen3", 0))
+
+
+@pytest.mark.parametrize("what", ["hashes", "digests", "copies", "tensor_copies", "pack_plans", "pushes"])
+def test_kernels_for_gpus(triton, what):
+    assert triton[what]
 
 
 VLLM = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,13 +13,12 @@ import torch
 from weightsync.errors import DigestMismatch, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol.http import UpdateRequest
-from weightsync.tensors import digest, native_copy
+from weightsync.tensors import digest, gpu_copy, native_copy
 from weightsync.tensors.any_order import Arrival
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.divided import block, part
 from weightsync.tensors.domains import digested
 from weightsync.tensors.layout import Entry, Layout
-from weightsync.tensors.native_copy import Hashes
 from weightsync.tensors.scattered import Scattered, Stream, key
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
@@ -63,21 +62,32 @@ class Staged:
 _PREPARED: Final = 2
 
 
+def _hashes(
+    pieces: Sequence[native_copy.Block], device: torch.device, algorithm: str
+) -> native_copy.Hashes | gpu_copy.Hashes | None:
+    """Prepared hashes; None if these cannot be made so."""
+    if device.type == "cpu" and algorithm == "xxh3_64":
+        return native_copy.Hashes(pieces)
+    if gpu_copy.available(device) and algorithm == "mix64" and gpu_copy.aligned(pieces):
+        return gpu_copy.Hashes(pieces, device)
+    return None
+
+
 class _Prepared:
-    """The hashes of a stage in host memory for every bucket, prepared once; None for a tensor in several pieces.
+    """The hashes of a stage for every bucket, prepared once; None for a tensor in several pieces.
 
     It has the addresses of the stage and no reference: the memory may be a sender's, who will free it.
     """
 
     def __init__(self, stage: Stream, subset: Subset, request: UpdateRequest):
         self._subset, self._settings = subset, (request.bucket_bytes, request.digest, stage.device)
-        plain = stage.device.type == "cpu" and request.digest == "xxh3_64"
-        self.buckets: list[Hashes | None] = []
+        self.buckets: list[native_copy.Hashes | gpu_copy.Hashes | None] = []
         for bucket in range(subset.layout.buckets(request.bucket_bytes)):
             ended = [piece.entry for piece in subset.layout.pieces(bucket, request.bucket_bytes) if piece.last]
             places = [block(stage, entry, box) for entry in ended for box in subset.hashed(entry.number)]
             pieces = [found for found in places if found is not None]
-            self.buckets.append(Hashes(pieces) if plain and len(pieces) == len(places) else None)
+            there = len(pieces) == len(places)
+            self.buckets.append(_hashes(pieces, stage.device, request.digest) if there else None)
 
     def fits(self, stage: Stream, subset: Subset, request: UpdateRequest) -> bool:
         """Whether these are the hashes for this push, given that the stage has the same address."""
@@ -218,7 +228,7 @@ class _Check:
         self.seconds = 0.0
         self._digested: list[list[tuple[int, int]]] = []
 
-    def is_same(self, bucket: Bucket, hashes: Hashes | None) -> bool:
+    def is_same(self, bucket: Bucket, hashes: native_copy.Hashes | gpu_copy.Hashes | None) -> bool:
         """Whether a bucket has the announced digests; False also if there are no prepared ``hashes``."""
         start = time.perf_counter()
         same = hashes is not None and tuple(hashes.make()) == bucket.digests

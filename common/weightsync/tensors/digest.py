@@ -6,14 +6,14 @@ They detect faults, not attacks: only holders of the key could forge one, and th
 from __future__ import annotations
 
 import array
-import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Final, Protocol
 
 import torch
 import xxhash
+
+from weightsync.tensors import gpu_copy
 
 #: Bytes hashed at a time on a CPU: few enough that what was just copied is still in the cache.
 CHUNK_BYTES: Final = 1 << 20
@@ -65,21 +65,19 @@ class _Mix64:
 
     def __init__(self) -> None:
         self._words = self._bytes = self.sum = 0
-        #: Words that were not summed yet, and the position of the first.
+        #: Memory whose words were not summed yet, and the position of the first.
         self.pending: list[tuple[torch.Tensor, int]] = []
 
     def update(self, raw: torch.Tensor) -> None:
+        if raw.storage_offset() % gpu_copy.ALIGN_BYTES or raw.data_ptr() % gpu_copy.ALIGN_BYTES:
+            raw = raw.clone()
+        self.pending.append((raw, self._words))
         self._bytes += raw.numel()
-        if raw.numel() % _WORD:
-            raw = torch.nn.functional.pad(raw, (0, -raw.numel() % _WORD))
-        elif raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
-            raw = raw.clone()  # a view as words needs an offset that is a multiple of 8
-        self.pending.append((raw.view(torch.int64), self._words))
-        self._words += raw.numel() // _WORD
+        self._words += -(-raw.numel() // _WORD)
 
     def value(self) -> int:
         settle([self])
-        return (self.sum ^ self._bytes * 0x9E3779B97F4A7C15) % (1 << 64)
+        return gpu_copy.finished(self.sum, self._bytes)
 
 
 def settle(hashers: Iterable[Hasher]) -> None:
@@ -87,32 +85,26 @@ def settle(hashers: Iterable[Hasher]) -> None:
     waiting = [hasher for hasher in hashers if isinstance(hasher, _Mix64) and hasher.pending]
     by_device: dict[torch.device, list[tuple[torch.Tensor, int, int]]] = {}
     for number, hasher in enumerate(waiting):
-        for words, first in hasher.pending:
-            by_device.setdefault(words.device, []).append((words, first, number))
+        for raw, first in hasher.pending:
+            by_device.setdefault(raw.device, []).append((raw, first, number))
         hasher.pending = []
-    for pieces in by_device.values():
-        for hasher, found in zip(waiting, _sums(pieces, len(waiting)), strict=True):
+    for device, pieces in by_device.items():
+        for hasher, found in zip(waiting, _sums(pieces, len(waiting), device), strict=True):
             hasher.sum += found
 
 
-def _sums(pieces: Sequence[tuple[torch.Tensor, int, int]], count: int) -> list[int]:
-    """See `digest_kernel.sums`."""
-    if pieces[0][0].device.type == "cuda" and _has_triton():
-        from weightsync.tensors import digest_kernel
-
-        return digest_kernel.sums(pieces, count)
-    found = torch.zeros(count, dtype=torch.int64, device=pieces[0][0].device)
-    for words, first, number in pieces:
-        for start, part in enumerate(torch.split(words, _DEVICE_CHUNK_WORDS)):
-            at = first + start * _DEVICE_CHUNK_WORDS
-            found[number] += _mixed(part, at).sum()
+def _sums(pieces: Sequence[tuple[torch.Tensor, int, int]], count: int, device: torch.device) -> list[int]:
+    """The sums of pieces: memory, the position of its first word, and the number of its sum."""
+    if gpu_copy.available(device):
+        rows = [(raw.data_ptr(), raw.numel(), first, number) for raw, first, number in pieces]
+        return gpu_copy.sums(rows, count, device).make()
+    found = torch.zeros(count, dtype=torch.int64, device=device)
+    for raw, first, number in pieces:
+        padded = torch.nn.functional.pad(raw, (0, -raw.numel() % _WORD)) if raw.numel() % _WORD else raw
+        for start, words in enumerate(torch.split(padded.view(torch.int64), _DEVICE_CHUNK_WORDS)):
+            found[number] += _mixed(words, first + start * _DEVICE_CHUNK_WORDS).sum()
     listed: list[int] = found.tolist()
     return listed
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 from weightsync.tensors.boxes import Box, innermost, is_inside, overlap, runs, whole
@@ -194,6 +195,12 @@ class Wanted:
             if box is None or 0 not in box.shape:
                 yield found[number, box]
 
+    def picks(self, keys: Sequence[tuple[int, Box | None]]) -> dict[str, Callable[[Sequence[int]], tuple[int, ...]]]:
+        """For every name, a function that selects its digests from all that were found for ``keys``."""
+        at = {key: index for index, key in enumerate(keys)}
+        numbers = dict.fromkeys(number for number, _ in keys)
+        return {name: _picker(indices) for name, indices in self.digests(numbers, at).items()}
+
     def by_bucket(self, layout: Layout, bucket_bytes: int, found: Found) -> list[Digests]:
         """The digests to announce with each bucket, in order."""
         ended: list[list[int]] = [[] for _ in range(layout.buckets(bucket_bytes))]
@@ -201,3 +208,10 @@ class Wanted:
             if entry.nbytes:
                 ended[(entry.offset + entry.nbytes - 1) // bucket_bytes].append(entry.number)
         return [self.digests(numbers, found) for numbers in ended]
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    if len(indices) < 2:
+        return lambda found: tuple(found[index] for index in indices)
+    pick: Callable[[Sequence[int]], tuple[int, ...]] = operator.itemgetter(*indices)
+    return pick

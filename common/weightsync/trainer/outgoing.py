@@ -18,13 +18,14 @@ from weightsync.tensors.casting import NO_CASTS
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.scattered import key
 from weightsync.tensors.subset import Digests, Wanted
+from weightsync.trainer.gpu_pack_plan import GpuPackPlan
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
 from weightsync.trainer.packing import Packed as PackedBucket
 from weightsync.trainer.packing import Packer, hash_stream
 from weightsync.trainer.ranks import Coordinator
 from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
 
-Packed = dict[int, tuple[tuple[object, ...], PackPlan | None, bool]]
+Packed = dict[int, tuple[tuple[object, ...], PackPlan | GpuPackPlan | None, bool]]
 """By arena: what identifies the last packing, its plan if there is one, and whether planning was tried."""
 
 
@@ -228,11 +229,12 @@ class _Packing:
     def fill(self, tensors: Iterable[torch.Tensor], acquire: Callable[[int], None]) -> Iterator[PackedBucket]:
         """As `packing.Packer.fill`."""
         if self._plan is not None:
-            packer: PackPlan | Packer = self._plan
+            packer: PackPlan | GpuPackPlan | Packer = self._plan
             yield from self._plan.fill(acquire)
         else:
             packer = Packer(*self._how, self._sources)
-            yield from packer.fill(_noting_addresses(tensors, self._addresses), acquire)
+            noted = _noting_addresses(tensors, self._addresses, self._how[1].device)
+            yield from packer.fill(noted, acquire)
         self.sent = Sent(packer.gather_s, packer.digest_s, 0.0, packer.not_finite)
 
     def remember(self) -> None:
@@ -245,9 +247,11 @@ class _Packing:
             self._packed[self._key] = self._known, None, False
 
 
-def _noting_addresses(tensors: Iterable[torch.Tensor], addresses: list[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors; append the address of each that is contiguous in host memory to ``addresses``."""
+def _noting_addresses(
+    tensors: Iterable[torch.Tensor], addresses: list[int], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors; append the address of each that is contiguous in a device's memory to ``addresses``."""
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+        if tensor.device == device and tensor.is_contiguous() and not tensor.is_neg():
             addresses.append(tensor.data_ptr())
         yield tensor

@@ -9,7 +9,6 @@ Everything else goes through `packing`.
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from weightsync.tensors import native_copy
+from weightsync.tensors import gpu_copy, native_copy
 from weightsync.tensors.boxes import Box
 from weightsync.tensors.casting import NO_CASTS, cast
 from weightsync.tensors.layout import Layout, Piece
 from weightsync.tensors.native_copy import Copies, Hashes, Run
 from weightsync.tensors.scattered import Stream
 from weightsync.tensors.subset import Digests, Wanted, place
+from weightsync.trainer.gpu_pack_plan import GpuPackPlan
 from weightsync.trainer.packing import Packed
 
 
@@ -119,7 +119,7 @@ class PackPlan:
             parts = [step for step in steps if isinstance(step, _Part)]
             large = [part for part in parts if part.run.nbytes >= native_copy.LARGE_BYTES]
             small = [part for part in parts if part.run.nbytes < native_copy.LARGE_BYTES]
-            self._buckets.append(_Bucket(groups, large, small, _picks(demand, keys)))
+            self._buckets.append(_Bucket(groups, large, small, demand.picks(keys)))
         del self._addresses, self._boxes, self._hashers
 
     def _steps(self, pieces: Sequence[Piece], base: int) -> Iterator[_Group | _Part]:
@@ -230,9 +230,12 @@ def pack_plan(
     demand: Wanted,
     addresses: Sequence[int],
     sources: Mapping[int, torch.dtype] = NO_CASTS,
-) -> PackPlan | None:
-    """A `PackPlan`; None if the arena or the algorithm rules it out, or a box to be hashed is not contiguous."""
-    if arena.device.type != "cpu" or algorithm not in ("", "xxh3_64"):
+) -> PackPlan | GpuPackPlan | None:
+    """A plan; None if the arena or the algorithm rules it out, or a box to be hashed is not contiguous."""
+    on_gpu = gpu_copy.available(arena.device)
+    if not (on_gpu or arena.device.type == "cpu") or algorithm not in ("", "mix64" if on_gpu else "xxh3_64"):
+        return None
+    if sources and on_gpu:
         return None
     if sources and (not isinstance(arena, torch.Tensor) or layout.nbytes > slots * bucket_bytes):
         return None  # the result of a cast is hashed, and has to lie in one piece
@@ -241,28 +244,15 @@ def pack_plan(
         address = entry.raw(arena).data_ptr() if entry.number in sources else read_at
         wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
         found = [(box, place(entry, box, address)) for box in wanted]
-        if any(at is None for _, at in found):
+        there = [(box, at) for box, at in found if at is not None]
+        if len(there) < len(found) or (on_gpu and not gpu_copy.aligned(at for _, at in there)):
             return None
-        boxes.append([(box, at) for box, at in found if at is not None])
+        boxes.append(there)
+    if on_gpu:
+        return GpuPackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
     return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand, sources)
 
 
 def _elements(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Host memory as a 1-D tensor, which does not keep it alive."""
     return torch.frombuffer(native_copy.view(native_copy.Block(address, count * dtype.itemsize)), dtype=dtype)
-
-
-def _picks(
-    demand: Wanted, keys: Sequence[tuple[int, Box | None]]
-) -> dict[str, Callable[[Sequence[int]], tuple[int, ...]]]:
-    """For every name in ``demand``, a function that selects its digests from all that were found for ``keys``."""
-    at = {key: index for index, key in enumerate(keys)}
-    numbers = dict.fromkeys(number for number, _ in keys)
-    return {name: _picker(indices) for name, indices in demand.digests(numbers, at).items()}
-
-
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    if len(indices) < 2:
-        return lambda found: tuple(found[index] for index in indices)
-    pick: Callable[[Sequence[int]], tuple[int, ...]] = operator.itemgetter(*indices)
-    return pick

@@ -4,7 +4,7 @@ A plan is recorded at the first push of a manifest. That push still goes through
 plan must find its source at its target, bit by bit: any processing or new layout after loading shows there.
 
 Later pushes are replayed in one pass over the bytes: neighbours are joined, contiguous runs are copied by the C
-library, the rest by one ``_foreach_copy_``. The lists of copies are made once for each arena, so the cost hardly
+library, the rest by `TensorCopies`. The lists of copies are made once for each arena, so the cost hardly
 depends on the number of tensors. Steps that the engine needs around a load still run.
 """
 
@@ -25,6 +25,7 @@ from weightsync.engine.loading.model_memory import Owner, overlap
 from weightsync.engine.loading.recorded import Copy, Recording
 from weightsync.engine.loading.recording import record
 from weightsync.tensors.boxes import Box, hull, whole
+from weightsync.tensors.gpu_copy import TensorCopies
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key, pieces
@@ -61,8 +62,7 @@ class _Bound(NamedTuple):
     ends: list[int]
     columns: list[Sequence[int]]
     samples: int
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
+    strided: TensorCopies
     gathered: list[tuple[Copy, Entry]]
 
 
@@ -239,8 +239,7 @@ class LoadPlan:
             ends,
             list(zip(*runs, strict=True)) if ends and ends[-1] == len(runs) else [],
             min(_SAMPLES, _SAMPLE_BYTES * ends[-1] // nbytes) if nbytes else 0,
-            [target for target, _ in pairs],
-            [source for _, source in pairs],
+            TensorCopies([target for target, _ in pairs], [source for _, source in pairs]),
             gathered,
         )
 
@@ -255,8 +254,7 @@ class LoadPlan:
         bound = self._bound[key(stage)]
         bound.copies.make()
         with torch.no_grad():
-            if bound.targets:
-                torch._foreach_copy_(bound.targets, bound.sources)
+            bound.strided.make()
             for copy, entry in bound.gathered:
                 copy.target.copy_(copy.part(stage, entry))
 
@@ -293,8 +291,8 @@ class LoadPlan:
                 owner = self.memory.owner_at(target + into)
                 return owner.name if owner is not None else ""
         with torch.inference_mode(False), torch.no_grad():
-            strided = _sample(len(bound.targets), turn, _STRIDED_SAMPLES)
-            pairs = [(bound.sources[at], bound.targets[at]) for at in strided]
+            sources, targets = bound.strided.sources, bound.strided.targets
+            pairs = [(sources[at], targets[at]) for at in _sample(len(targets), turn, _STRIDED_SAMPLES)]
             gathered = [bound.gathered[at] for at in _sample(len(bound.gathered), turn, 1)]
             pairs += [(copy.part(stage, entry), copy.target) for copy, entry in gathered]
             for pushed, held in pairs:

@@ -1,0 +1,105 @@
+"""Copies and hashes a GPU's memory with no cost for each tensor, as `native_copy` does in host memory.
+
+Memory is given by address and is not kept alive: the caller makes sure that it stays valid.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from weightsync.tensors.native_copy import LARGE_BYTES, Block, Run
+
+if TYPE_CHECKING:
+    from weightsync.tensors import gpu_kernels
+
+#: Addresses of what is hashed are multiples of this.
+ALIGN_BYTES: Final = 8
+
+
+def aligned(pieces: Iterable[Block]) -> bool:
+    """Whether `Hashes` takes these pieces."""
+    return all(piece.address % ALIGN_BYTES == 0 for piece in pieces)
+
+
+def available(device: torch.device) -> bool:
+    """Whether this can be done on a device: a GPU, where Triton is installed."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def sums(table: Sequence[tuple[int, int, int, int]], count: int, device: torch.device) -> gpu_kernels.Sums:
+    """See `gpu_kernels.Sums`."""
+    from weightsync.tensors import gpu_kernels
+
+    return gpu_kernels.Sums(np.array(table, np.int64).reshape(-1, 4), count, device)
+
+
+class Hashes:
+    """As `native_copy.Hashes`, with the digest `mix64`; pieces are `aligned`."""
+
+    def __init__(self, pieces: Sequence[Block], device: torch.device):
+        self._nbytes = [piece.nbytes for piece in pieces]
+        rows = [(piece.address, piece.nbytes, 0, number) for number, piece in enumerate(pieces)]
+        self._sums = sums(rows, len(pieces), device)
+
+    def make(self) -> list[int]:
+        """The hashes of what the memory holds now, in the order of the pieces."""
+        return list(map(finished, self._sums.make(), self._nbytes))
+
+
+def finished(total: int, nbytes: int) -> int:
+    """The digest `mix64` of so many bytes, given the sum of their words."""
+    return (total ^ nbytes * 0x9E3779B97F4A7C15) % (1 << 64)
+
+
+class Copies:
+    """As `native_copy.Copies`, in the current stream."""
+
+    def __init__(self, runs: Sequence[Run], device: torch.device):
+        from weightsync.tensors import gpu_kernels
+
+        self._moves = gpu_kernels.Moves(np.array(runs, np.int64).reshape(-1, 3), device)
+
+    def make(self) -> None:
+        """Make every copy."""
+        self._moves.make()
+
+
+class TensorCopies:
+    """Copies of ``sources`` to ``targets``, tensors of equal shapes, prepared once; they are kept alive."""
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]):
+        self.targets, self.sources = targets, sources
+        small = [_is_small(*pair) for pair in zip(targets, sources, strict=True)]
+        self._large = [target for target, is_small in zip(targets, small, strict=True) if not is_small]
+        self._from = [source for source, is_small in zip(sources, small, strict=True) if not is_small]
+        runs: dict[torch.device, list[Run]] = {}
+        for target, source, is_small in zip(targets, sources, small, strict=True):
+            if is_small:
+                run = Run(source.data_ptr(), target.data_ptr(), target.nbytes)
+                runs.setdefault(target.device, []).append(run)
+        self._small = [Copies(found, device) for device, found in runs.items()]
+
+    def make(self) -> None:
+        """Make every copy."""
+        for copies in self._small:
+            copies.make()
+        if self._large:
+            torch._foreach_copy_(self._large, self._from)
+
+
+def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `Copies` makes a copy sooner than torch, which takes long to start and no longer for more bytes."""
+    alike = target.dtype == source.dtype and target.device == source.device and not source.is_neg()
+    few = target.nbytes < LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
+    return alike and few and available(target.device)
