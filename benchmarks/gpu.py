@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from benchmarks.lines import Lines, serve
 from benchmarks.trainer import ROOT
 from tools import servers
 from weightsync import LocalShard, Sender
-from weightsync.errors import WeightSyncError
 from weightsync.tensors.layout import digest_of
 
 MIN_ROUNDS, WARM_UP = 5, 3
@@ -42,73 +41,74 @@ ALONE = "16 GB"
 SMALL = {"16 MB": (16, 1 << 20), "300 tensors": (300, 15 << 10)}
 
 
-class Way(NamedTuple):
-    """How a trainer of ``size`` processes pushes."""
-
-    name: str
-    size: int
-    options: dict[str, Any]
-
-
-WAYS = tuple(
-    Way(f"{'two processes' if size == 2 else 'one process'}, {name}", size, options)
-    for size in (1, 2)
-    for name, options in (
-        ("in place", {}),
-        ("in place, not verified", {"verify": "off"}),
-        ("arena", {"transport": "ipc_zmq", "bucket_bytes": 64 << 20}),
-        ("nixl", {"transport": "nixl"}),
-        ("nccl", {"transport": "nccl"}),
-    )
-)
+#: How a trainer pushes: the options of its Sender.
+WAYS: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "in place, not verified": {"verify": "off"},
+    "arena": {"transport": "ipc_zmq", "bucket_bytes": 64 << 20},
+    "nixl": {"transport": "nixl"},
+    "nccl": {"transport": "nccl"},
+}
 
 
 # ---- the trainer's processes -----------------------------------------------------------------------------------------
 
 
-def trainer(rank: int, way: list[Any], count: int, nbytes: int, device: str, port: str, url: str) -> None:
+class Trainer:
+    """A process of a trainer of ``size`` processes, each of which has so many rows of every tensor."""
+
+    def __init__(self, rank: int, size: int, count: int, nbytes: int, device: str, port: str, url: str):
+        self._url, self._sender = url, None
+        if size > 1:
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        whole = Blocks(count, nbytes, seed=1, device=device).state_dict()
+        rows = nbytes // 2 // COLUMNS
+        first, end = rank * rows // size, (rank + 1) * rows // size
+        self._own = {name: tensor[first:end].clone() for name, tensor in whole.items()} if size > 1 else dict(whole)
+        del whole
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            for tensor in self._own.values():
+                tensor.share_memory_()
+        boxes = {name: LocalShard(tensor, (rows, COLUMNS), (first, 0)) for name, tensor in self._own.items()}
+        self._pushed: dict[str, Any] = boxes if size > 1 else self._own
+        self._sender: Sender | None
+
+    def open(self, way: str, _: bytes) -> None:
+        """Build a Sender, instead of the one before."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        self._sender = Sender([self._url], timeout_s=LIMIT_S, **WAYS[way])
+
+    def push(self, *_: object) -> dict[str, Any]:
+        """Push what was changed since the last; what it took."""
+        assert self._sender is not None, "open comes first"
+        for tensor in self._own.values():
+            tensor.neg_()
+        start = time.perf_counter()
+        result = self._sender.push(self._pushed)
+        return {"push": time.perf_counter() - start, **result.seconds, "reason": result.staging_reason}
+
+
+def trainer(*arguments: Any) -> None:
     """Run a process of the trainer until its input ends."""
     writing = os.dup(1)
     os.dup2(2, 1)  # what libraries print must not look like a reply
-    _, size, options = way
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    whole = Blocks(count, nbytes, seed=1, device=device).state_dict()
-    rows = nbytes // 2 // COLUMNS
-    first, end = rank * rows // size, (rank + 1) * rows // size
-    own = {name: tensor[first:end].clone() for name, tensor in whole.items()} if size > 1 else dict(whole)
-    del whole
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        for tensor in own.values():
-            tensor.share_memory_()
-    boxes = {name: LocalShard(tensor, (rows, COLUMNS), (first, 0)) for name, tensor in own.items()}
-    lines = Lines(0, writing)
-    try:
-        with Sender([url], timeout_s=LIMIT_S, **options) as sender:
-
-            def push(*_: object) -> dict[str, Any]:
-                for tensor in own.values():
-                    tensor.neg_()
-                start = time.perf_counter()
-                result = sender.push(boxes if size > 1 else own)
-                return {"push": time.perf_counter() - start, **result.seconds, "reason": result.staging_reason}
-
-            serve(lines, {"push": push})
-    except WeightSyncError as error:
-        lines.say("error", body=json.dumps(str(error)).encode())
+    run = Trainer(*arguments)
+    serve(Lines(0, writing), {"open": lambda way, body: run.open(way.replace("_", " "), body), "push": run.push})
     os._exit(0)
 
 
 @contextlib.contextmanager
-def running(way: Way, model: tuple[int, int], device: str, url: str) -> Iterator[list[Lines]]:
+def running(size: int, model: tuple[int, int], device: str, url: str) -> Iterator[list[Lines]]:
     """The trainer; yields the lines of each process."""
     port = str(servers.free_port())
     with contextlib.ExitStack() as stack:
         lines = []
-        for rank in range(way.size):
-            asked = json.dumps([rank, way, *model, device, port, url])
+        for rank in range(size):
+            asked = json.dumps([rank, size, *model, device, port, url])
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             process = stack.enter_context(
                 subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", "--trainer", asked], cwd=ROOT, **pipes)
@@ -118,21 +118,20 @@ def running(way: Way, model: tuple[int, int], device: str, url: str) -> Iterator
         yield lines
 
 
-def pushed(lines: list[Lines]) -> dict[str, Any]:
-    """Have every process push; what the first found. Raises RuntimeError with what a process has raised."""
+def said(lines: list[Lines], verb: str, channel: str = "-") -> Any:
+    """Have every process do something; what the first answers. Raises RuntimeError with what a process has raised."""
     for one in lines:
-        one.say("push")
+        one.say(verb, channel.replace(" ", "_"))
     replies = list[tuple[str, str, bytes] | None]()
     for one in lines:
         try:
             replies.append(one.hear(START_S + LIMIT_S))
         except EOFError:
-            raise RuntimeError("a process has ended") from None
+            raise SystemExit("a process of the trainer has ended") from None
     for reply in replies:
         if reply is None or reply[0] != "done":
             raise RuntimeError(f"no answer for {START_S + LIMIT_S:.0f} s" if reply is None else reply[2].decode())
-    found: dict[str, Any] = json.loads(replies[0][2])
-    return found
+    return json.loads(replies[0][2])
 
 
 # ---- from outside ----------------------------------------------------------------------------------------------------
@@ -167,25 +166,28 @@ def measure(name: str, model: tuple[int, int], rounds: int, device: str) -> tupl
     print(f"{name}: one copy {copy_s * 1e3:.2f} ms", flush=True)
     ways = dict[str, Any]()
     with engine(count, nbytes, device=device) as server:
-        for way in WAYS if name != ALONE else WAYS[:4]:
-            try:
-                with running(way, model, device, server.url) as lines:
-                    samples = [pushed(lines) for _ in range(WARM_UP + rounds)][WARM_UP:]
+        for size in (1, 2) if name != ALONE else (1,):
+            with running(size, model, device, server.url) as lines:
+                changes = 0
+                for way in WAYS:
+                    case = f"{'two processes' if size == 2 else 'one process'}, {way}"
+                    try:
+                        said(lines, "open", way)
+                        samples = [said(lines, "push") for _ in range(WARM_UP + rounds)][WARM_UP:]
+                    except RuntimeError as error:
+                        ways[case] = {"refused": str(error)}
+                        print(f"  {case:38} refused: {str(error)[:200]}", flush=True)
+                        right &= "NCCL refuses" in str(error)
+                        continue
+                    changes += WARM_UP + rounds
                     with Sender([server.url]) as sender:
                         (rank,) = sender.status(digest=True)[server.url].ranks
-                    served = rank.digest == digests[(WARM_UP + rounds) % 2]
-            except RuntimeError as error:
-                ways[way.name] = {"refused": str(error)}
-                print(f"  {way.name:38} refused: {str(error)[:200]}", flush=True)
-                right &= "NCCL refuses" in str(error)
-                continue
-            ways[way.name] = {"samples": samples, "served": served}
-            right &= served
-            took = statistics.median(sample["push"] for sample in samples)
-            print(
-                f"  {way.name:38}{took * 1e3:10.2f} ms, {took / copy_s:8.1f} copies{'' if served else '  WRONG'}",
-                flush=True,
-            )
+                    served = rank.digest == digests[changes % 2]
+                    ways[case] = {"samples": samples, "served": served}
+                    right &= served
+                    took = statistics.median(sample["push"] for sample in samples)
+                    verdict = "" if served else "  WRONG"
+                    print(f"  {case:38}{took * 1e3:10.2f} ms, {took / copy_s:8.1f} copies{verdict}", flush=True)
     return {"bytes": count * nbytes, "copy": copies, "ways": ways}, right
 
 

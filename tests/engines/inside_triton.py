@@ -1,4 +1,4 @@
-"""Run by a Python that has Triton, with ``TRITON_INTERPRET=1``: prints as JSON what the kernels for GPUs do on a CPU."""
+"""Run by a Python that has Triton, with ``TRITON_INTERPRET=1``: prints what the kernels for GPUs do on a CPU."""
 
 import json
 import random

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from weightsync.tensors.native_copy import LARGE_BYTES, Block, Run
 if TYPE_CHECKING:
     from weightsync.tensors import gpu_kernels
 
+_LOG: Final = logging.getLogger("weightsync")
 #: Addresses of what is hashed are multiples of this.
 ALIGN_BYTES: Final = 8
 
@@ -28,13 +30,25 @@ def aligned(pieces: Iterable[Block]) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """Whether this can be done on a device: a GPU, where Triton is installed."""
-    return device.type == "cuda" and _has_triton()
+    """Whether this can be done on a device: a GPU, where Triton is installed and finds what it needs."""
+    return device.type == "cuda" and _has_kernels()
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has_kernels() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        word = torch.zeros(8, dtype=torch.uint8, device="cuda")
+        sums([(word.data_ptr(), 8, 0, 0)], 1, word.device).make()
+        Copies([Run(word.data_ptr(), word.data_ptr(), 8)], word.device).make()
+        torch.cuda.synchronize(word.device)
+    except Exception as error:  # a compiler is missing, or a version does not fit
+        _LOG.warning(
+            "Triton cannot make kernels here, so pushing many small tensors from or to this GPU takes longer: %s", error
+        )
+        return False
+    return True
 
 
 def sums(table: Sequence[tuple[int, int, int, int]], count: int, device: torch.device) -> gpu_kernels.Sums:
