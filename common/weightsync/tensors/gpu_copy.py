@@ -19,7 +19,7 @@ from weightsync.tensors.native_copy import LARGE_BYTES, Block, Run
 if TYPE_CHECKING:
     from weightsync.tensors import gpu_kernels
 
-_LOG: Final = logging.getLogger("weightsync")
+logger = logging.getLogger(__name__)
 #: Addresses of what is hashed are multiples of this.
 ALIGN_BYTES: Final = 8
 
@@ -44,7 +44,7 @@ def _has_kernels() -> bool:
         Copies([Run(word.data_ptr(), word.data_ptr(), 8)], word.device).make()
         torch.cuda.synchronize(word.device)
     except Exception as error:  # a compiler is missing, or a version does not fit
-        _LOG.warning(
+        logger.warning(
             "Triton cannot make kernels here, so pushing many small tensors from or to this GPU takes longer: %s", error
         )
         return False
