@@ -46,8 +46,8 @@ class BlocksAdapter(ModelAdapter):
     """The adapter of such a model in the reference engine."""
 
     def __init__(self, count: int, nbytes: int, device: str = "cpu"):
-        self.device = torch.device(device)
         self.model = Blocks(count, nbytes, seed=0, device=device)
+        self.device = next(self.model.parameters()).device
 
     def expected(self) -> Expected:
         """Every parameter by its name."""

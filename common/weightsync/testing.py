@@ -60,8 +60,8 @@ class ModelAdapter:
         from transformers import AutoModelForCausalLM
 
         self._folder = folder
-        self.device = device
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+        self.device: torch.device = self.model.device  # with its number, if it is a GPU
 
     def expected(self) -> Expected:
         """What a complete push consists of: the checkpoint in the model's folder."""

@@ -80,6 +80,14 @@ def test_with_expandable_segments_other_memory_is_shared(engine, trained, transp
     assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
+def test_the_engine_loads_through_its_load_plan(engine, trained):
+    with Sender([engine.url]) as sender:
+        for _ in range(2):
+            sender.push(trained)
+        (rank,) = sender.status()[engine.url].ranks
+    assert rank.loading.startswith("load plan")
+
+
 def test_a_gpu_and_a_cpu_compute_the_same_digest():
     raw = torch.randint(0, 256, (200_000_001,), dtype=torch.uint8)
     for nbytes in (0, 1, 511, 4096, 200_000_001):
