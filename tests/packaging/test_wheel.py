@@ -11,8 +11,6 @@ import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The only modules that may import an engine at import time.
-#: Modules that need an engine, and which.
 #: Modules that need another package, which is installed where they are used.
 NEEDS = {
     **{
