@@ -50,7 +50,7 @@ class FakeTensor(torch.Tensor):
 
     seen: torch.Tensor
     slice: torch.Tensor | None
-    names: frozenset[str]
+    checkpoint_names: frozenset[str]  # not names, which older versions of torch have
     dtypes: tuple[torch.dtype, ...]
     recorder: Record
 
@@ -72,7 +72,8 @@ class FakeTensor(torch.Tensor):
             dtype=seen.dtype,
             device=device,
         )
-        self.recorder, self.names, self.seen, self.slice, self.dtypes = recorder, names, seen, slice_, dtypes
+        self.recorder, self.checkpoint_names, self.seen = recorder, names, seen
+        self.slice, self.dtypes = slice_, dtypes
         recorder.made.append((names, weakref.ref(self)))
         return self
 
@@ -85,7 +86,7 @@ class FakeTensor(torch.Tensor):
         found = next(leaf for leaf in tensors_in(args, kwargs or {}) if isinstance(leaf, FakeTensor))
         # The recorder sees its own thread only: writes of another one would go unnoticed.
         where = "in another thread" if threading.get_ident() != found.recorder.thread else "after the load"
-        found.recorder.broken = f"it uses {min(found.names)} {where}"
+        found.recorder.broken = f"it uses {min(found.checkpoint_names)} {where}"
         raise Unrecordable(found.recorder.broken)
 
     def follow(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +110,7 @@ class FakeTensor(torch.Tensor):
     ) -> FakeTensor:
         """Another fake tensor for the same checkpoint tensors."""
         return FakeTensor(
-            self.recorder, self.names, seen, slice_, self.dtypes if dtypes is None else dtypes, self.device
+            self.recorder, self.checkpoint_names, seen, slice_, self.dtypes if dtypes is None else dtypes, self.device
         )
 
 

@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return first.follow(func, args[1:], kwargs)
         if alone and func is aten._to_copy.default:
             return self._cast(first, kwargs)
-        names = frozenset().union(*(fake.names for fake in fakes), self._written_to(tensors))
+        names = frozenset().union(*(fake.checkpoint_names for fake in fakes), self._written_to(tensors))
         if any("Tensor" not in str(found.type) for found in func._schema.returns):
             self._stop(names, f"{_name(func)} reads its values")
         for tensor in tensors:
@@ -209,7 +209,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen = torch.empty(source.seen.shape, dtype=dtype, device="meta").contiguous(
                 memory_format=kwargs["memory_format"]
             )
-        return FakeTensor(self, source.names, seen, source.slice, (*source.dtypes, dtype), torch.device(device))
+        return FakeTensor(
+            self, source.checkpoint_names, seen, source.slice, (*source.dtypes, dtype), torch.device(device)
+        )
 
     def _stop(self, names: Iterable[str], what: str) -> None:
         self.stopped |= dict.fromkeys(names, what)
@@ -227,7 +229,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]) -> Any:
         sources = [leaf for leaf in tensors_in(args, kwargs) if all(leaf is not target for target in targets)]
-        names = self._written_to(sources).union(*(leaf.names for leaf in sources if isinstance(leaf, FakeTensor)))
+        names = self._written_to(sources).union(
+            *(leaf.checkpoint_names for leaf in sources if isinstance(leaf, FakeTensor))
+        )
         into = [self._place(target) for target in targets]
         if all(place == "fresh" for place in into) and not names:
             func(*args, **kwargs)
@@ -254,7 +258,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = self._place(target)
         if place == "fake":
             assert isinstance(target, FakeTensor)
-            self._stop(target.names, f"{_name(func)} changes it")
+            self._stop(target.checkpoint_names, f"{_name(func)} changes it")
         elif place == "fresh":
             if target.numel():
                 self._fresh[target.untyped_storage().data_ptr()][1].update(names)
@@ -286,17 +290,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_copy(self, owner: Owner, target: torch.Tensor, source: FakeTensor) -> None:
         """Record that ``target``, a part of a parameter, gets a checkpoint tensor or a part of one."""
-        self._note_target(owner, target, source.names)
+        self._note_target(owner, target, source.checkpoint_names)
         part = source.slice
         if part is None:
-            self._fall(owner, "what is copied into it is computed", source.names)
+            self._fall(owner, "what is copied into it is computed", source.checkpoint_names)
         elif (source.dtypes or part.dtype != target.dtype) and not one_cast((part.dtype, *source.dtypes, target.dtype)):
-            self._fall(owner, "what is copied into it is rounded twice", source.names)
+            self._fall(owner, "what is copied into it is rounded twice", source.checkpoint_names)
         else:
             if part.shape != target.shape:
                 part = part.expand(target.shape)
             offset_bytes = int(part.storage_offset()) * part.dtype.itemsize
-            (name,) = source.names
+            (name,) = source.checkpoint_names
             self.recording.copies.append(Copy(name, part.dtype, offset_bytes, part.stride(), target.detach()))
 
     def _note_target(self, owner: Owner, target: torch.Tensor, names: Collection[str]) -> None:
