@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -53,7 +54,8 @@ def cuda_release() -> str:
 def make_environment(wheels: Path | None) -> None:
     """Make the environment, which sees the packages of this Python, and install what is missing there."""
     cuda = cuda_release()
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", ENVIRONMENT], check=True)
+    without = ["--without-pip"] if importlib.util.find_spec("pip") else []  # the pip of this Python is seen, too
+    subprocess.run([sys.executable, "-m", "venv", "--clear", *without, ENVIRONMENT], check=True)
     # Not venv's --system-site-packages: if this Python is in an environment itself, that leaves its packages out.
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = subprocess.run([ENVIRONMENT / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)

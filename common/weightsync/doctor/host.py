@@ -24,6 +24,8 @@ def findings(used: Collection[str] | None) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     yield auth.check()
     yield shared_memory()
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call] # before that, not every version of torch tells its settings
     if device.type == "cuda" and cuda_ipc.expandable():
         text = "torch's allocator has expandable segments, so parameters on the GPU cannot be read in place"
         yield Finding("allocator", "note", text, "unset PYTORCH_CUDA_ALLOC_CONF, if copies take too long")

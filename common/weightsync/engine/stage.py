@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ _PREPARED: Final = 2
 def _hashes(
     pieces: Sequence[native_copy.Block], device: torch.device, algorithm: str
 ) -> native_copy.Hashes | gpu_copy.Hashes | None:
-    """Prepared hashes; None if these cannot be made so."""
+    """Prepared hashes; None for an algorithm or a device that has none, or pieces that are not aligned."""
     if device.type == "cpu" and algorithm == "xxh3_64":
         return native_copy.Hashes(pieces)
     if gpu_copy.available(device) and algorithm == "mix64" and gpu_copy.aligned(pieces):
@@ -254,7 +255,8 @@ class _Check:
         start = time.perf_counter()
         parts = [(entry, box) for entry in ended for box in self._subset.hashed(entry.number)]
         found = digest.digests(self.algorithm, (of(entry, box) for entry, box in parts))
-        for (entry, _), expected, value in zip(parts, (*bucket.digests, *[None] * len(parts)), found, strict=False):
+        announced = itertools.chain(bucket.digests, itertools.repeat(None))  # too few may have come
+        for (entry, _), expected, value in zip(parts, announced, found, strict=False):
             if expected != value:
                 raise DigestMismatch(
                     f"rank {self._rank}: {entry.spec.name} in bucket {bucket.number} is not what the trainer held "

@@ -36,14 +36,17 @@ def uuid_here() -> str:
 
 
 def settings() -> str:
-    """Settings of torch's allocator; empty if CUDA was not used yet in a version of torch that then has none."""
+    """Settings of torch's allocator; empty if it does not tell: up to torch 2.11 it does once CUDA was used."""
     getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if getter is not None:
         return getter()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
-    known: dict[str, str] = torch.cuda.memory._snapshot()["allocator_settings"]  # up to torch 2.11
-    return known["PYTORCH_CUDA_ALLOC_CONF"]
+    try:
+        known: dict[str, str] = torch.cuda.memory._snapshot()["allocator_settings"]
+        return known["PYTORCH_CUDA_ALLOC_CONF"]
+    except (KeyError, RuntimeError):
+        return ""  # another version, or another allocator
 
 
 def expandable() -> bool:
@@ -60,11 +63,16 @@ def unexpandable() -> Iterator[None]:
             yield
             return
         # The settings are one string, and setting it resets all that it leaves out: so all others are repeated.
-        torch._C._accelerator_setAllocatorSettings(before.replace(_EXPANDABLE, "expandable_segments:False"))
+        _set(before.replace(_EXPANDABLE, "expandable_segments:False"))
         try:
             yield
         finally:
-            torch._C._accelerator_setAllocatorSettings(before)
+            _set(before)
+
+
+def _set(settings: str) -> None:
+    setter: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (setter or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def share(storage: torch.UntypedStorage) -> CudaHandle:

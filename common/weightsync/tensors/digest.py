@@ -14,14 +14,14 @@ import torch
 import xxhash
 
 from weightsync.tensors import gpu_copy
+from weightsync.tensors.gpu_copy import WORD_BYTES
 
 #: Bytes hashed at a time on a CPU: few enough that what was just copied is still in the cache.
 CHUNK_BYTES: Final = 1 << 20
 #: Words mixed at a time by torch, whose temporaries take eight times as much memory.
 _DEVICE_CHUNK_WORDS: Final = 8 << 20
-#: Bytes of tensors that are hashed at once; copies of those that are not contiguous are held until then.
+#: Bytes that are hashed at once; copies of what is not contiguous or not aligned are held until then.
 _TOGETHER_BYTES: Final = 256 << 20
-_WORD: Final = 8
 #: All pieces except the last have a multiple of this many bytes.
 _PIECE_BYTES: Final = 512
 
@@ -29,8 +29,8 @@ _PIECE_BYTES: Final = 512
 class Hasher(Protocol):
     """Hashes the bytes of a tensor, given in pieces; all pieces except the last are multiples of 512 bytes long."""
 
-    #: Whether what `update` is given must stay as it is until `value`, or `settle`, was called.
-    later: ClassVar[bool]
+    #: Whether what `update` is given is hashed by `value`, or by `settle`, and must stay as it is until then.
+    deferred: ClassVar[bool]
 
     def update(self, raw: torch.Tensor) -> None:
         """Add the next bytes, a contiguous 1-D uint8 tensor."""
@@ -42,7 +42,7 @@ class Hasher(Protocol):
 class _Xxh3:
     """XXH3, on the CPU; takes about half the time of a memcpy."""
 
-    later: ClassVar[bool] = False
+    deferred: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -61,7 +61,7 @@ class _Mix64:
     pieces of many tensors are summed at once, because each sum costs an accelerator's latency.
     """
 
-    later: ClassVar[bool] = True
+    deferred: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._words = self._bytes = self.sum = 0
@@ -69,11 +69,14 @@ class _Mix64:
         self.pending: list[tuple[torch.Tensor, int]] = []
 
     def update(self, raw: torch.Tensor) -> None:
-        if raw.storage_offset() % gpu_copy.ALIGN_BYTES or raw.data_ptr() % gpu_copy.ALIGN_BYTES:
-            raw = raw.clone()
-        self.pending.append((raw, self._words))
-        self._bytes += raw.numel()
-        self._words += -(-raw.numel() // _WORD)
+        # A kernel needs an aligned address, and torch's view as words a storage offset that is a multiple of one.
+        aligned = not (raw.storage_offset() % WORD_BYTES or raw.data_ptr() % WORD_BYTES)
+        for piece in (raw,) if aligned else torch.split(raw, _TOGETHER_BYTES):
+            self.pending.append((piece if aligned else piece.clone(), self._words))
+            self._bytes += piece.numel()
+            self._words += -(-piece.numel() // WORD_BYTES)
+            if not aligned and piece.numel() == _TOGETHER_BYTES:
+                settle([self])  # so that no more copies are held
 
     def value(self) -> int:
         settle([self])
@@ -100,7 +103,7 @@ def _sums(pieces: Sequence[tuple[torch.Tensor, int, int]], count: int, device: t
         return gpu_copy.sums(rows, count, device).make()
     found = torch.zeros(count, dtype=torch.int64, device=device)
     for raw, first, number in pieces:
-        padded = torch.nn.functional.pad(raw, (0, -raw.numel() % _WORD)) if raw.numel() % _WORD else raw
+        padded = torch.nn.functional.pad(raw, (0, -raw.numel() % WORD_BYTES)) if raw.numel() % WORD_BYTES else raw
         for start, words in enumerate(torch.split(padded.view(torch.int64), _DEVICE_CHUNK_WORDS)):
             found[number] += _mixed(words, first + start * _DEVICE_CHUNK_WORDS).sum()
     listed: list[int] = found.tolist()
@@ -138,8 +141,13 @@ def hashed(algorithm: str, tensor: torch.Tensor) -> Hasher:
     row_bytes = tensor[:1].nbytes
     least = _PIECE_BYTES // math.gcd(_PIECE_BYTES, row_bytes)
     rows = max(1, CHUNK_BYTES // (least * row_bytes)) * least
+    held = 0
     for piece in torch.split(tensor, rows):
         hasher.update(piece.contiguous().view(-1).view(torch.uint8))
+        held += piece.nbytes
+        if held >= _TOGETHER_BYTES:
+            settle([hasher])
+            held = 0
     return hasher
 
 
@@ -149,7 +157,7 @@ def digests(algorithm: str, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
     for tensor in tensors:
         held.append(hashed(algorithm, tensor))
         nbytes += tensor.nbytes
-        if nbytes >= _TOGETHER_BYTES or not held[-1].later:
+        if nbytes >= _TOGETHER_BYTES or not held[-1].deferred:
             settle(held)
             yield from (hasher.value() for hasher in held)
             held, nbytes = [], 0

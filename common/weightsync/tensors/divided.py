@@ -97,7 +97,7 @@ def part(stream: Stream, entry: Entry, box: Box | None) -> torch.Tensor:
 
 
 def block(stream: Stream, entry: Entry, box: Box | None) -> Block | None:
-    """Where a box of a tensor lies in host memory, None for all of it; no block if it is not contiguous there."""
+    """Where a box of a tensor lies in memory, None for all of it; no block if it is not contiguous there."""
     if not isinstance(stream, Divided):
         return place(entry, box, entry.raw(stream).data_ptr())
     found = stream.seen(entry, box)

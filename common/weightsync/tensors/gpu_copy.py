@@ -5,7 +5,6 @@ Memory is given by address and is not kept alive: the caller makes sure that it 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
@@ -21,28 +20,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 #: Addresses of what is hashed are multiples of this.
-ALIGN_BYTES: Final = 8
+WORD_BYTES: Final = 8
+#: Whether kernels can be made for a GPU.
+_able: Final[dict[torch.device, bool]] = {}
 
 
 def aligned(pieces: Iterable[Block]) -> bool:
     """Whether `Hashes` takes these pieces."""
-    return all(piece.address % ALIGN_BYTES == 0 for piece in pieces)
+    return all(piece.address % WORD_BYTES == 0 for piece in pieces)
 
 
 def available(device: torch.device) -> bool:
     """Whether this can be done on a device: a GPU, where Triton is installed and finds what it needs."""
-    return device.type == "cuda" and _has_kernels()
+    if device.type != "cuda":
+        return False
+    if device not in _able:
+        try:
+            _able[device] = _has_kernels(device)
+        except torch.OutOfMemoryError:
+            return False  # another time there may be memory
+    return _able[device]
 
 
-@functools.cache
-def _has_kernels() -> bool:
+def _has_kernels(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     try:
-        word = torch.zeros(8, dtype=torch.uint8, device="cuda")
+        # On this GPU, because using another one would take memory there.
+        word = torch.zeros(8, dtype=torch.uint8, device=device)
         sums([(word.data_ptr(), 8, 0, 0)], 1, word.device).make()
         Copies([Run(word.data_ptr(), word.data_ptr(), 8)], word.device).make()
         torch.cuda.synchronize(word.device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a compiler is missing, or a version does not fit
         logger.warning(
             "Triton cannot make kernels here, so pushing many small tensors from or to this GPU takes longer: %s", error
@@ -94,26 +104,28 @@ class TensorCopies:
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]):
         self.targets, self.sources = targets, sources
-        small = [_is_small(*pair) for pair in zip(targets, sources, strict=True)]
-        self._large = [target for target, is_small in zip(targets, small, strict=True) if not is_small]
-        self._from = [source for source, is_small in zip(sources, small, strict=True) if not is_small]
         runs: dict[torch.device, list[Run]] = {}
-        for target, source, is_small in zip(targets, sources, small, strict=True):
-            if is_small:
+        #: What torch copies, and from where.
+        self._into, self._out_of = list[torch.Tensor](), list[torch.Tensor]()
+        for target, source in zip(targets, sources, strict=True):
+            if _is_small(target, source):
                 run = Run(source.data_ptr(), target.data_ptr(), target.nbytes)
                 runs.setdefault(target.device, []).append(run)
+            else:
+                self._into.append(target)
+                self._out_of.append(source)
         self._small = [Copies(found, device) for device, found in runs.items()]
 
     def make(self) -> None:
         """Make every copy."""
         for copies in self._small:
             copies.make()
-        if self._large:
-            torch._foreach_copy_(self._large, self._from)
+        if self._into:
+            torch._foreach_copy_(self._into, self._out_of)
 
 
 def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `Copies` makes a copy sooner than torch, which takes long to start and no longer for more bytes."""
+    """Whether a copy takes torch longer to start than to make, so that `Copies` is faster."""
     alike = target.dtype == source.dtype and target.device == source.device and not source.is_neg()
     few = target.nbytes < LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
     return alike and few and available(target.device)

@@ -148,7 +148,7 @@ def widened(entry: Entry, box: Box, run_bytes: int = _RUN_COST_BYTES) -> Box | N
 
 
 def place(entry: Entry, box: Box | None, address: int) -> Block | None:
-    """Where a box of a tensor at ``address`` lies in host memory, or the whole tensor; None if it is not contiguous."""
+    """Where a box of a tensor at ``address`` lies in memory, or the whole tensor; None if it is not contiguous."""
     if box is None:
         return Block(address, entry.nbytes)
     found = runs(entry.spec.shape, entry.dtype.itemsize, box)

@@ -63,7 +63,7 @@ class GpuPackPlan:
             acquire(number)
             start = time.perf_counter()
             bucket.copies.make()
-            arenas.synchronize(self._device)
+            arenas.synchronize(self._device)  # ranks may read now; hashing waits for its own end
             copied = time.perf_counter()
             found = bucket.hashes.make()
             digests: Digests = {name: pick(found) for name, pick in bucket.picks.items()}

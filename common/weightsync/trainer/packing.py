@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -89,8 +89,6 @@ class Packer:
                 wanted = (entry.offset + done) // size
                 if wanted != bucket:
                     if bucket >= 0:
-                        if hasher is not None:
-                            digest.settle([hasher])  # the next bucket may take the place of this one
                         yield self._full(bucket, finished, begins)
                     bucket = wanted
                     acquire(bucket)
@@ -101,6 +99,8 @@ class Packer:
                 else:
                     done += self._cast(entry, flat, done, hasher)
             if hasher is not None:
+                if self._copies:
+                    self._settle(hasher)  # the tensor may be gone when the next one is there
                 finished[entry.number, None] = hasher
             if boxes - {None}:
                 finished |= self._boxes(entry, tensor, boxes)
@@ -127,6 +127,7 @@ class Packer:
             if hasher is not None:
                 hash_start = time.perf_counter()
                 hasher.update(into.view(torch.uint8))
+                digest.settle([hasher])  # the next bucket may take the place of this one
                 hashing_s += time.perf_counter() - hash_start
         self.digest_s += hashing_s
         self.gather_s += time.perf_counter() - start - hashing_s
@@ -160,24 +161,28 @@ class Packer:
                 arenas.copy(into, out_of)
             if hasher is not None:
                 hash_start = time.perf_counter()
-                hasher.update(into if hasher.later else out_of)  # the tensor may be gone later
+                hasher.update(out_of)
                 hashing_s += time.perf_counter() - hash_start
         self.digest_s += hashing_s
         self.gather_s += time.perf_counter() - start - hashing_s
         return nbytes
 
-    def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
+    def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Set[Box | None]) -> _Hashing:
         """Hash boxes of a tensor."""
         hash_start = time.perf_counter()
         resolved = tensor.resolve_neg().to(entry.dtype)
-        found: _Hashing = {
-            (entry.number, box): digest.hashed(self._algorithm, narrowed(resolved, *box))
-            for box in boxes
-            if box is not None
-        }
-        digest.settle(found.values())  # the tensor may be gone later
+        found: _Hashing = {}
+        for box in boxes - {None}:
+            assert box is not None
+            found[entry.number, box] = digest.hashed(self._algorithm, narrowed(resolved, *box))
+            digest.settle([found[entry.number, box]])  # the tensor may be gone when the next one is there
         self.digest_s += time.perf_counter() - hash_start
         return found
+
+    def _settle(self, hasher: Hasher) -> None:
+        hash_start = time.perf_counter()
+        digest.settle([hasher])
+        self.digest_s += time.perf_counter() - hash_start
 
     def _full(self, bucket: int, finished: _Hashing, begins: list[int]) -> Packed:
         digests: Digests = {}

@@ -251,7 +251,7 @@ def cut(spec: TensorSpec, box: Box, local: torch.Tensor, part: Box) -> torch.Ten
 
 
 def _copy_and_hash(target: torch.Tensor, part: torch.Tensor, algorithm: str) -> tuple[int, float]:
-    """Copy in chunks and hash each from the cache; return the digest, and the seconds spent hashing."""
+    """Copy in chunks and hash each, with XXH3 from the cache; return the digest, and the seconds spent hashing."""
     hasher, seconds = digest.ALGORITHMS[algorithm](), 0.0
     into, out_of = (one.view(-1).view(torch.uint8) for one in (target, part))
     for left, right in zip(torch.split(into, digest.CHUNK_BYTES), torch.split(out_of, digest.CHUNK_BYTES), strict=True):
