@@ -56,7 +56,7 @@ testing.main()
 def engine(model_folder, tmp_path_factory):
     """An engine that asks for `KEY` and writes all its output to ``log``."""
     folder = tmp_path_factory.mktemp("talkative")
-    log, code = folder / "log", folder / "code.py"
+    log, code = folder / "log", folder / "talkative.py"
     code.write_text(TALKATIVE)
     launcher = ("sh", "-c", f'exec "$0" {code} "$@" >{log} 2>&1', sys.executable)
     env = {**os.environ, "WEIGHTSYNC_TOKEN": KEY}
