@@ -314,15 +314,25 @@ class ReferenceEngine:
         self.close()
 
 
+#: The ports that were given: whoever got one may not listen there yet.
+_given: Final[set[int]] = set()
+
+
 def free_port() -> int:
-    """A free TCP port of this host that no outgoing connection and no other process is given by chance."""
+    """A free TCP port of this host that no outgoing connection and no other process is given by chance, and that this
+    process was not given before."""
     # The kernel gives those ports from this range.
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = range(max(1024, first // 2), first) or range(1024, 1 << 16)
+    if len(_given) > len(candidates) // 2:
+        _given.clear()
     while True:
         port = secrets.choice(candidates)
+        if port in _given:
+            continue
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+            _given.add(port)
             return port
 
 
