@@ -57,10 +57,9 @@ def make_environment(wheels: Path | None) -> None:
     without = ["--without-pip"] if importlib.util.find_spec("pip") else []  # the pip of this Python is seen, too
     subprocess.run([sys.executable, "-m", "venv", "--clear", *without, ENVIRONMENT], check=True)
     # Not venv's --system-site-packages: if this Python is in an environment itself, that leaves its packages out.
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = subprocess.run([ENVIRONMENT / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)
+    own = next(ENVIRONMENT.glob("lib/python*/site-packages"))
     seen = dict.fromkeys(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    Path(own.stdout.strip(), "seen.pth").write_text("\n".join(seen) + "\n")
+    (own / "seen.pth").write_text("\n".join(seen) + "\n")
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if wheels is not None:
         pip += ["--no-index", "--find-links", wheels.resolve()]

@@ -36,7 +36,7 @@ def one_at_a_time(make):
 
 
 gpu_kernels.Sums.make = one_at_a_time(gpu_kernels.Sums.make)
-gpu_kernels.Moves.make = one_at_a_time(gpu_kernels.Moves.make)
+gpu_kernels.Copies.make = one_at_a_time(gpu_kernels.Copies.make)
 
 
 def of(pieces):

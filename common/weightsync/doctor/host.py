@@ -26,9 +26,9 @@ def findings(used: Collection[str] | None) -> Iterator[Finding]:
     yield shared_memory()
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call] # before that, not every version of torch tells its settings
-    if device.type == "cuda" and cuda_ipc.expandable():
-        text = "torch's allocator has expandable segments, so parameters on the GPU cannot be read in place"
-        yield Finding("allocator", "note", text, "unset PYTORCH_CUDA_ALLOC_CONF, if copies take too long")
+        if cuda_ipc.expandable():
+            text = "torch's allocator has expandable segments, so parameters on the GPU cannot be read in place"
+            yield Finding("allocator", "note", text, "unset PYTORCH_CUDA_ALLOC_CONF, if copies take too long")
     for finding in registry.findings(device, 0):
         tried = _try(finding.check, device) if finding.level == "ok" else finding
         yield of_transport(tried or finding, used)

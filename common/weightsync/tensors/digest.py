@@ -112,14 +112,10 @@ def _sums(pieces: Sequence[tuple[torch.Tensor, int, int]], count: int, device: t
 
 def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
     at = torch.arange(first, first + words.numel(), dtype=torch.int64, device=words.device)
-    mixed = words + (at + 1) * _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
+    mixed = words + (at + 1) * gpu_copy.signed(gpu_copy.STEP)
+    for shift, factor in zip((30, 27), gpu_copy.FACTORS, strict=True):
+        mixed = (mixed ^ (mixed >> shift)) * gpu_copy.signed(factor)
     return mixed ^ (mixed >> 31)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 #: The algorithms, by their names in messages.
@@ -155,9 +151,13 @@ def digests(algorithm: str, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
     """The digest of each of several tensors."""
     held, nbytes = list[Hasher](), 0
     for tensor in tensors:
-        held.append(hashed(algorithm, tensor))
+        hasher = hashed(algorithm, tensor)
+        if not hasher.deferred:
+            yield hasher.value()
+            continue
+        held.append(hasher)
         nbytes += tensor.nbytes
-        if nbytes >= _TOGETHER_BYTES or not held[-1].deferred:
+        if nbytes >= _TOGETHER_BYTES:
             settle(held)
             yield from (hasher.value() for hasher in held)
             held, nbytes = [], 0

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 #: Addresses of what is hashed are multiples of this.
 WORD_BYTES: Final = 8
+#: The constants of SplitMix64, with which `mix64` mixes words.
+STEP: Final = 0x9E3779B97F4A7C15
+FACTORS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 #: Whether kernels can be made for a GPU.
 _able: Final[dict[torch.device, bool]] = {}
 
@@ -81,9 +84,14 @@ class Hashes:
         return list(map(finished, self._sums.make(), self._nbytes))
 
 
+def signed(word: int) -> int:
+    """The number that has the 64 bits of ``word``, in two's complement."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
 def finished(total: int, nbytes: int) -> int:
     """The digest `mix64` of so many bytes, given the sum of their words."""
-    return (total ^ nbytes * 0x9E3779B97F4A7C15) % (1 << 64)
+    return (total ^ nbytes * STEP) % (1 << 64)
 
 
 class Copies:
@@ -92,11 +100,11 @@ class Copies:
     def __init__(self, runs: Sequence[Run], device: torch.device):
         from weightsync.tensors import gpu_kernels
 
-        self._moves = gpu_kernels.Moves(np.array(runs, np.int64).reshape(-1, 3), device)
+        self._copies = gpu_kernels.Copies(np.array(runs, np.int64).reshape(-1, 3), device)
 
     def make(self) -> None:
         """Make every copy."""
-        self._moves.make()
+        self._copies.make()
 
 
 class TensorCopies:

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from weightsync.tensors import gpu_copy
+
 Table = npt.NDArray[np.int64]
 
 #: Bytes of the pieces that one program sums or copies: multiples of a word.
@@ -20,9 +22,7 @@ _SUM_BYTES: Final = 256 << 10
 _COPY_BYTES: Final = 64 << 10
 #: Words that a program handles at a time.
 _BLOCK: Final = 2048
-_STEP = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
-_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
-_SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_STEP, _FIRST, _SECOND = (tl.constexpr(gpu_copy.signed(one)) for one in (gpu_copy.STEP, *gpu_copy.FACTORS))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -101,7 +101,7 @@ class Sums:
         return found
 
 
-class Moves:
+class Copies:
     """Copies, prepared once; a row of ``table`` has the source's address, the target's and the bytes."""
 
     def __init__(self, table: Table, device: torch.device):

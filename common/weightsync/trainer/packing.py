@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ class Packer:
                 else:
                     done += self._cast(entry, flat, done, hasher)
             if hasher is not None:
-                if self._copies:
+                if self._copies and hasher.deferred:
                     self._settle(hasher)  # the tensor may be gone when the next one is there
                 finished[entry.number, None] = hasher
             if boxes - {None}:
@@ -167,15 +167,15 @@ class Packer:
         self.gather_s += time.perf_counter() - start - hashing_s
         return nbytes
 
-    def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Set[Box | None]) -> _Hashing:
+    def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
         """Hash boxes of a tensor."""
         hash_start = time.perf_counter()
         resolved = tensor.resolve_neg().to(entry.dtype)
         found: _Hashing = {}
-        for box in boxes - {None}:
-            assert box is not None
-            found[entry.number, box] = digest.hashed(self._algorithm, narrowed(resolved, *box))
-            digest.settle([found[entry.number, box]])  # the tensor may be gone when the next one is there
+        for box in boxes:
+            if box is not None:
+                hasher = found[entry.number, box] = digest.hashed(self._algorithm, narrowed(resolved, *box))
+                digest.settle([hasher])  # the tensor may be gone when the next one is there
         self.digest_s += time.perf_counter() - hash_start
         return found
 

@@ -177,11 +177,11 @@ def write(source: Source, orders: Sequence[Order], stream: torch.Tensor, algorit
     arenas.synchronize(stream.device)
     hash_start = time.perf_counter()
     shapes = {order.tensor: source.held[order.held].spec.shape for order in orders}
-    rest = [order for order in orders if algorithm and order.exclusive and (order.tensor, order.of) not in digests]
-    rest = list({(order.tensor, order.of): order for order in rest}.values())
-    ends = (order.at + math.prod(order.of.shape) * DTYPES[order.dtype].itemsize for order in rest)
-    found = digest.digests(algorithm, (stream[order.at : end] for order, end in zip(rest, ends, strict=True)))
-    digests |= {(order.tensor, order.of): value for order, value in zip(rest, found, strict=True)}
+    rest = {(order.tensor, order.of): order for order in orders if algorithm and order.exclusive}
+    rest = {key: order for key, order in rest.items() if key not in digests}
+    sizes = (math.prod(order.of.shape) * DTYPES[order.dtype].itemsize for order in rest.values())
+    written = (stream[order.at :][:size] for order, size in zip(rest.values(), sizes, strict=True))
+    digests |= zip(rest, digest.digests(algorithm, written), strict=True)
     hashing_s += time.perf_counter() - hash_start
     hashed = ((tensor, None if of.shape == shapes[tensor] else of, value) for (tensor, of), value in digests.items())
     return Work(tuple(hashed), nbytes, time.perf_counter() - start - hashing_s, hashing_s, not_finite)
