@@ -82,17 +82,18 @@ def test_pause_wait_commits_once_the_streams_have_ended(served):
 def test_pause_wait_that_times_out_changes_nothing_and_loses_no_stream(served):
     served.push(served.a, version="before")
     digests, trained = served.digests(), models.load_reference(served.b)
-    # A fraction of what the streams take. On a busy machine the first is over before the engine is asked to stop.
+    # A fraction of what the streams take. On a busy machine the first is over before the engine is asked to stop, or
+    # before its answer arrives.
     for timeout_s in (12.0, 60.0):
         with served.sender(pause="wait", timeout_s=timeout_s) as sender, Streams(served.server) as streams:
             with pytest.raises(PushTimeout) as raised:
                 sender.push(trained, version="never")
-            assert raised.value.engines == {served.server.url: "unchanged"}
             assert streams.running() == STREAMS
             assert lengths(streams.read(more=MORE)) == [True] * STREAMS
-        if raised.value.phase == "commit":
+        found = raised.value.phase, raised.value.engines
+        if found == ("commit", {served.server.url: "unchanged"}):
             break
-    assert raised.value.phase == "commit"
+    assert found == ("commit", {served.server.url: "unchanged"})
     assert "did not finish within" in str(raised.value) or "did not end in time" in str(raised.value)
     assert (served.state().version, served.state().state) == ("before", "serving")
     assert served.digests() == digests
