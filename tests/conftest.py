@@ -19,11 +19,14 @@ from tests import forked
 from tools import models, servers, versions
 from weightsync import testing
 
-#: Folders whose tests need little of the machine: two processes divide their files. One process runs all others, so
-#: that each engine is started once, and not several at a time.
-DIVIDED = ("unit", "contract", "packaging", "sharded")
+#: Folders and files whose tests start no real engine and no network of hosts: two processes divide these files. One
+#: process runs all others, so that each engine is started once, and not several at a time.
+DIVIDED = ("unit", "contract", "packaging", "sharded", "scenarios", "test_inside.py")
 #: Of those files, what takes long begins first, so that both processes end at nearly the same time.
-LONG = ("test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py", "test_transports.py", "test_several_hosts.py")
+LONG = (
+    *("test_inside.py", "test_document_blocks.py", "test_fuzz_frames.py", "test_fuzz.py"),
+    *("test_transports.py", "test_several_hosts.py"),
+)
 
 #: What each test that `shows` something has found, by the name of a package and its version, for a table.
 SHOWN = defaultdict(lambda: defaultdict(dict))
@@ -31,6 +34,10 @@ SHOWN = defaultdict(lambda: defaultdict(dict))
 # Nothing is timed in tests.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def _is_divided(path):
+    return path.parent.name in DIVIDED or path.name in DIVIDED
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -41,7 +48,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path = Path(nodeid.partition("::")[0])
-            return path.name if path.parent.name in DIVIDED else "engines"
+            return path.name if _is_divided(path) else "engines"
 
     return Scheduling(config, log)
 
@@ -51,7 +58,7 @@ def pytest_collection_modifyitems(items):
     """Say what begins first: what one process runs alone, then what takes long."""
 
     def turn(item):
-        if item.path.parent.name not in DIVIDED:
+        if not _is_divided(item.path):
             return -len(LONG) - 1
         return -LONG.index(item.path.name) - 1 if item.path.name in LONG else 0
 
