@@ -55,6 +55,23 @@ def test_a_way_between_engines_that_is_cut_costs_nobody_the_push(trainer, networ
     assert min(least) < 1.8 * nbytes, (nbytes, least)
 
 
+def test_a_way_between_engines_that_comes_back_is_tried_again(trainer, network, far, model_folder, digest):
+    # With two buckets in its arena the trainer cannot send the first ones again: only the other engine has them.
+    how = {**HOW, "timeout_s": 2 * LIMIT_S, "bucket_bytes": BUCKET_BYTES}
+    assert not trainer.push(far, model_folder("llama", 1), **how)["error"]
+    far[0].kill()  # one that has just started has no connection yet
+    far[0].start()
+    far[0].wait()
+    with network.apart("a", "b"):
+        trainer.begin(far, model_folder("llama", 2), halts=True, **how)
+        said = trainer.outcome()
+        assert "halted" in said, said
+    trainer.go_on()
+    said = trainer.outcome()
+    assert not said["error"], said
+    assert [served(engine) for engine in far] == [digest(2)] * 2
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_engine_that_freezes_is_the_only_one_that_is_named(trainer, far, model_folder, digest, number):
     how = {**HOW, "timeout_s": 2 * LIMIT_S}

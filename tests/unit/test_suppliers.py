@@ -53,7 +53,7 @@ def test_more_ranks_than_buckets_form_a_tree(count, buckets):
 
 
 def chain(*, whole=True):
-    return Suppliers({TWO: ONE, THREE: TWO}, whole, 0.0)
+    return Suppliers({TWO: ONE, THREE: TWO}, whole, 9 * LONG_S, 0.0)
 
 
 def test_ranks_that_are_level_or_get_on_are_left_alone():
@@ -83,11 +83,17 @@ def test_the_trainer_takes_over_if_its_arena_holds_everything(taken, changes):
 
 
 def test_a_slow_link_is_no_stuck_one():
-    suppliers = Suppliers({TWO: ONE}, True, 0.0)
+    suppliers = Suppliers({TWO: ONE}, True, 9 * LONG_S, 0.0)
     assert suppliers.changes(0.0, 0, {ONE: -1, TWO: -1}.get) == []
     assert suppliers.changes(3.0, 0, {ONE: 0, TWO: -1}.get) == []
     assert suppliers.changes(12.0, 0, {ONE: 0, TWO: -1}.get) == []
     assert suppliers.changes(LONG_S, 0, {ONE: 0, TWO: -1}.get) == [Change(TWO, ONE, None)]
+
+
+def test_a_stuck_rank_gets_another_supplier_within_the_time_limit():
+    suppliers = Suppliers({TWO: ONE}, True, 8.0, 0.0)
+    assert suppliers.changes(1.5, 0, {ONE: 0, TWO: -1}.get) == []
+    assert suppliers.changes(2.5, 8, {ONE: 8, TWO: -1}.get) == [Change(TWO, ONE, None)]
 
 
 def test_otherwise_a_rank_that_is_ahead_takes_over():
@@ -97,6 +103,15 @@ def test_otherwise_a_rank_that_is_ahead_takes_over():
     # No rank but ONE has what TWO lacks, and what THREE lacks comes from ONE.
     assert suppliers.changes(LONG_S, 9, has.get) == [Change(TWO, ONE, ONE), Change(THREE, TWO, ONE)]
     assert suppliers.of == {ONE: None, TWO: ONE, THREE: ONE}
+
+
+def test_the_only_one_that_is_ahead_tries_again_until_the_other_takes_something():
+    suppliers = Suppliers({TWO: ONE}, False, 9 * LONG_S, 0.0)
+    has = {ONE: 9, TWO: 2}
+    expected = {0.0: [], 10.0: [Change(TWO, ONE, ONE)], 12.0: [], 20.0: [Change(TWO, ONE, ONE)]}
+    assert {second: suppliers.changes(second, 9, has.get) for second in expected} == expected
+    has[TWO] = 9
+    assert suppliers.changes(30.0, 9, has.get) == suppliers.changes(LONG_S, 9, has.get) == []
 
 
 def test_a_rank_is_never_supplied_by_one_that_it_supplies():

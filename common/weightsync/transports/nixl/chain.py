@@ -55,7 +55,7 @@ class Chain:
         if not found:
             return
         whole = plan.slots * plan.bucket_bytes >= self._layout.nbytes
-        self._suppliers = Suppliers(found, whole, time.monotonic())
+        self._suppliers = Suppliers(found, whole, session.deadline.seconds, time.monotonic())
         if plan.digest:
             self._digests = self._hashed({session.needs[peer].name: session.needs[peer] for peer in found})
         for peer, supplier in found.items():
@@ -71,14 +71,15 @@ class Chain:
         session, push = self._session, self._plan.push
         receiver, old, new = change
         first = session.last_taken(receiver) + 1
-        if old is not None:
+        if old is not None and new != old:
             session.tell(old, PassOn(push, receiver.engine, receiver.rank))
         if new is None:
             session.tell(receiver, Supplied(push))
             self._write(receiver, first)
-        elif new != old:
+            return
+        if new != old:
             session.tell(receiver, Supplied(push, self._agents[new], str(new)))
-            session.tell(new, PassOn(push, receiver.engine, receiver.rank, session.windows[receiver].handle, first))
+        session.tell(new, PassOn(push, receiver.engine, receiver.rank, session.windows[receiver].handle, first))
 
     def is_direct(self, peer: Peer) -> bool:
         """Whether a rank gets its buckets from the trainer."""

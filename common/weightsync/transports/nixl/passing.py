@@ -24,16 +24,23 @@ class Passing:
         self._writing = Writing(request.push)
         #: Whether a WRITE may be under way that nobody waits for.
         self.abandoned = False
+        #: The ranks that cannot be reached. The sender says what becomes of them: another rank, or this one once more.
+        self._lost: set[Peer] = set()
 
     def told(self, message: PassOn) -> None:
-        """Begin to pass on to a rank, or stop. Raises `TransferFailed`."""
+        """Begin to pass on to a rank, try again if it could not be reached, or stop. Raises `TransferFailed`."""
         peer = Peer(message.engine, message.rank)
         handle = control.handle_of(message.handle, HANDLE, str(peer))
         if handle is None:
+            self._lost.discard(peer)
             self._drop(peer)
             return
+        if self._writing.knows(peer):
+            return  # the rank is late, not lost
         if handle.nbytes < min(self._subset.layout.nbytes, self._count * self._bucket_bytes):
             raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, fewer than the stage takes")
+        if peer in self._lost:
+            self._writer.reconnect(handle.agent)
         runs = self._subset.cut(self._bucket_bytes)
         try:
             made = self._writer.transfers(
@@ -44,7 +51,9 @@ class Passing:
                 peer,
             )
         except TransferFailed:
-            return  # the sender finds out that the other gets nothing, and supplies it in another way
+            self._lost.add(peer)
+            return
+        self._lost.discard(peer)
         self._writing.add(peer, made, self._count, message.first)
 
     def _drop(self, peer: Peer) -> None:
@@ -56,9 +65,9 @@ class Passing:
         self._writing.filled = bucket + 1
 
     def drive(self) -> bool:
-        """Pass on what may be; returns whether all ranks have everything."""
+        """Pass on what may be; returns whether all ranks have everything, and none is lost."""
         self._writing.drive()
-        for peer in list(self._writing.failed):
-            # The way to one of them is broken, which is not this rank's failure; the sender supplies it in another way.
+        for peer in list(self._writing.failed):  # which is not this rank's failure
+            self._lost.add(peer)
             self._drop(peer)
-        return all(last + 1 == self._count for last in self._writing.arrived().values())
+        return not self._lost and all(last + 1 == self._count for last in self._writing.arrived().values())

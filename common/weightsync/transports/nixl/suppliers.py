@@ -17,12 +17,14 @@ MIN_BUCKETS: Final = 4
 #: Seconds, and times that of the slowest bucket so far, after which a rank that lacks what its supplier has is stuck.
 _STUCK_S: Final = 3.0
 _STUCK_TIMES: Final = 4.0
+#: No longer than this share of the push's time limit: with `MIN_BUCKETS` as slow as that, the push would fail anyway.
+_STUCK_SHARE: Final = 0.25
 
 
 class Change(NamedTuple):
     """``receiver`` no longer gets its buckets from ``old``, but from ``new``; None is the trainer.
 
-    If both are the same rank, nobody else has them, and the receiver is late at the deadline.
+    If both are the same rank, nobody else has them: it tries again to reach the receiver.
     """
 
     receiver: Peer
@@ -49,13 +51,17 @@ def chains(members: Iterable[tuple[str, str, Peer]], buckets: int, hosts: int = 
 
 
 class Suppliers:
-    """The suppliers during a push. ``whole``: the trainer's arena holds everything, so that it can supply any rank."""
+    """The suppliers during a push that may take ``limit_s``.
 
-    def __init__(self, suppliers: Mapping[Peer, Peer], whole: bool, now: float):
+    ``whole``: the trainer's arena holds everything, so that it can supply any rank.
+    """
+
+    def __init__(self, suppliers: Mapping[Peer, Peer], whole: bool, limit_s: float, now: float):
         members = dict.fromkeys((*suppliers.values(), *suppliers))
         #: By member; None is the trainer.
         self.of: dict[Peer, Peer | None] = {peer: suppliers.get(peer) for peer in members}
         self._whole = whole
+        self._most_s = limit_s * _STUCK_SHARE
         #: When each was last seen to be level with its supplier or to take a bucket, and what it had then.
         self._level = dict.fromkeys(members, now)
         self._had = dict.fromkeys(members, -1)
@@ -69,7 +75,7 @@ class Suppliers:
     def changes(self, now: float, announced: int, taken: Callable[[Peer], int]) -> list[Change]:
         """Who gets another supplier, given the last bucket that was announced, and that each rank has ``taken``."""
         found: list[Change] = []
-        limit = _STUCK_S + _STUCK_TIMES * self._slowest_s
+        limit = min(_STUCK_S + _STUCK_TIMES * self._slowest_s, self._most_s)
         for peer, supplier in list(self.of.items()):
             has, there = taken(peer), announced if supplier is None else taken(supplier)
             if has > self._had[peer]:
@@ -89,7 +95,10 @@ class Suppliers:
         self._stuck.add(peer)
         asked = [(peer, supplier)] if supplier is not None else []
         asked += [(other, peer) for other in self.supplied_by(peer)]
-        return [Change(receiver, old, self._other(receiver, old, taken)) for receiver, old in asked]
+        found = [Change(receiver, old, self._other(receiver, old, taken)) for receiver, old in asked]
+        if any(change.receiver == peer and change.new == change.old for change in found):
+            self._stuck.discard(peer)  # it is asked again, as long as it takes nothing
+        return found
 
     def _other(self, receiver: Peer, old: Peer | None, taken: Callable[[Peer], int]) -> Peer | None:
         """Another supplier, if there is one: the trainer, or a rank that is ahead and does not depend on this one."""

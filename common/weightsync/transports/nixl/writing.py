@@ -53,6 +53,11 @@ class Writer:
         for key in [key for key in self._writes if key[0] == agent]:
             self._writes.pop(key).release()
 
+    def reconnect(self, agent: str) -> None:
+        """Connect anew when something is to be written to an agent: the connection to it is broken."""
+        self.drop(agent)
+        self._agent.forget(agent)
+
     def forget(self) -> None:
         """Release everything prepared: the arenas are about to be freed."""
         while self._writes:
@@ -90,6 +95,7 @@ class Writing:
     def drop(self, peer: Peer) -> None:
         """Write no more to a rank; a WRITE may be under way."""
         self._windows = {other: window for other, window in self._windows.items() if other != peer}
+        self.failed.pop(peer, None)
 
     def allow(self, peer: Peer, upto: int) -> None:
         """Note that a rank has room for more buckets."""
