@@ -102,7 +102,7 @@ def start(
     env: dict[str, str] | None = None,
     plugin: bool = True,
     log: str | Path | None = None,
-    timeout_s: float = 240.0,
+    timeout_s: float = 900.0,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> Server:
     """Start an engine on a CPU with this model folder, over `tp` ranks, and return once it answers.

@@ -150,7 +150,7 @@ WAITING = {
 }
 STREAMS, LENGTH = 8, 32_768
 #: Seconds: longer than anything takes on a busy machine. What has not arrived by then never will.
-PATIENCE_S = 300
+PATIENCE_S = 900
 #: Tokens requested of each stream: more than an engine generates before the test ends it, however slow the machine.
 #: SGLang sends all logprobs so far with each token, which slows it down, and admits only streams that fit to the end.
 STREAM_TOKENS = {"vllm": 30_000, "sglang": 3_000}

@@ -68,7 +68,8 @@ def test_pause_wait_commits_once_the_streams_have_ended(served):
     served.push(served.a, version="before")
     servers.greedy(served.server, long_prompt(), NEW_TOKENS)
     reference = models.load_reference(served.b)
-    with served.sender(pause="wait") as sender, ThreadPoolExecutor(1) as thread, Streams(served.server) as streams:
+    how = {"pause": "wait", "timeout_s": PATIENCE_S}
+    with served.sender(**how) as sender, ThreadPoolExecutor(1) as thread, Streams(served.server) as streams:
         pushing = thread.submit(sender.push, reference, version="waited")
         while served.state().state != "applying" and not pushing.done():  # it applies from its pause on
             time.sleep(0.05)

@@ -1,5 +1,6 @@
 """2,000 malformed messages to each server: it answers 4xx, keeps serving, and takes the next push."""
 
+import contextlib
 import time
 
 import requests
@@ -29,12 +30,11 @@ def send_all(line, route, bodies):
 def test_malformed_messages_get_4xx_and_change_nothing(served):
     served.push(served.a)
     digests, version = served.digests(), served.state().version
-    line, start = fuzz.Line(served.server.url, engine_token()), time.monotonic()
-    with Traps() as traps:
+    start = time.monotonic()
+    with contextlib.closing(fuzz.Line(served.server.url, engine_token())) as line, Traps() as traps:
         for route, kind in fuzz.ROUTES.items():
             send_all(line, route, fuzz.Schema(traps.texts).bodies(kind))
         assert traps.sprung() == []
-    line.close()
     print(f"{served.server.engine}: {line.sent} messages in {time.monotonic() - start:.1f} s")
     assert line.sent >= 2000
     assert requests.get(f"{served.server.url}/health", timeout=30).status_code == 200
