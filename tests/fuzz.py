@@ -48,7 +48,7 @@ FROM_RANK, FROM_SENDER = get_args(control.FromRank), get_args(control.FromSender
 #: Routes whose messages can take an engine's lease.
 TAKES_LEASE = {name for name, kind in ROUTES.items() if "holder" in kind.__struct_fields__}
 
-#: Seconds; shorter timeouts are valid and would be answered by a valid 504, on a busy machine even several seconds.
+#: Seconds. A message with a shorter timeout is valid, and a busy machine rightly answers it with 504.
 SHORTEST_TIMEOUT_S = 30.0
 #: Bytes; an answer names the error and does not echo the message.
 LONGEST_ANSWER = 20_000

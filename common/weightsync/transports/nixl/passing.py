@@ -24,7 +24,7 @@ class Passing:
         self._writing = Writing(request.push)
         #: Whether a WRITE may be under way that nobody waits for.
         self.abandoned = False
-        #: The ranks that cannot be reached. The sender says what becomes of them: another rank, or this one once more.
+        #: The ranks that cannot be reached, until the sender has another rank supply them, or this one try again.
         self._lost: set[Peer] = set()
 
     def told(self, message: PassOn) -> None:
@@ -36,7 +36,7 @@ class Passing:
             self._drop(peer)
             return
         if self._writing.knows(peer):
-            return  # the rank is late, not lost
+            return  # the rank is stuck, not lost
         if handle.nbytes < min(self._subset.layout.nbytes, self._count * self._bucket_bytes):
             raise TransferFailed(f"{peer} offers {handle.nbytes} bytes, fewer than the stage takes")
         if peer in self._lost:

@@ -60,8 +60,7 @@ class SendingHost:
         for rank in ranks:
             self.peers = {agent: peer for agent, peer in self.peers.items() if peer != rank.peer}
             silent[rank.agent] = rank.peer
-            self.writer.drop(rank.agent)
-            self.agent.forget(rank.agent)  # an older connection has lost its other end
+            self.writer.reconnect(rank.agent)  # an older connection has lost its other end
             self.agent.add_peer(rank.agent, rank.metadata, str(rank.peer))
         self.peers.update(silent)
         checked = time.monotonic()

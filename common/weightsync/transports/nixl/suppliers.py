@@ -18,7 +18,7 @@ MIN_BUCKETS: Final = 4
 _STUCK_S: Final = 3.0
 _STUCK_TIMES: Final = 4.0
 #: No longer than this share of the push's time limit: with `MIN_BUCKETS` as slow as that, the push would fail anyway.
-_STUCK_SHARE: Final = 0.25
+_STUCK_SHARE: Final = 1 / MIN_BUCKETS
 
 
 class Change(NamedTuple):

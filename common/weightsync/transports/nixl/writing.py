@@ -48,14 +48,10 @@ class Writer:
         self._writes[key] = found
         return found
 
-    def drop(self, agent: str) -> None:
-        """Release what was prepared for an agent, which has answered a new handshake."""
+    def reconnect(self, agent: str) -> None:
+        """Drop the connection to an agent, and the WRITEs prepared over it: `Agent.add_peer` makes another."""
         for key in [key for key in self._writes if key[0] == agent]:
             self._writes.pop(key).release()
-
-    def reconnect(self, agent: str) -> None:
-        """Connect anew when something is to be written to an agent: the connection to it is broken."""
-        self.drop(agent)
         self._agent.forget(agent)
 
     def forget(self) -> None:
