@@ -48,7 +48,7 @@ def measure(tree: Path) -> Record:
         variables = {"PYTHONPATH": paths, "WEIGHTSYNC_RECORDING": temporary}
         model = model_folders("qwen3")[0]
         with alive(f"starting sglang with the packages of {tree}, every call traced (a minute or two)"):
-            server = servers.start("sglang", model, env=variables, timeout_s=600.0)
+            server = servers.start("sglang", model, env=variables)
         with server:
             command = [sys.executable, RECORDER / "pushes.py", server.url, model, folder, str(WARM), str(PUSHES)]
             ran = subprocess.run(
