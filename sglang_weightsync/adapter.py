@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from sglang_weightsync import compat, compat_groups, compat_loading
+from sglang_weightsync import compat, compat_groups, compat_loading, compat_standby
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.expected_checkpoint import expected_of
 
@@ -30,7 +31,8 @@ class SglangAdapter:
         if isinstance(found, str):
             return found
         model, load = found
-        return LoaderHooks(model, load, lambda: compat_loading.written_by_others(self._scheduler))
+        around = functools.partial(compat_loading.written_by_others, self._scheduler)
+        return LoaderHooks(model, load, around, compat_standby.movable(self._scheduler))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through SGLang's begin/end session."""

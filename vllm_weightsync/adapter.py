@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_weightsync import compat
+from vllm_weightsync import compat, compat_models, compat_standby
 from weightsync.engine.adapter import Expected, Sealed
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import UnsupportedOption
@@ -33,17 +33,18 @@ class VllmAdapter:
         return expected_of(*compat.model_source(self._worker))
 
     def loader_hooks(self) -> Sealed:
-        """Only the reload path knows how layers are packed."""
-        return Sealed(compat.model(self._worker), compat.why_reload(self._worker))
+        """Only the reload path knows how layers are packed; it also loads a second model."""
+        worker = self._worker
+        return Sealed(compat.model(worker), compat.why_reload(worker), lambda: compat_standby.hooks(worker))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through vLLM's reload path."""
-        compat.reload(self._worker, weights)
+        compat_models.reload(self._worker, weights)
 
     def digest(self) -> str:
         """The digest of every weight, packed ones included."""
-        return compat.digest(self._worker)
+        return compat_models.digest(self._worker)
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """What differs in a worker that was started on these weights."""
-        return compat.differing(self._worker, weights)
+        return compat_models.differing(self._worker, weights)

@@ -15,7 +15,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import State
 
-from vllm_weightsync import compat, compat_agreement, compat_config, compat_transfer, compat_workers
+from vllm_weightsync import compat, compat_agreement, compat_config, compat_models, compat_transfer, compat_workers
 from weightsync.engine import metrics, refusals, servers
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
@@ -107,7 +107,7 @@ class VllmFrontEnd:
         if not self._unsupported:
             self.lockstep = compat.lockstep(engine_client)
         self.off = {} if self._unsupported else compat_config.left_as_it_is(config)
-        if reason := compat.VLLM.check(compat.DEEP):
+        if reason := compat.VLLM.check(compat_models.DEEP):
             self.off['verify="deep"'] = reason
         if reason := compat.VLLM.check(compat_transfer.NAMES):
             self.off["--weight-transfer-config"] = reason

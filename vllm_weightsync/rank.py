@@ -35,9 +35,9 @@ def run(worker: Any, method: str, payload: str = "{}") -> str:
 
             found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmAdapter(worker))
         if method.startswith(UPDATE):
-            from vllm_weightsync import compat
+            from vllm_weightsync import compat, compat_models
 
-            check_deep(payload, lambda: compat.VLLM.check(compat.DEEP))
+            check_deep(payload, lambda: compat.VLLM.check(compat_models.DEEP))
         return found
 
     return handle(receiver, method, payload).decode()

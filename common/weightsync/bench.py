@@ -185,7 +185,8 @@ def _check_idle(driver: Driver, deadline: Deadline) -> None:
     for url, status in driver.status(deadline).items():
         if driver.engines.by_url[url].hello.stopped:
             raise WrongState(f"{url} serves nothing, and a push that it drops would not change that; push first")
-        if any(rank.previous for rank in status.ranks):
+        # What a standby holds stays: a push that is dropped loads nothing.
+        if any(rank.previous not in ("", rank.standby) for rank in status.ranks):
             raise WrongState(f"{url} keeps a version to go back to (keep_previous), which it would drop")
 
 

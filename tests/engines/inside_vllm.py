@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 
 from tests.engines.recorded import one_element_calls
-from vllm_weightsync import compat, compat_config, rank
+from vllm_weightsync import compat, compat_config, compat_models, rank
 from weightsync.engine.private_names import check_deep
 from weightsync.errors import UnsupportedOption
 from weightsync.protocol import http
@@ -81,7 +81,7 @@ def deep():
         said[verify] = ""
         try:
             asked = http.to_json({"push": "p", "verify": verify, "manifest": []})
-            check_deep(asked, lambda: compat.VLLM.check(compat.DEEP))
+            check_deep(asked, lambda: compat.VLLM.check(compat_models.DEEP))
         except UnsupportedOption as error:
             said[verify] = str(error)
     return said

@@ -46,13 +46,16 @@ U, C, D = (UNCHANGED,), (COMMITTED,), (DIRTY,)
 ON_THE_WAY = ("prepare", "connect", "transfer", "stream")
 
 
-def catalogue(tp: int, last: int, transport: str) -> list[Fault]:
-    """Every fault at every place, for an engine with ``tp`` ranks whose loader takes tensors 0 to ``last``."""
+def catalogue(tp: int, last: int, transport: str, standby: bool) -> list[Fault]:
+    """Every fault at every place, for an engine with ``tp`` ranks whose loader takes tensors 0 to ``last``.
+
+    With a ``standby`` it loads before it pauses, and exchanges the weights in the pause.
+    """
     rank = tp - 1
     route = f"update_weights_via_{transport}"
     faults = [
-        *_signals(rank, last, route),
-        *_exceptions(tp, rank, last),
+        *_signals(rank, last, route, standby),
+        *_exceptions(tp, rank, last, standby),
         *_buckets(rank),
         *_connections(rank, route),
         *_world(rank),
@@ -66,7 +69,7 @@ def catalogue(tp: int, last: int, transport: str) -> list[Fault]:
     ]
 
 
-def _signals(rank: int, last: int, route: str) -> list[Fault]:
+def _signals(rank: int, last: int, route: str, standby: bool) -> list[Fault]:
     """Processes that die or freeze."""
     faults = []
     for action, verb in (("kill", "SIGKILL"), ("stop", "SIGSTOP")):
@@ -83,27 +86,36 @@ def _signals(rank: int, last: int, route: str) -> list[Fault]:
             Fault(front, "commit, after it", C, do("front end committed", action)),
             Fault(worker, "transfer", U, do("rank takes", action, rank=rank, bucket=0)),
             Fault(worker, "commit, before loading", U + C, do("rank stops", action, rank=rank)),
-            Fault(worker, "commit, loading", C + D, do("rank loads", action, rank=rank, tensor=last // 2)),
+            Fault(
+                *(worker, "commit, loading", U + C if standby else C + D),
+                do("rank loads", action, rank=rank, tensor=last // 2),
+            ),
         ]
+        if standby:
+            order = do("rank exchanges", action, rank=rank, tensor=last // 2)
+            faults.append(Fault(worker, "commit, exchanging", C + D, order))
     return faults
 
 
-def _exceptions(tp: int, rank: int, last: int) -> list[Fault]:
+def _exceptions(tp: int, rank: int, last: int, standby: bool) -> list[Fault]:
     """Exceptions in a worker; another rank may have loaded already."""
     worker, kept = "exception in worker", "exception in worker, version kept"
     before = do("rank stops", "raise", rank=rank)
     first = do("rank loads", "raise", rank=rank, tensor=0)
     final = do("rank loads", "raise", rank=rank, tensor=last)
     hook = do("post-load hook", "raise", rank=rank)
+    half = U if standby else D
+    exchange = do("rank exchanges", "raise", rank=rank, tensor=last // 2)
     return [
+        *([Fault(worker, "commit, exchanging", U, exchange)] if standby else []),
         Fault(worker, "prepare", U, do("rank prepares", "raise", rank=rank)),
         Fault(worker, "connect", U, do("rank connects", "raise", rank=rank)),
         Fault(worker, "transfer", U, do("rank takes", "raise", rank=rank, bucket=1)),
-        Fault(worker, "commit, before first write", U if tp == 1 else D, before),
-        Fault(worker, "commit, first write", D, first),
-        Fault(worker, "commit, after last write", D, final),
-        Fault(worker, "commit, loaded", D, do("rank loaded", "raise", rank=rank)),
-        Fault(worker, "post-load hook", D, hook),
+        Fault(worker, "commit, before first write", U if tp == 1 else half, before),
+        Fault(worker, "commit, first write", half, first),
+        Fault(worker, "commit, after last write", half, final),
+        Fault(worker, "commit, loaded", half, do("rank loaded", "raise", rank=rank)),
+        Fault(worker, "post-load hook", half, hook),
         Fault(kept, "commit, before first write", U, before, KEEP),
         Fault(kept, "commit, first write", U, first, KEEP),
         Fault(kept, "commit, after last write", U, final, KEEP),

@@ -54,7 +54,7 @@ def test_ipc_zmq_is_refused_and_names_the_far_rank(trainer, nodes, model_folder)
 def test_a_load_that_fails_on_one_host_stops_the_engine_until_a_push_heals_it(trainer, nodes, model_folder, rank):
     assert not trainer.push([nodes], model_folder("qwen3", 0), version="a")["error"]
     nodes.order("raise", rank)
-    said = trainer.push([nodes], model_folder("qwen3", 1), version="never")
+    said = trainer.push([nodes], model_folder("qwen3", 1), version="never", staging="none")
     assert (said["error"], said["engines"]) == ("ApplyFailed", {nodes.url: "dirty"})
     assert f"rank {rank} failed" in said["message"]
     assert nodes.status()["state"] == "dirty"

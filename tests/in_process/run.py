@@ -5,6 +5,7 @@ Prints one line of JSON: what was seen, by test.
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from tests.in_process.doors import DOORS, ENQUEUED
@@ -100,6 +102,15 @@ class Trainer:
                 **self.state(),
             }
 
+    def given_back(self):
+        """How many modules there are in this process after each of some senders has made a model, and given it back."""
+        counts = []
+        for number in range(4):
+            self.push((self.b, self.a)[number % 2], "given back", verify="deep" if number > 1 else "digest")
+            gc.collect()
+            counts.append(sum(isinstance(one, torch.nn.Module) for one in gc.get_objects()))
+        return {"modules": counts}
+
     @contextlib.contextmanager
     def loading(self):
         """Inside the context a push that has begun stands still half-way."""
@@ -112,7 +123,7 @@ class Trainer:
         """A load that fails half-way, the push that heals it, and what else is asked of the engine meanwhile."""
         if self.door.waits:
             self.door.enqueue(PROMPT, ENQUEUED)
-        with self.sender() as sender, ThreadPoolExecutor(2) as threads:
+        with self.sender(staging="none") as sender, ThreadPoolExecutor(2) as threads:
             with self.loading():
                 pushing = threads.submit(said, lambda: sender.push(str(self.b), version="never"))
                 wait_for(FIRED.exists)
@@ -185,6 +196,7 @@ def main():
     acts = (
         trainer.pushes,
         trainer.refusals,
+        trainer.given_back,
         trainer.broken,
         trainer.meanwhile,
         trainer.callers,

@@ -97,6 +97,10 @@ def test_an_incomplete_push_changes_nothing(door):
     assert door["refusals"]["digests"] == door["pushes"]["before"]["digests"]
 
 
+def test_models_that_were_made_for_a_push_are_given_back(door):
+    assert len(set(door["given_back"]["modules"])) == 1
+
+
 def test_a_pause_that_cannot_end_is_refused_by_name(door):
     refused = door["refusals"]["wait"]
     if door.kind == "LLM without processes":

@@ -128,7 +128,7 @@ def test_many_pushes_while_waves_begin_and_end(engine, lengths):
 def test_a_load_that_fails_in_one_replica_stops_both_until_a_push_heals_them(engine, rank):
     engine.push(engine.a, "a")
     engine.order("raise", rank)
-    with engine.sender() as sender, ThreadPoolExecutor(3) as threads:
+    with engine.sender(staging="none") as sender, ThreadPoolExecutor(3) as threads:
         early = threads.submit(engine.ask, rank, 60)  # some of its tokens may be of the old weights
         with pytest.raises(ApplyFailed, match=f"rank {rank} failed") as raised:
             sender.push(load(engine.b), version="never")
@@ -153,7 +153,7 @@ def test_a_load_that_fails_in_one_replica_is_undone_in_both(engine, rank):
     with engine.sender(keep_previous=True) as sender:
         sender.push(load(engine.b), version="b")
         sender.push(load(engine.a), version="a")
-        engine.order("raise", rank)
+        engine.order_in_pause("raise", rank)
         with pytest.raises(ApplyFailed, match="the version before was loaded again") as raised:
             sender.push(load(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}

@@ -138,7 +138,7 @@ def test_requests_survive_a_push(engines, pause, busy):
 def test_a_load_that_fails_in_one_server_stops_all_until_a_push_heals_them(engines, server):
     engines.push(engines.a, "a")
     engines.order(server, "raise", tensor=5)
-    with engines.sender() as sender, ThreadPoolExecutor(2) as threads:
+    with engines.sender(staging="none") as sender, ThreadPoolExecutor(2) as threads:
         with pytest.raises(ApplyFailed, match="rank 0 failed") as raised:
             sender.push(load(engines.b), version="never")
         assert "a replica of another server" in str(raised.value)
@@ -156,7 +156,7 @@ def test_a_load_that_fails_in_one_server_is_undone_in_all(engines, server):
     with engines.sender(keep_previous=True) as sender:
         sender.push(load(engines.b), version="b")
         sender.push(load(engines.a), version="a")
-        engines.order(server, "raise", tensor=5)
+        engines.order(server, "raise", "rank exchanges", tensor=5)
         with pytest.raises(ApplyFailed, match="the version before was loaded again") as raised:
             sender.push(load(engines.b), version="never")
         assert raised.value.engines == dict.fromkeys(engines.urls, "unchanged")

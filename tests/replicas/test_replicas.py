@@ -42,6 +42,10 @@ class Replicas:
         """Order a fault in the next load of a rank."""
         self.order_at("rank loads", action, tensor=tensor, rank=rank)
 
+    def order_in_pause(self, action, rank):
+        """Order a fault while a rank changes the weights that it serves."""
+        self.order_at("rank exchanges", action, tensor=5, rank=rank)
+
     def order_at(self, point, action, **where):
         """Order a fault at a point of `tests/faults/site`."""
         self.orders.write_text(json.dumps({"point": point, "where": where, "action": action}))
@@ -138,7 +142,7 @@ def test_an_incomplete_push_changes_no_replica(engine):
 def test_a_load_that_fails_in_one_replica_stops_both_until_a_push_heals_them(engine, rank):
     engine.push(engine.a, "a")
     engine.order("raise", rank)
-    with engine.sender() as sender:
+    with engine.sender(staging="none") as sender:
         with pytest.raises(ApplyFailed, match=f"rank {rank} failed") as raised:
             sender.push(models.load_reference(engine.b), version="never")
         assert raised.value.engines == {engine.url: "dirty"}
@@ -159,7 +163,7 @@ def test_a_load_that_fails_in_one_replica_is_undone_in_both(engine, rank):
     with engine.sender(keep_previous=True) as sender:
         sender.push(models.load_reference(engine.b), version="b")
         sender.push(models.load_reference(engine.a), version="a")
-        engine.order("raise", rank)
+        engine.order_in_pause("raise", rank)
         with pytest.raises(ApplyFailed, match="the version before was loaded again") as raised:
             sender.push(models.load_reference(engine.b), version="never")
         assert raised.value.engines == {engine.url: "unchanged"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import starlette.applications  # noqa: F401 - for those who are forked
@@ -9,16 +10,16 @@ import torch
 import uvicorn  # noqa: F401
 
 from tests.scenarios.weights import Tiny, TinyWeights
-from weightsync.engine.adapter import Expected, LoaderHooks
+from weightsync.engine.adapter import Expected, LoaderHooks, Movable, Sealed, StandbyHooks
 from weightsync.protocol.http import TensorSpec
 from weightsync.testing import ModelAdapter, serve
 
 
 class TinyAdapter(ModelAdapter):
-    """Starts with content 0. Unless ``recordable``, its loader cannot be planned, as that of vLLM."""
+    """Starts with content 0, and loads as one of `world.LOADS`."""
 
-    def __init__(self, recordable: bool):
-        self.device, self.model, self._recordable = torch.device("cpu"), Tiny(), recordable
+    def __init__(self, loads: str):
+        self.device, self.model, self._loads = torch.device("cpu"), Tiny(), loads
         self.load(TinyWeights._state(0).items())
 
     def expected(self) -> Expected:
@@ -31,10 +32,29 @@ class TinyAdapter(ModelAdapter):
         )
 
     def loader_hooks(self) -> LoaderHooks | str:
-        """The hooks of the base class if the loader is recordable."""
-        return super().loader_hooks() if self._recordable else "it packs layers"
+        """As the engine loads."""
+        hooks = super().loader_hooks()
+        if self._loads == "in the pause":
+            return hooks
+        if self._loads == "into a standby" and isinstance(hooks, LoaderHooks):
+            return hooks._replace(movable=Movable())
+        return Sealed(self.model, "it packs layers", self._standby)
+
+    def _standby(self) -> StandbyHooks:
+        return StandbyHooks(self.model, 1 << 20, _make, _load, lambda: None, lambda model: None)
+
+
+def _make(weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
+    made = Tiny()
+    _load(made, weights)
+    return made
+
+
+def _load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in weights:
+        model.get_parameter(name).copy_(tensor)
 
 
 def run(order: dict, _: list[int]) -> None:
     """Serve a tiny model."""
-    serve(TinyAdapter(order["recordable"]), Path("tiny"), order["port"])
+    serve(TinyAdapter(order["loads"]), Path("tiny"), order["port"])

@@ -24,6 +24,10 @@ from weightsync.protocol import http
 from weightsync.protocol.auth import TOKEN_VARIABLE, engine_token
 from weightsync.trainer.client import EngineClient
 
+#: How the engines load, by number: by a load plan that writes what is served, or a standby; or, as vLLM, by their own
+#: loader into a standby.
+LOADS = ("in the pause", "into a standby", "by its own loader")
+
 _START_S = 60.0
 #: Seconds within which a killed process has ended.
 _ENDING_S = 2.0
@@ -55,8 +59,8 @@ class Engine(Suspect):
         self.cancel()
         self.down = 0
         assert self._nursery is not None
-        recordable = self.number != 2
-        self._child = self._nursery.start("engine", self.fault_file, port=self.port, recordable=recordable)
+        loads = LOADS[self.number]
+        self._child = self._nursery.start("engine", self.fault_file, port=self.port, loads=loads)
         self._wait()
 
     def _wait(self) -> None:

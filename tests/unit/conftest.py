@@ -11,6 +11,7 @@ import pytest
 
 from tests.traps import Traps
 from tools import models
+from weightsync.engine.loading import standby
 from weightsync.protocol import auth, directories
 from weightsync.testing import ReferenceEngine
 
@@ -79,3 +80,9 @@ def own_homes(monkeypatch, tmp_path_factory):
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         own = f"weightsync-{os.geteuid()}"
         yield shared / own, session / "weightsync", temporary / own
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """Slices of work for a standby that are over at once: the work stops wherever it may."""
+    monkeypatch.setattr(standby, "_SLICE_S", 0.0)

@@ -300,6 +300,7 @@ def test_an_engine_can_be_started_to_wait_for_its_first_push(model_folder, a):
     [
         ({"staging": "some"}, "use one of full, none, auto"),
         ({"verify": "maybe"}, "use one of digest, deep, off"),
+        ({"keep_previous": "never"}, "use one of True, False, auto"),
         ({"staging": "none", "keep_previous": True}, "holds no version"),
         ({"staging": "none", "verify": "deep"}, "holds no version"),
         ({"timeout_s": 0.0}, "above 0"),

@@ -150,6 +150,11 @@ GOLDEN_JSON = [
         b'"compared":[{"what":"what the loader does","push":"v","fault":"f"}]}}',
     ),
     (
+        http.RankStatus(rank=1, state="serving", previous="6", standby="6"),
+        b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"6","failed":"","loading":"",'
+        b'"standby":"6"}',
+    ),
+    (
         http.RankStatus(rank=1, state="serving", loading="load plan, 3 copies"),
         b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"",'
         b'"loading":"load plan, 3 copies"}',

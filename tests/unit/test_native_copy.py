@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from weightsync.tensors import native_copy
+from weightsync.tensors import gpu_copy, native_copy
 from weightsync.tensors.native_copy import Block, Copies, Hashes, Run
 
 LARGE = native_copy.LARGE_BYTES
@@ -37,6 +37,21 @@ def test_every_byte_is_copied_and_no_other_is_written(threads, monkeypatch):
             at += size + 2
         Copies(runs).make()
         assert torch.equal(target, expected)
+        target.zero_()
+        assert sum(1 for _ in Copies(runs).steps(2)) > 12, "3 runs of 8 chunks, with other copies after them"
+        assert torch.equal(target, expected)
+
+
+def test_tensors_are_copied_in_steps(monkeypatch):
+    monkeypatch.setattr(gpu_copy, "STEP_BYTES", 100)
+    sources = [torch.randn(size, 3)[:, :2] for size in (1, 5, 7, 40, 2, 3)]
+    targets = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
+    copied = [
+        sum(torch.equal(target, source.bfloat16()) for target, source in zip(targets, sources, strict=True))
+        for _ in gpu_copy.TensorCopies(targets, sources).steps()
+    ]
+    assert copied == sorted(set(copied))
+    assert (len(copied) > 1, copied[-1]) == (True, len(sources))
 
 
 def test_hashes_are_returned_in_order(threads):

@@ -26,9 +26,9 @@ WEIGHTS = {x: {name: torch.full_like(t, x) for name, t in DictAdapter().weights.
 
 
 class Front(testing.ReferenceFrontEnd):  # of two small ranks; a method in `gates` comes to them when its gate opens
-    def __init__(self):
-        super().__init__(DictAdapter(), "none", False)
-        self.ranks, self.gates = [self._receiver, receiver.Receiver(DictAdapter())], {}
+    def __init__(self, adapter=DictAdapter):
+        super().__init__(adapter(), "none", False)
+        self.ranks, self.gates = [self._receiver, receiver.Receiver(adapter())], {}
         self.ranks[1]._adapter.rank = 1
         self.front_end = front_end.FrontEnd(self, metrics.of_server())
 
@@ -56,7 +56,7 @@ class Trainer(manual.Trainer):  # by hand: it calls the methods of a replica
         self.front_end, self.owner, self.layout = front_end, owner, layout.Layout(DictAdapter().expected().specs)
 
     async def stage(self, push, value=None, **more):
-        plan = plan_of(push, self.layout, 1024, owner=self.owner, holder=self.owner, keep=True, **more)
+        plan = plan_of(push, self.layout, 1024, **{"owner": self.owner, "holder": self.owner, "keep": True, **more})
         await self.front_end.prepare(self.ask(plan, "http://a"), "update_weights_via_ipc_zmq")
         if value is not None:
             await self.transfer(value)
@@ -66,9 +66,9 @@ class Trainer(manual.Trainer):  # by hand: it calls the methods of a replica
         await asyncio.to_thread(self.await_all, peers, PATIENCE_S)
         await asyncio.to_thread(self.send, WEIGHTS[value].values())
 
-    async def commit(self, push, **more):
-        more = {"version": push, "pause": "keep", "timeout_s": 5.0, "owner": self.owner, **more}
-        await self.front_end.commit(http.CommitRequest(push=push, **more))
+    async def commit(self, version, **more):
+        more = {"push": version, "version": version, "pause": "keep", "timeout_s": 5.0, "owner": self.owner, **more}
+        await self.front_end.commit(http.CommitRequest(**more))
         self.settle()
 
 
@@ -89,9 +89,9 @@ class Engine(Front):  # behind the real routes, on a real socket
         self._thread.join()
 
 
-def one_engine(made):
+def one_engine(made, adapter=DictAdapter):
     """A front end, and two trainers that may push to it."""
-    front = made(Front())
+    front = made(Front(adapter))
     return front, made(Trainer(front.front_end, "one")), made(Trainer(front.front_end, "two"))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
+from weightsync.engine.exchange.pairs import Rules
+from weightsync.engine.exchange.slices import TORCH, Setting
 from weightsync.protocol.http import TensorSpec
 
 
@@ -16,6 +18,15 @@ class Expected(NamedTuple):
 
     specs: tuple[TensorSpec, ...]
     optional: frozenset[str] = frozenset()
+
+
+class Movable(NamedTuple):
+    """A model whose weights may lie elsewhere after each push."""
+
+    ranks: int = 1
+    """How many ranks of the engine share this memory, each with a second set of its own."""
+    rules: Rules = Rules()
+    """What of the model holds no weights."""
 
 
 class LoaderHooks(NamedTuple):
@@ -27,6 +38,31 @@ class LoaderHooks(NamedTuple):
     """The loader without any step around it, for any subset of the checkpoint's tensors."""
     around: Callable[[], AbstractContextManager[None]]
     """Context in which something other than the engine's loader may write the weights."""
+    movable: Movable | str = ""
+    """Whether the weights may lie elsewhere after a push; or why not, empty where an engine never moves them."""
+
+
+class StandbyHooks(NamedTuple):
+    """How an engine makes and loads a second set of its weights, in slices while it serves."""
+
+    model: torch.nn.Module
+    """The served model."""
+    nbytes: int
+    """Bytes that a second set takes."""
+    make: Callable[[Iterable[tuple[str, torch.Tensor]]], torch.nn.Module]
+    """Makes a second model from a complete checkpoint, as the engine does when it starts."""
+    load: Callable[[torch.nn.Module, Iterable[tuple[str, torch.Tensor]]], None]
+    """Loads a complete checkpoint into a model that ``make`` has made; after an error it can be loaded again."""
+    served: Callable[[], None]
+    """Drops what the rank computed with the weights before, after an exchange."""
+    discard: Callable[[torch.nn.Module], None]
+    """Forgets a model that ``make`` has made."""
+    ranks: int = 1
+    """How many ranks of the engine share this memory, each with a second set of its own."""
+    rules: Rules = Rules()
+    """What of the two models is not exchanged."""
+    settings: Sequence[Setting] = TORCH
+    """What is set for the whole process while a model is made or loaded."""
 
 
 class Sealed(NamedTuple):
@@ -36,6 +72,8 @@ class Sealed(NamedTuple):
     """The model that it writes."""
     why: str
     """Why only `Adapter.load` can load the weights, for example ``"it packs layers"``."""
+    standby: Callable[[], StandbyHooks | str] = str
+    """How a second set of the weights is made; or why there is none, empty where an engine never has one."""
 
 
 class Adapter(Protocol):

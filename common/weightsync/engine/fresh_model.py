@@ -39,13 +39,19 @@ def differing(
     make: Callable[[], torch.nn.Module],
     weights: Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]],
     device: torch.device,
+    discard: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> list[str]:
-    """Names of the ``weights`` in which ``live`` differs from a model that is made only for this. Needs its memory."""
+    """Names of the ``weights`` in which ``live`` differs from a model that is made only for this. Needs its memory.
+
+    ``discard`` is called with that model in the end.
+    """
     model = None
     try:
         model = make()
         return layout.differing(weights(model), weights(live))
     finally:
+        if model is not None:
+            discard(model)
         # Layers and their weight loaders refer to each other, so only the garbage collector frees them.
         del model
         gc.collect()

@@ -288,7 +288,7 @@ class FrontEnd:
     async def _apply(self, asked: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
         try:
             ready = await self._call("weightsync_ready", http.to_json(asked), deadline.left())
-            record_s = max(rank.record_s for rank in collect(ready, Ready))
+            ranks = collect(ready, Ready)
             deadline.check("the ranks to be ready")
             if not asked.rollback:
                 self._machine.move("staged")
@@ -315,7 +315,8 @@ class FrontEnd:
         self._machine.move("applied")
         self._committed, self._push, self._detail = asked.push, "", ""
         self._lease.idle()
-        reply.seconds["record"] = record_s
+        reply.seconds["record"] = max(rank.record_s for rank in ranks)
+        reply.seconds["standby"] = max(rank.standby_s for rank in ranks)
         return reply
 
     async def abort(self, asked: http.AbortRequest) -> http.AbortReply:

@@ -31,7 +31,7 @@ OUTCOMES: Final = {
 }
 PHASES: Final = ("prepare", "transfer", "commit")
 #: The steps of a commit, see `http.CommitReply`.
-STEPS: Final = ("record", "pause", "apply", "caches", "resume")
+STEPS: Final = ("record", "standby", "pause", "apply", "caches", "resume")
 
 
 class Metrics:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -89,14 +89,17 @@ class Calls:
     async def __call__(self, method: str, payload: bytes, timeout_s: float) -> Replies:
         """Call ``method`` on every rank; returns their `RankReply`. Raises `PushTimeout`, and engine errors.
 
-        If a rank replies that it is busy, all are called again later; they generate in between.
+        If a rank replies that it is busy, or has done a part, all are called again; they generate in between.
         """
         end = time.monotonic() + timeout_s
         while True:
             replies = await self._once(method, payload, max(end - time.monotonic(), 0.0))
-            if not any(map(_later, replies)) or time.monotonic() + _ASKING_S >= end:
+            again = _again(replies)
+            if again is None or (again == "later" and time.monotonic() + _ASKING_S >= end):
                 return replies
-            await asyncio.sleep(_AGAIN_S)
+            if time.monotonic() >= end:
+                raise PushTimeout(f"the ranks did not finish {method} within {timeout_s:g} s{self._hindrance()}")
+            await asyncio.sleep(_AGAIN_S if again == "later" else 0.0)
 
     async def _once(self, method: str, payload: bytes, timeout_s: float) -> Replies:
         start = time.monotonic()
@@ -141,11 +144,17 @@ class Calls:
         return f": {', '.join(seen)}" if seen else ""
 
 
-def _later(reply: bytes | str) -> bool:
+def _again(replies: Replies) -> Literal["at once", "later"] | None:
+    """Whether, and when, a call is to be repeated."""
     try:
-        return from_json(reply, RankReply).later
+        found = [from_json(reply, RankReply) for reply in replies]
     except msgspec.MsgspecError:
-        return False  # `collect` reports what is wrong with it
+        return None  # `collect` reports what is wrong
+    asked = [reply for reply in found if reply.later]
+    if not all(reply.at_once for reply in asked):
+        return "later"
+    failed = any(reply.error is not None and not reply.later for reply in found)
+    return "at once" if asked and not failed else None
 
 
 def _seen(rank: RankInfo) -> str:
@@ -157,8 +166,9 @@ def _seen(rank: RankInfo) -> str:
 def collect(replies: Sequence[bytes | str], kind: type[_R]) -> list[_R]:
     """Decode the replies of all ranks. Raises the worst error that a rank reported, with the messages of all."""
     decoded = [from_json(reply, RankReply) for reply in replies]
-    failed = [reply.error for reply in decoded if reply.error is not None]
-    if failed:
+    errors_of = [(reply.error, reply.at_once) for reply in decoded if reply.error is not None]
+    # A rank that has only done a part when another one fails has no error of its own.
+    if failed := [error for error, at_once in errors_of if not at_once] or [error for error, _ in errors_of]:
         worst = max(failed, key=lambda reply: SEVERITY.index(reply.weights))
         messages = dict.fromkeys(reply.message for reply in failed)
         raise errors.named(worst.error)("; ".join(messages), weights=worst.weights)

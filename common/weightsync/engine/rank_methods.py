@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from weightsync.engine import diagnosis
+from weightsync.engine.loading.standby import Unfinished
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.protocol.diagnosis import DiagnoseRequest, RankReport
@@ -84,6 +85,8 @@ def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) 
     """
     try:
         return to_json(RankReply(body=msgspec.Raw(to_json(_run(receiver(), method, payload)))))
+    except Unfinished as error:
+        return to_json(RankReply(error=error_reply(WrongState(str(error))), later=True, at_once=True))
     except Busy as error:
         return to_json(RankReply(error=error_reply(WrongState(str(error))), later=True))
     except Exception as error:

@@ -18,6 +18,7 @@ from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Adapter
 from weightsync.engine.diagnosis import RankDiagnosis
+from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
@@ -42,7 +43,7 @@ from weightsync.protocol.http import (
 )
 from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.protocol.states import ENGINE, Machine
-from weightsync.tensors.layout import Layout, listed
+from weightsync.tensors.layout import listed
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
 from weightsync.transports.base import EngineEnd, Incoming
@@ -88,11 +89,7 @@ class Receiver:
         #: The job whose thread used the transport last. Two threads must never use it at once.
         self._last: _Job | None = None
         self._detail = self._failed = ""
-        #: The loaded version and the one before, if the last push asked to keep them.
-        self._current: Staged | None = None
-        self._previous: Staged | None = None
-        #: The last commit that was begun, and the values of the two above before it.
-        self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
+        self._kept = Kept()
         #: Receives one push after the other.
         self._thread = DaemonThread("weightsync-receive")
         #: Ends that thread after what it is doing, once there will be no push any more.
@@ -122,14 +119,15 @@ class Receiver:
 
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
-        previous = self._previous  # the receiving thread may forget it
+        kept = self._kept.previous  # the receiving thread may forget it
         return RankStatus(
             rank=self._adapter.rank,
             state=self._machine.state,
             push=self._job.request.push if self._job is not None else "",
             detail=self._detail,
             digest=self._adapter.digest() if digest else "",
-            previous=previous.version if previous is not None else "",
+            previous=kept.version if kept is not None else self._in_standby(),
+            standby=self._in_standby() or UNSET,
             failed=self._failed,
             loading=self._loading.path,
             model=self._loading.status() or UNSET,
@@ -146,8 +144,13 @@ class Receiver:
         self._disown(asked.owner)
         return self._end(transport).join(asked, self._adapter.rank)
 
+    def _disown(self, owner: str) -> None:
+        if self._kept.disown(owner):
+            self._loading.keep(())
+
     def _supersede(self, what: str) -> None:
         """Cancel the current push: the front end has given the lease to another sender, or begun another push."""
+        self._loading.standby.stop()
         if self._job is not None:
             logger.warning("push %s is superseded by %s", self._job.request.push, what)
             self.abort()
@@ -170,8 +173,10 @@ class Receiver:
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep and not request.any_order
         job = _Job(request, end, self._loading.subset(layout, end.bytes_per_s) if some else Subset(layout, {}))
-        self._drop_kept(layout if request.keep else None)
-        self._before = ("", None, None)
+        self._kept.prepare(layout if request.keep else None)
+        staged = not request.stream and (request.any_order or not registry.spec(transport).local)
+        if staged and not self._stages.have_room(layout.nbytes, self._kept.current):
+            self._loading.standby.release()
         with self._lock:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
@@ -184,14 +189,14 @@ class Receiver:
             try:
                 incoming = job.transport.open(job.request, job.subset, self._adapter.rank, job.cancelled)
             except BaseException:
-                self._forget(None)  # the sender may already write
+                self._kept.forget(None)  # the sender may already write
                 raise
-            self._forget(incoming.arena)
+            self._kept.forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
-                staged, verify_s = self._stages.fill(incoming, job.request, job.subset, self._current)
+                staged, verify_s = self._stages.fill(incoming, job.request, job.subset, self._kept.current)
             # Load plans bound to arenas that are no longer in use are dropped, and with them the memory.
-            self._loading.keep(kept.data for kept in (staged, self._current, self._previous) if kept is not None)
+            self._loading.keep(one.data for one in (staged, *self._kept) if one is not None)
             with self._lock:
                 if job.cancelled.is_set():
                     raise TransferFailed("the push was aborted")
@@ -208,36 +213,11 @@ class Receiver:
             # A thread has no caller to raise to: `ready` tells the engine, the transport tells the sender.
             logger.warning("push %s was not received: %s", job.request.push, error)
             # Load plans must not keep the memory of the failed push alive.
-            self._loading.keep(kept.data for kept in (self._current, self._previous) if kept is not None)
+            self._loading.keep(one.data for one in self._kept)
             job.transport.fail(job.request.push, error)
             self._cancel(job, _text(error))
         finally:
             job.ended.set()
-
-    def _forget(self, arena: str | None) -> None:
-        """Drop kept versions that lie in ``arena``, to which the sender writes now; in any arena if it is None."""
-        if self._previous is not None and (arena is None or self._previous.arena in ("", arena)):
-            self._previous = None
-        if self._current is not None and self._current.arena and arena in (None, self._current.arena):
-            self._current = None
-
-    def _drop_kept(self, new: Layout | None) -> None:
-        """Drop kept versions, unless loading them again would undo a push of ``new``: of what that writes they lack
-        nothing."""
-        names = {spec.name for spec in new.specs} if new is not None else set()
-        for which in ("_current", "_previous"):
-            kept: Staged | None = getattr(self, which)
-            if kept is not None and (new is None or names - {spec.name for spec in kept.layout.specs}):
-                setattr(self, which, None)
-
-    def _disown(self, owner: str) -> None:
-        """Drop kept versions that lie in the memory of a sender other than ``owner``, which holds the lease now: a
-        sender without the lease may overwrite them."""
-        kept = self._current, self._previous, *self._before[1:]
-        if any(one is not None and one.arena and one.owner != owner for one in kept):
-            self._current = self._previous = None
-            self._before = ("", None, None)
-            self._loading.keep(())
 
     def _expire(self, job: _Job) -> None:
         self._cancel(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
@@ -252,16 +232,25 @@ class Receiver:
 
     def ready(self, request: CommitRequest) -> Ready:
         """Check that ``request`` can be applied. Raises `TransferFailed` without its push, `WrongState` out of turn."""
-        self._loading.prepare_load(self._wanted(request), request.push)
+        wanted = self._wanted(request)
+        if wanted is None and request.rollback:
+            return Ready()
+        self._loading.prepare_load(wanted, request.push, request.timeout_s)
         return self._loading.ready()
 
+    def _in_standby(self) -> str:
+        """The version before the one that is served, if the standby holds it."""
+        return self._kept.labels.before if self._loading.standby.holds_before() else ""
+
     def _wanted(self, request: CommitRequest) -> Staged | None:
-        """The version to load, or None if it is streamed. Raises as `ready`."""
+        """The version to load, or None if it is streamed, or in the standby. Raises as `ready`."""
         if request.rollback:
             self._machine.check("rollback")
-            if self._previous is None or self._previous.version != request.version:
+            if request.version == self._in_standby() and request.version and self._loading.standby.is_current():
+                return None
+            if (previous := self._kept.previous) is None or previous.version != request.version:
                 raise TransferFailed(f"rank {self._adapter.rank} keeps no version {request.version!r} to go back to")
-            return self._previous
+            return previous
         job = self._job
         if job is None or job.request.push != request.push or not self._machine.allows("commit"):
             raise TransferFailed(
@@ -281,28 +270,25 @@ class Receiver:
         """
         start = time.perf_counter()
         with self._lock:
-            self._wanted(request)
+            wanted = self._wanted(request)
             self._machine.move("rollback" if request.rollback else "commit")
-            self._before = (request.push, self._current, self._previous)
+            self._kept.begin(request.push)
             job = None if request.rollback else self._job
         try:
             if job is None:
-                assert self._previous is not None
-                self._load(self._previous)
-                self._current, self._previous = self._previous, self._current
+                self._load(wanted, request.push)
+                self._kept.loaded(self._kept.previous if wanted is None else wanted)
             else:
                 self._apply_job(job)
-                if job.staged is not None and job.request.keep:
+                if job.staged is not None:
                     job.staged.version = request.version
-                    self._current, self._previous = job.staged, self._current
-                else:
-                    self._current = self._previous = None
-                    self._before = ("", None, None)
+                self._kept.loaded(job.staged if job.request.keep else None)
         finally:
             if job is not None:
                 self._job = None
                 job.end()
         self._detail = ""
+        self._kept.labels.applied(request.version)
         self._machine.move("applied")
         took_s, rank = time.perf_counter() - start, self._adapter.rank
         logger.info("push %s: rank %d has loaded version %r in %.3f s", request.push, rank, request.version, took_s)
@@ -310,7 +296,7 @@ class Receiver:
 
     def _apply_job(self, job: _Job) -> None:
         if job.staged is not None:
-            self._load(job.staged, deep=job.request.verify == "deep")
+            self._load(job.staged, job.request.push, deep=job.request.verify == "deep")
             return
         try:
             self._load(job)
@@ -318,8 +304,8 @@ class Receiver:
             job.transport.fail(job.request.push, error)
             raise
 
-    def _load(self, what: Staged | _Job, *, deep: bool = False) -> None:
-        """Load a staged version, or one that is streamed while it is loaded."""
+    def _load(self, what: Staged | _Job | None, push: str = "", *, deep: bool = False) -> None:
+        """Load a staged version, or one that is streamed while it is loaded, or go back to that of the standby."""
         rank = self._adapter.rank
         try:
             self._quiesce()
@@ -328,18 +314,27 @@ class Receiver:
             raise ApplyFailed(f"rank {rank} failed before anything was loaded: {_text(error)}") from error
         try:
             if isinstance(what, Staged):
-                self._loading.load(what)
+                self._loading.load(what, push)
+            elif what is None:
+                self._loading.go_back(push)
             else:
                 assert what.incoming is not None
+                self._loading.standby.pass_by(what.subset.layout)
                 self._adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
                 arenas.synchronize(self._adapter.device)
             if deep and isinstance(what, Staged) and (names := self._adapter.differing(what.tensors())):
                 raise DigestMismatch(
                     f"the engine does not hold what a fresh engine would load: it differs in {listed(names)}"
                 )
+            if self._machine.state == "dirty_applying":
+                self._loading.standby.forget()  # what it holds now is no version
         except Exception as error:
             self._detail = _text(error)
+            if self._loading.undo(push):
+                self._machine.move("untouched")
+                raise ApplyFailed(f"rank {rank} serves the version before again: {self._detail}") from error
             self._machine.move("broken")
+            self._kept.labels.lost()
             raise ApplyFailed(
                 f"rank {rank} failed while loading: {self._detail}; it does not generate until a full push commits",
                 weights="dirty",
@@ -354,22 +349,28 @@ class Receiver:
 
         Raises `ApplyFailed` if it was not kept.
         """
-        begun, current, previous = self._before
-        if begun != request.push:
-            current, previous = self._current, self._previous
+        slots = self._kept.before(request.push)
         self._machine.check("rollback")
-        if current is None:
+        # What a rank held that was dirty before is no version.
+        if self._machine.state == "serving" and self._loading.undo(request.push):
+            self._machine.move("rollback")
+            self._machine.move("applied")
+        elif slots[0] is None:
             raise ApplyFailed(f"rank {self._adapter.rank} keeps no version to go back to", weights="dirty")
-        self._machine.move("rollback")
-        self._load(current)
-        self._machine.move("applied")
-        self._before = ("", None, None)
-        self._current, self._previous, self._detail = current, previous, ""
+        else:
+            self._machine.move("rollback")
+            self._load(slots[0])
+            self._machine.move("applied")
+        self._kept.restored(slots)
+        self._kept.labels.restored(request.push)
+        self._detail = ""
         logger.info("push %s: rank %d has loaded the version before again", request.push, self._adapter.rank)
 
     def abort(self, push: str = "") -> None:
         """Forget a push that was not applied, whichever it is where ``push`` is empty. Raises `Busy`."""
         job = self._job
+        if push in ("", self._loading.standby.push):
+            self._loading.standby.stop()
         if job is not None and push in ("", job.request.push):
             self._cancel(job, f"push {job.request.push} was aborted")
         if self._last is not None and push in ("", self._last.request.push):
@@ -386,10 +387,11 @@ class Receiver:
         """Give back what is held of a sender that has closed. Raises `Busy`."""
         if self._job is None:
             self._settled()
+            self._loading.standby.release()
             released = [end.release(address) for end in self._ends.values()]
             if any(released):
-                self._last = self._current = self._previous = None
-                self._before = ("", None, None)
+                self._last = None
+                self._kept.clear()
                 self._loading.keep(())
                 self._stages.release()
 

@@ -50,10 +50,10 @@ class Staged:
         if isinstance(self.data, Scattered):
             self.data.check()
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that is held in full, by name, as a view of the stage."""
+    def tensors(self, *, cloned: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that is held in full, by name, as a view of the stage; or each cloned when it is requested."""
         return (
-            (entry.spec.name, entry.view(self.data))
+            (entry.spec.name, entry.view(self.data).clone() if cloned else entry.view(self.data))
             for entry in self.layout.entries
             if self.subset.box(entry.number) is None
         )
@@ -183,11 +183,22 @@ class Stages:
             for entry in ended:  # the loader may keep a reference, but this does not
                 yield entry.spec.name, done.pop(entry.number)[1].view(entry.dtype).view(entry.spec.shape)
 
-    def _provide(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
+    def _split(self, nbytes: int, kept: Staged | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's stages that must not be overwritten, and of the others those that are large enough."""
         busy = [memory for memory in self._own if kept is not None and memory.data_ptr() == key(kept.data)]
-        for memory in self._own:
-            if memory.numel() >= nbytes and all(memory is not other for other in busy):
-                return memory[:nbytes]
+        others = (memory for memory in self._own if all(memory is not other for other in busy))
+        return busy, [memory for memory in others if memory.numel() >= nbytes]
+
+    def have_room(self, nbytes: int, kept: Staged | None) -> bool:
+        """Whether `fill` will find a stage, or memory for one."""
+        busy, large = self._split(nbytes, kept)
+        given_up = sum(memory.numel() for memory in self._own) - sum(memory.numel() for memory in busy)
+        return bool(large) or nbytes <= arenas.free_bytes(self.device) + given_up
+
+    def _provide(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
+        busy, large = self._split(nbytes, kept)
+        if large:
+            return large[0][:nbytes]
         self._own = busy  # free memory that is too small before allocating more
         available = arenas.free_bytes(self.device)
         if nbytes > available:

@@ -304,8 +304,9 @@ class StatusRequest(Message, frozen=True):
 
 class RankStatus(Message, frozen=True):
     """What one rank does. ``digest`` is a BLAKE2b hash in hex, empty unless it was asked for; ``previous`` the kept
-    version before. ``failed`` is the last push that ended here without being applied, ``detail`` the reason.
-    ``loading`` says how pushes are loaded, ``model`` what they load.
+    version before, ``standby`` the same if it is kept only until the next push is loaded. ``failed`` is the last push
+    that ended here without being applied, ``detail`` the reason. ``loading`` says how pushes are loaded, ``model`` what
+    they load.
     """
 
     rank: int
@@ -317,6 +318,7 @@ class RankStatus(Message, frozen=True):
     failed: str = ""
     loading: str = ""
     model: ModelStatus | msgspec.UnsetType = msgspec.UNSET
+    standby: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(Message, frozen=True):

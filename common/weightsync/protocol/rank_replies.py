@@ -10,12 +10,14 @@ from weightsync.protocol.http import ErrorReply, Message
 class RankReply(Message, frozen=True):
     """One rank's answer to a call: ``body`` is the reply in JSON unless ``error`` is set.
 
-    ``later``: the rank has done nothing, because it is still releasing the last push; repeat the call.
+    ``later``: the rank has done nothing, because it is still releasing the last push; repeat the call. With ``at_once``
+    it has done a part of its work: repeat the call without waiting.
     """
 
     body: msgspec.Raw = msgspec.Raw(b"{}")
     error: ErrorReply | None = None
     later: bool = False
+    at_once: bool = False
 
 
 class Accepted(Message, frozen=True, omit_defaults=True):
@@ -35,6 +37,10 @@ class Accepted(Message, frozen=True, omit_defaults=True):
 
 
 class Ready(Message, frozen=True, omit_defaults=True):
-    """One rank is ready to load. ``record_s`` as in `Accepted`, if the loader had to be recorded again."""
+    """One rank is ready to load. ``record_s`` as in `Accepted`, if the loader had to be recorded again.
+
+    ``standby_s`` is how long generation stopped, in slices, while the standby was loaded.
+    """
 
     record_s: float = 0.0
+    standby_s: float = 0.0

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
-from weightsync.tensors.native_copy import LARGE_BYTES, Block, Run
+from weightsync.tensors.native_copy import LARGE_BYTES, STEP_BYTES, Block, Run
 
 if TYPE_CHECKING:
     from weightsync.tensors import gpu_kernels
@@ -113,23 +113,37 @@ class TensorCopies:
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]):
         self.targets, self.sources = targets, sources
         runs: dict[torch.device, list[Run]] = {}
-        #: What torch copies, and from where.
-        self._into, self._out_of = list[torch.Tensor](), list[torch.Tensor]()
+        #: What torch copies, and from where, in groups of about `STEP_BYTES`.
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        nbytes = STEP_BYTES
         for target, source in zip(targets, sources, strict=True):
             if _is_small(target, source):
                 run = Run(source.data_ptr(), target.data_ptr(), target.nbytes)
                 runs.setdefault(target.device, []).append(run)
-            else:
-                self._into.append(target)
-                self._out_of.append(source)
+                continue
+            if nbytes >= STEP_BYTES:
+                self._groups.append(([], []))
+                nbytes = 0
+            nbytes += target.nbytes
+            into, out_of = self._groups[-1]
+            into.append(target)
+            out_of.append(source)
         self._small = [Copies(found, device) for device, found in runs.items()]
 
     def make(self) -> None:
         """Make every copy."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """Make every copy, about `STEP_BYTES` between two yields."""
         for copies in self._small:
             copies.make()
-        if self._into:
-            torch._foreach_copy_(self._into, self._out_of)
+            yield
+        for into, out_of in self._groups:
+            with torch.no_grad():
+                torch._foreach_copy_(into, out_of)
+            yield
 
 
 def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -29,6 +29,8 @@ import xxhash
 LARGE_BYTES: Final = 1 << 20
 #: Size of the chunks that threads copy: small enough that every thread gets some.
 SHARE_BYTES: Final = 8 << 20
+#: Bytes of one step of work that is done in steps, which take some milliseconds.
+STEP_BYTES: Final = 64 << 20
 #: More threads are not faster: the memory's bandwidth is the limit.
 _MOST_THREADS: Final = 16
 
@@ -75,9 +77,17 @@ class Copies:
 
     def make(self) -> None:
         """Make every copy."""
-        _share(_memmove, self._large)
+        for _ in self.steps(len(self._large) or 1):
+            pass
+
+    def steps(self, count: int = STEP_BYTES // SHARE_BYTES) -> Iterator[None]:
+        """Make every copy, ``count`` chunks of `SHARE_BYTES`, or a group of small copies, between two yields."""
+        for at in range(0, len(self._large), count):
+            _share(_memmove, self._large[at : at + count])
+            yield
         for targets, sources in self._small:
             _run(map(_setitem, targets, itertools.repeat(slice(None)), sources))
+            yield
 
 
 class Hashes:

@@ -39,7 +39,7 @@ _NOT_COMPARED: Final = (CheckpointSource, WeightSourceAdapter)
 
 
 class Options(NamedTuple):
-    """The arguments of a `sender.Sender`, which hold for every push; ``keep`` is its ``keep_previous``.
+    """The arguments of a `sender.Sender`, which hold for every push; ``keep``: its ``keep_previous`` is True.
 
     The names by which engines know the pushes begin with ``prefix``.
     """

@@ -16,7 +16,8 @@ class EngineResult:
 
     ``pause_s``: seconds that new requests waited; with ``pause="wait"`` this includes the time that requests in flight
     took to finish. ``seconds``: duration of each step of its commit. ``record`` is the time before the pause in which
-    the engine generates nothing because it compares its load plan with its loader.
+    the engine generates nothing because it compares its load plan with its loader, and ``standby`` that in which it
+    loads its standby, in slices between its steps.
 
     ``transport``: how the bytes got there; ``transport_reason``: why that transport was chosen. ``noticed``: remarks,
     for example that the engine was restarted, or served another version than this sender had left it with.

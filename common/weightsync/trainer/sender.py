@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from weightsync import errors
 from weightsync.deadline import Deadline
@@ -57,8 +57,9 @@ class Sender:
       engines are paused, so that a failure leaves them dirty; ``"auto"`` picks by the memory that is free.
     - ``verify``: ``"digest"`` compares every tensor in every rank's stage with what the trainer held, ``"deep"`` also
       what the engine computes with after loading, ``"off"`` nothing.
-    - ``keep_previous``: engines keep the previous version, for `rollback` and for a commit that fails; this doubles the
-      memory for the weights.
+    - ``keep_previous``: True has engines keep the previous version, for `rollback` and for a commit that fails; this
+      doubles the memory for the weights. With ``"auto"``, those that load into a standby hold it anyway, until the next
+      push is loaded there.
     - ``bucket_bytes``: the size of each of two buckets through which the bytes travel. By default the buckets hold the
       whole model if memory allows, so that on one host nothing is copied twice.
     - ``progress``: show a progress bar.
@@ -91,7 +92,7 @@ class Sender:
         pause: http.PauseMode = "retract",
         staging: Staging = "full",
         verify: http.Verify = "digest",
-        keep_previous: bool = False,
+        keep_previous: bool | Literal["auto"] = "auto",
         bucket_bytes: int | None = None,
         progress: bool = False,
         address: str | None = None,
@@ -100,6 +101,8 @@ class Sender:
     ):
         if isinstance(engines, str) or not engines:
             raise UnsupportedOption("engines: give a list of one or more engines")
+        if keep_previous not in (True, False, "auto"):
+            raise UnsupportedOption(f"keep_previous {keep_previous!r} is unknown; use one of True, False, auto")
         targets = [target(engine) for engine in engines]
         urls = [name_of(engine) for engine in targets]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
@@ -110,7 +113,7 @@ class Sender:
             pause,
             staging,
             verify,
-            keep_previous,
+            keep_previous is True,
             bucket_bytes,
             progress,
             "" if address is None else address,
@@ -332,7 +335,7 @@ class Sender:
         return self._run("catch_up", results, lambda _, deadline: self._rank_0_driver.catch_up(deadline, only))
 
     def rollback(self) -> PushResult:
-        """Serve the previous version again, which the engines kept (``keep_previous=True``). Raises as `push`.
+        """Serve the previous version again, which the engines kept, see ``keep_previous``. Raises as `push`.
 
         A second rollback brings the newer version back.
         """

@@ -8,6 +8,7 @@ runs unchanged, and the fault happens before it, after it, or to the data that p
 import functools
 import importlib.abc
 import importlib.machinery
+import itertools
 import json
 import os
 import signal
@@ -104,31 +105,88 @@ def receiver(module):
         return original(self)
 
 
+def standby(module):
+    @around(module.Standby, "load")
+    def load(original, self, push, layout, weights, check, *more):
+        rank = self._adapter.rank
+
+        def passing():
+            for number, pair in enumerate(weights()):
+                yield pair
+                at("rank loads", tensor=number, rank=rank)
+
+        def checked(model):
+            at("rank loaded", rank=rank)
+            check(model)
+
+        arm_post_load(self._adapter)
+        original(self, push, layout, passing, checked, *more)
+
+    @around(module.Standby, "fill")
+    def fill(original, self, *args):
+        arm_post_load(self._adapter)
+        original(self, *args)
+
+    @around(module.Standby, "exchange")
+    def exchange(original, self):
+        module = sys.modules["weightsync.engine.exchange.swap"]
+        swap, numbers = module._set_data, itertools.count()
+
+        def faulty(*both):
+            at("rank exchanges", tensor=next(numbers), rank=self._adapter.rank)
+            swap(*both)
+
+        module._set_data = faulty
+        try:
+            original(self)
+        finally:
+            module._set_data = swap
+
+
 def load_plan(module):
     native_copy = sys.modules["weightsync.tensors.native_copy"]  # which makes its copies
 
-    @around(module.LoadPlan, "replay")
-    def replay(original, self, stage):
-        # Tensors count as loaded in proportion to the copied runs of bytes, the last once all are copied.
-        tensors, run, runs, done = len(self.layout.entries), native_copy._run, len(self._runs_from(stage)) + 1, 0
-        numbers = iter(range(tensors))
+    class Counted:
+        """Tensors count as loaded in proportion to the copied runs of bytes, the last once all are copied."""
 
-        def counted(calls):
-            nonlocal done
+        def __init__(self, plan, stage):
+            self.tensors, self.runs, self.done = len(plan.layout.entries), len(plan._runs_from(stage)) + 1, 0
+            self.numbers, self.run = iter(range(self.tensors)), native_copy._run
+
+        def count(self, calls):
             for call in calls:
                 yield call
-                done += 1
-                for _ in range(done * tensors // runs - (done - 1) * tensors // runs):
-                    at("rank loads", tensor=next(numbers), **HERE)
+                self.done += 1
+                for _ in range(self.done * self.tensors // self.runs - (self.done - 1) * self.tensors // self.runs):
+                    at("rank loads", tensor=next(self.numbers), **HERE)
 
-        native_copy._run = lambda calls: run(counted(calls))
-        try:
+        def __enter__(self):
+            native_copy._run = lambda calls: self.run(self.count(calls))
+
+        def __exit__(self, *_):
+            native_copy._run = self.run
+
+        def end(self):
+            for number in self.numbers:
+                at("rank loads", tensor=number, **HERE)
+            at("rank loaded", **HERE)
+
+    @around(module.LoadPlan, "replay")
+    def replay(original, self, stage):
+        counted = Counted(self, stage)
+        with counted:
             original(self, stage)
-        finally:
-            native_copy._run = run
-        for number in numbers:
-            at("rank loads", tensor=number, **HERE)
-        at("rank loaded", **HERE)
+        counted.end()
+
+    @around(module.LoadPlan, "steps")
+    def steps(original, self, stage):
+        counted, left = Counted(self, stage), original(self, stage)
+        while True:
+            with counted:
+                if next(left, left) is left:
+                    break
+            yield
+        counted.end()
 
 
 def arm_post_load(adapter):
@@ -303,6 +361,7 @@ PATCHES = {
     "vllm_weightsync.compat_pause": compat_pause,
     "weightsync.engine.receiver": receiver,
     "weightsync.engine.loading.load_plan": load_plan,
+    "weightsync.engine.loading.standby": standby,
     "weightsync.transports.control.engine": engine_control,
     "weightsync.transports.control.trainer": trainer_control,
     "weightsync.transports.ipc_zmq": incoming("MappedIncoming"),

@@ -16,13 +16,16 @@ import torch
 from msgspec import structs
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks
+from weightsync.engine.coverage import packed, passed_over
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.recorded import Recording
 from weightsync.engine.loading.recording import record
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
-from weightsync.tensors.layout import CASTABLE, check_manifest, digest_of, dtype_name, listed, wrong_dtypes
+from weightsync.protocol.model_status import ModelStatus
+from weightsync.protocol.rank_replies import Accepted
+from weightsync.tensors.layout import CASTABLE, check_manifest, digest_of, dtype_name, listed, named, wrong_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +146,23 @@ class Complete:
                 f"{listed(lost)}; send them too"
             )
         return Stays(_digests(whole, kept), stay)
+
+    def left_out(self, plan: LoadPlan) -> tuple[Accepted, ModelStatus]:
+        """What a plan leaves unread of a push, and unwritten of the model."""
+        unread, unwritten = plan.unread(), plan.unwritten()
+        parameters = {owner.name for owner in plan.memory.owners if owner.parameter}
+        filled = ModelStatus(
+            parameters=len(parameters),
+            written=len(parameters.difference(unwritten)),
+            unwritten=named(unwritten),
+            unread_tensors=len(unread),
+            unread=named(unread),
+        )
+        if not isinstance(self.known(), Expected):
+            return Accepted(tuple(unread)), filled
+        names, specs = set(unread), plan.layout.specs
+        skipped = packed(number for number, spec in enumerate(specs) if spec.name in names)
+        return Accepted((), skipped, passed_over(specs, names, plan.unfilled()) if unread else {}), filled
 
     def _check_dtypes(self, expected: Expected, plan: LoadPlan | None, manifest: Sequence[TensorSpec]) -> None:
         listed_as = {spec.name: spec for spec in expected.specs}

@@ -11,32 +11,31 @@ depends on the number of tensors. Steps that the engine needs around a load stil
 from __future__ import annotations
 
 import bisect
-import ctypes
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy as shallow
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 
 from weightsync.engine.adapter import LoaderHooks
+from weightsync.engine.loading.comparing import PIECE_BYTES, memcmp, rows_of, same, sample
 from weightsync.engine.loading.fake_tensor import Unrecordable
-from weightsync.engine.loading.model_memory import Owner, overlap
+from weightsync.engine.loading.model_memory import overlap
 from weightsync.engine.loading.recorded import Copy, Recording
 from weightsync.engine.loading.recording import record
 from weightsync.tensors.boxes import Box, hull, whole
 from weightsync.tensors.gpu_copy import TensorCopies
-from weightsync.tensors.layout import Entry, Layout
+from weightsync.tensors.layout import Entry, Layout, listed
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key, pieces
 from weightsync.tensors.subset import Subset, run_cost, widened
 
-#: Bytes that are compared at once.
-_COMPARED_BYTES: Final = 64 << 20
 #: After every replay about 4 MiB of the model are compared, in pieces, others each time; that takes a millisecond at
 #: most. Fewer strided copies are compared, since each takes a step of Python.
 _SAMPLE_BYTES: Final = 4 << 20
-_PIECE_BYTES: Final = 64 << 10
 _SAMPLES: Final = 512
 _STRIDED_SAMPLES: Final = 8
 #: A sample of what the loader does takes one in `_SHARES` of the tensors, but at least `_SHARE` of them, others each
@@ -44,15 +43,11 @@ _STRIDED_SAMPLES: Final = 8
 _SHARES: Final = 32
 _SHARE: Final = 16
 
-_memcmp: Final = ctypes.CDLL(None).memcmp
-_memcmp.restype = ctypes.c_int
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
 
 class _Bound(NamedTuple):
     """A plan's copies out of one stage. Host memory is addressed, not referenced: the stage's owner keeps it alive.
 
-    ``ends`` counts the pieces of `_PIECE_BYTES` up to the end of each run; ``samples`` of them are compared after a
+    ``ends`` counts the pieces of `PIECE_BYTES` up to the end of each run; ``samples`` of them are compared after a
     replay. If every run is one piece, ``columns`` has the sources, targets and sizes of all, to compare them in C.
     ``gathered`` are copies of tensors that lie in several memory domains, and that are first made whole every time.
     """
@@ -64,6 +59,20 @@ class _Bound(NamedTuple):
     samples: int
     strided: TensorCopies
     gathered: list[tuple[Copy, Entry]]
+
+
+@dataclass
+class _Common:
+    """What a plan and those that were made of it by `LoadPlan.moved` have in common.
+
+    ``subset`` is what is read of the checkpoint, by the plan and by the loader; ``fitted``: to a link. ``compared`` and
+    ``recorded`` count the samples that were compared: of the model, and of what the loader does.
+    """
+
+    subset: Subset
+    fitted: bool = False
+    compared: int = 0
+    recorded: int = 0
 
 
 class LoadPlan:
@@ -78,7 +87,6 @@ class LoadPlan:
         self.layout, self._device = layout, device
         specs = [entry.spec for entry in layout.entries]
         self.recording = found = record(loader_hooks, specs, device)
-        self.memory = found.memory
         _refuse_conflicts(found)
         self.fallen = {owner.name: why for owner, why in found.fallen.items()}
         self.loader = frozenset(found.unfollowed).union(*(found.touched[owner] for owner in found.fallen))
@@ -88,27 +96,50 @@ class LoadPlan:
                 f"{owner.name}: {found.fallen[owner]}, and it is unknown which tensors it is loaded from"
             )
         self._check_loader_alone(loader_hooks)
-        self.copies: list[Copy] = []
-        for owner, copies in _by_owner(found).items():
-            if owner not in found.fallen:
-                self.copies += copies
-        #: What is read of the checkpoint, by the plan and by the loader; and whether it was fitted to a link.
-        self.subset = Subset(layout, dict(self._read(run_cost(math.inf))))
-        self._fitted = False
-        self._constants = [
-            constant for constant in found.constants if self.memory.owner(constant.target) not in found.fallen
-        ]
+        self._place()
+        self._followed = [entry.spec for entry in layout.entries if entry.spec.name not in self.loader]
+        self._common = _Common(Subset(layout, dict(self._read(run_cost(math.inf)))))
+
+    def _place(self) -> None:
+        """Determine what follows from where the recording says that the weights lie."""
+        found, memory = self.recording, self.recording.memory
+        self.memory = memory
+        groups = found.by_owner().items()
+        self.copies = [copy for owner, copies in groups if owner not in found.fallen for copy in copies]
+        self._constants = [each for each in found.constants if memory.owner(each.target) not in found.fallen]
         self._runs, self._strided = self._compile()
         self._bound: dict[int, _Bound] = {}
         #: Parameters that are not loaded, or not as a whole, and buffers that are loaded in part.
         self._incomplete = [
             owner
-            for owner in self.memory.owners
-            if (owner.parameter or owner in found.written) and self.memory.gaps(owner, found.written.get(owner, ()))
+            for owner in memory.owners
+            if (owner.parameter or owner in found.written) and memory.gaps(owner, found.written.get(owner, ()))
         ]
-        self._followed = [entry.spec for entry in layout.entries if entry.spec.name not in self.loader]
-        #: How many samples were compared: of the model, and of what the loader does.
-        self._comparisons = self._rerecorded = 0
+
+    @property
+    def subset(self) -> Subset:
+        """What is read of the checkpoint, by the plan and by the loader."""
+        return self._common.subset
+
+    def moved(self, place: Callable[[torch.Tensor], torch.Tensor]) -> LoadPlan:
+        """The same plan for weights that lie where ``place`` says; both take turns with their samples."""
+        other = shallow(self)
+        other.recording = self.recording.moved(place)
+        other._place()
+        return other
+
+    def written(self) -> list[torch.Tensor]:
+        """What is loaded, in parts. Raises `Unrecordable` unless these are whole parameters and buffers."""
+        if self.loader or self.fallen:
+            raise Unrecordable(f"only the loader itself can load {listed(self.fallen or self.loader)}")
+        if broken := [owner.name for owner in self._incomplete if owner in self.recording.written]:
+            raise Unrecordable(f"only a part of {listed(broken)} is loaded")
+        found = [part for parts in self.recording.written.values() for part in parts]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, found)}
+        for owner in self.memory.owners:
+            if owner not in self.recording.written and any(0 <= owner.start - at < n for at, n in storages.items()):
+                raise Unrecordable(f"{owner.name} is not loaded, and shares memory with what is")
+        return found
 
     def _check_loader_alone(self, loader_hooks: LoaderHooks) -> None:
         """Raise `Unrecordable` unless the loader does the same with ``loader`` alone as with the whole checkpoint."""
@@ -116,16 +147,19 @@ class LoadPlan:
             return
         specs = [entry.spec for entry in self.layout.entries if entry.spec.name in self.loader]
         specs = [spec for spec in specs if spec.name not in self.recording.unfollowed]
-        alone = record(loader_hooks, specs, self._device, self.memory)
+        alone = record(loader_hooks, specs, self._device, self.recording.memory)
         for owner in self.recording.fallen:
-            if _places(alone, owner) != _places(self.recording, owner):
+            if alone.places(owner) != self.recording.places(owner):
                 raise Unrecordable(f"{owner.name} cannot be loaded without the rest of the checkpoint")
 
     def fit(self, bytes_per_s: float) -> None:
         """Read no more than pays off over a link of this speed. Only the first call has an effect: another subset takes
         new transfers."""
-        if not self._fitted:
-            self._fitted, self.subset = True, Subset(self.layout, dict(self._read(run_cost(bytes_per_s))))
+        if not self._common.fitted:
+            self._common.fitted, self._common.subset = (
+                True,
+                Subset(self.layout, dict(self._read(run_cost(bytes_per_s)))),
+            )
 
     def _read(self, run_bytes: int) -> Iterator[tuple[int, Box]]:
         """For every tensor that is not read as a whole, its number and the box that is read; see `widened`."""
@@ -231,7 +265,7 @@ class LoadPlan:
             else:
                 pairs += found
         runs = self._runs_from(stage)
-        ends = list(itertools.accumulate(-(-run.nbytes // _PIECE_BYTES) for run in runs))
+        ends = list(itertools.accumulate(-(-run.nbytes // PIECE_BYTES) for run in runs))
         nbytes = sum(run.nbytes for run in runs)
         return _Bound(
             Copies(runs),
@@ -253,22 +287,35 @@ class LoadPlan:
         self.bind(stage)
         bound = self._bound[key(stage)]
         bound.copies.make()
+        bound.strided.make()
+        self._gather(stage, bound)
+
+    def steps(self, stage: Stream) -> Iterator[None]:
+        """As `replay`, some milliseconds of it between two yields."""
+        self.bind(stage)
+        bound = self._bound[key(stage)]
+        yield
+        yield from bound.copies.steps()
+        yield from bound.strided.steps()
+        self._gather(stage, bound)
+
+    @staticmethod
+    def _gather(stage: Stream, bound: _Bound) -> None:
         with torch.no_grad():
-            bound.strided.make()
             for copy, entry in bound.gathered:
                 copy.target.copy_(copy.part(stage, entry))
 
     def differs(self, stage: Stream) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if there is none."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
-        alike = all(_memcmp(*run) == 0 for run in self._runs_from(stage))
+        alike = all(memcmp(*run) == 0 for run in self._runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
             for copy in [copy for copy, _ in self._strided] if alike else self.copies:
                 source = copy.part(stage, entries[copy.name])
-                if not _same(source, copy.target):
+                if not same(source, copy.target):
                     return copy.name
             for constant in self._constants:
-                if not _same(constant.value.expand(constant.target.shape), constant.target):
+                if not same(constant.value.expand(constant.target.shape), constant.target):
                     return self._name_of(constant.target)
         return ""
 
@@ -279,24 +326,25 @@ class LoadPlan:
 
     def strays(self, stage: Stream) -> str:
         """Name of a parameter that is not, in a sample, what `replay` put there; another sample each time."""
-        bound, turn = self._bound[key(stage)], self._comparisons
-        self._comparisons += 1
-        pieces = _sample(bound.ends[-1] if bound.ends else 0, turn, bound.samples)
+        self.bind(stage)
+        bound, turn = self._bound[key(stage)], self._common.compared
+        self._common.compared += 1
+        pieces = sample(bound.ends[-1] if bound.ends else 0, turn, bound.samples)
         columns = [column[pieces.start :: pieces.step] for column in bound.columns]
-        for piece in pieces if not columns or any(map(_memcmp, *columns)) else ():
+        for piece in pieces if not columns or any(map(memcmp, *columns)) else ():
             at = bisect.bisect_right(bound.ends, piece)
             source, target, nbytes = bound.runs[at]
-            into = (piece - (bound.ends[at - 1] if at else 0)) * _PIECE_BYTES
-            if _memcmp(source + into, target + into, min(_PIECE_BYTES, nbytes - into)):
+            into = (piece - (bound.ends[at - 1] if at else 0)) * PIECE_BYTES
+            if memcmp(source + into, target + into, min(PIECE_BYTES, nbytes - into)):
                 owner = self.memory.owner_at(target + into)
                 return owner.name if owner is not None else ""
         with torch.inference_mode(False), torch.no_grad():
             sources, targets = bound.strided.sources, bound.strided.targets
-            pairs = [(sources[at], targets[at]) for at in _sample(len(targets), turn, _STRIDED_SAMPLES)]
-            gathered = [bound.gathered[at] for at in _sample(len(bound.gathered), turn, 1)]
+            pairs = [(sources[at], targets[at]) for at in sample(len(targets), turn, _STRIDED_SAMPLES)]
+            gathered = [bound.gathered[at] for at in sample(len(bound.gathered), turn, 1)]
             pairs += [(copy.part(stage, entry), copy.target) for copy, entry in gathered]
             for pushed, held in pairs:
-                if not _same(_rows(pushed, turn), _rows(held, turn)):
+                if not same(rows_of(pushed, turn), rows_of(held, turn)):
                     return self._name_of(held)
         return ""
 
@@ -309,29 +357,14 @@ class LoadPlan:
             specs = [entry.spec for entry in self.layout.entries]
             return self.recording.differs(record(loader_hooks, specs, self._device, self.memory))
         count = len(self._followed)
-        turns = range(self._rerecorded, self._rerecorded + samples)
-        sampled = {at for turn in turns for at in _sample(count, turn, max(_SHARE, count // _SHARES))}
+        turns = range(self._common.recorded, self._common.recorded + samples)
+        sampled = {at for turn in turns for at in sample(count, turn, max(_SHARE, count // _SHARES))}
         specs = [self._followed[at] for at in sorted(sampled)]
         names = frozenset(spec.name for spec in specs)
-        self._rerecorded += samples
+        self._common.recorded += samples
         if not names:
             return ""
         return self.recording.differs(record(loader_hooks, specs, self._device, self.memory), names)
-
-
-def _sample(count: int, turn: int, most: int) -> range:
-    """At most ``most`` of ``count`` numbers, evenly spread; successive turns go through all of them."""
-    step = max(1, -(-count // max(1, most)))
-    return range(turn % step, count, step)
-
-
-def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Some rows of a tensor, others in every turn."""
-    if not tensor.ndim or not tensor.numel():
-        return tensor
-    rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
-    start = turn * rows % len(tensor)
-    return tensor.narrow(0, start, min(rows, len(tensor) - start))
 
 
 #: The largest parameter of one element, in bytes.
@@ -340,7 +373,7 @@ _SCALAR: Final = 8
 
 def _refuse_conflicts(found: Recording) -> None:
     """Leave parameters of which a part is written twice to the loader: grouped copies have no order."""
-    for owner, copies in _by_owner(found).items():
+    for owner, copies in found.by_owner().items():
         if owner in found.fallen:
             continue
         targets = [copy.target for copy in copies]
@@ -352,25 +385,6 @@ def _refuse_conflicts(found: Recording) -> None:
             found.fallen[owner] = str(error)
 
 
-def _by_owner(found: Recording) -> dict[Owner, list[Copy]]:
-    """The copies by parameter, without duplicates."""
-    groups: dict[Owner, dict[Any, Copy]] = {}
-    for copy in found.copies:
-        owner = found.memory.owner(copy.target)
-        assert owner is not None
-        target = copy.target
-        found.touched.setdefault(owner, set()).add(copy.name)
-        key = (*copy[:4], target.data_ptr(), target.shape, target.stride(), target.dtype)
-        groups.setdefault(owner, {})[key] = copy
-    return {owner: list(group.values()) for owner, group in groups.items()}
-
-
-def _places(found: Recording, owner: Owner) -> list[Any]:
-    return sorted(
-        (part.data_ptr(), tuple(part.shape), part.stride(), str(part.dtype)) for part in found.written.get(owner, ())
-    )
-
-
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     run = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -379,20 +393,3 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
                 return False
             run *= size
     return True
-
-
-def _same(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether copying ``source`` to ``target`` would change no bit."""
-    alike = source.dtype == target.dtype and source.device == target.device
-    if alike and source.device.type == "cpu" and source.is_contiguous() and target.is_contiguous():
-        return bool(_memcmp(source.data_ptr(), target.data_ptr(), target.nbytes) == 0)
-    if not target.ndim:
-        source, target = source.view(1), target.view(1)
-    rows = max(1, _COMPARED_BYTES // max(1, math.prod(target.shape[1:]) * target.itemsize))
-    pairs = zip(torch.split(source, rows), torch.split(target, rows), strict=True)
-    return all(torch.equal(_bits(ours.to(device=own.device, dtype=own.dtype)), _bits(own)) for ours, own in pairs)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # The clone also normalises the stride of a dimension with one element.
-    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -8,22 +8,25 @@ of the live parameters are compared with the stage; if they differ, the loader l
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 from msgspec import structs
 
-from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, Sealed
-from weightsync.engine.coverage import packed, passed_over
+from weightsync.engine.adapter import Adapter, LoaderHooks, Sealed
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
+from weightsync.engine.loading.planned import described
 from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.samples import Samples
+from weightsync.engine.loading.standby import Standby
 from weightsync.engine.stage import Staged
 from weightsync.errors import ManifestUnknown, TransferFailed, WrongState
 from weightsync.memory import arenas
@@ -33,13 +36,14 @@ from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.protocol.states import PLAN, Machine, PlanState
 from weightsync.tensors.domains import layout_of
-from weightsync.tensors.layout import Layout, Table, listed, named
+from weightsync.tensors.layout import Layout, Table, listed
 from weightsync.tensors.scattered import Stream, spans
 from weightsync.tensors.subset import Subset
 
 logger = logging.getLogger(__name__)
 
 _OWN: Final = "the engine's own loader"
+_MOVES: Final = "the memory of its model moves while it is loaded"
 
 
 class Loading:
@@ -53,6 +57,7 @@ class Loading:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._complete = Complete(adapter)
+        self.standby = Standby(adapter, self._complete)
         self._hooks: LoaderHooks | None = None
         #: What the last push left as the engine had it.
         self._kept: tuple[str, ...] = ()
@@ -76,14 +81,14 @@ class Loading:
     def path(self) -> str:
         """How this rank loads, for `http.RankStatus.loading`; empty before the first push."""
         if self._plan is None:
-            return f"{_OWN}: {self._why}" if self._why else ""
+            own = f"{_OWN}: {self._why}" if self._why else ""
+            if self.standby.used:
+                return f"into a standby, by {_OWN}, and exchanged"
+            return own and own + self.standby.without
         if not self._machine.allows("replay"):
             return f"{_OWN}: the load plan is checked by the first push that commits"
-        rest = [f"{name} ({why})" for name, why in self._plan.fallen.items()]
-        rest += [] if self._plan.fallen else sorted(self._plan.loader)
-        subset = self._plan.subset
-        share = f", reads {100 * subset.nbytes / subset.layout.payload_bytes:.0f} % of a push" if subset.name else ""
-        return f"load plan, {len(self._plan.copies)} copies{share}" + (f"; {_OWN} for {listed(rest)}" if rest else "")
+        way = ", into a standby" if self.standby.used else ""
+        return described(self._plan, way, _OWN) + self.standby.without
 
     def status(self) -> ModelStatus | None:
         """What the last accepted manifest fills, and the last comparisons; None before the first manifest."""
@@ -142,7 +147,7 @@ class Loading:
     def ready(self) -> Ready:
         """The reply after `prepare_load`; the seconds that recording took are reported once."""
         seconds, self._record_s = self._record_s, 0.0
-        return Ready(seconds)
+        return Ready(seconds, self.standby.seconds)
 
     def _record(self, layout: Layout) -> None:
         start = time.perf_counter()
@@ -157,7 +162,7 @@ class Loading:
                 return
             with uncollected():
                 self._plan = LoadPlan(hooks, layout, self._adapter.device)
-                self._accepted = self._left_out(self._plan)
+                self._accepted, self._filled = self._complete.left_out(self._plan)
             self._hooks = hooks
             self._machine.move("recorded")
         except Exception as error:
@@ -167,22 +172,6 @@ class Loading:
             logger.info("%s", self.path)
         finally:
             self._record_s += time.perf_counter() - start
-
-    def _left_out(self, plan: LoadPlan) -> Accepted:
-        unread, unwritten = plan.unread(), plan.unwritten()
-        parameters = {owner.name for owner in plan.memory.owners if owner.parameter}
-        self._filled = ModelStatus(
-            parameters=len(parameters),
-            written=len(parameters.difference(unwritten)),
-            unwritten=named(unwritten),
-            unread_tensors=len(unread),
-            unread=named(unread),
-        )
-        if not isinstance(self._complete.known(), Expected):
-            return Accepted(tuple(unread))
-        names, specs = set(unread), plan.layout.specs
-        skipped = packed(number for number, spec in enumerate(specs) if spec.name in names)
-        return Accepted((), skipped, passed_over(specs, names, plan.unfilled()) if unread else {})
 
     # --- whether the recording still holds
 
@@ -213,34 +202,20 @@ class Loading:
         plan, hooks, dependencies = self._plan, self._hooks, self._dependencies
         if plan is None or hooks is None or dependencies is None or not self._machine.allows("replay"):
             return ""
-        start, changed = time.perf_counter(), []
-        try:
-            changed = dependencies.changed()
-            samples = self._samples.due(plan, commits=commits) if sample else 0
-            if not (changed or samples):
-                return ""
-            with uncollected():
-                found = self._samples.compare(plan, hooks, samples) if samples and not changed else "some"
-                # With few tensors a loader may behave differently than with all: only a full recording decides.
-                found = found and plan.changed(hooks)
-            if changed and not found:
-                dependencies.was_harmless(changed)
-        except Exception as error:
-            found = f"all ({type(error).__name__}: {error})"
-        finally:
-            self._record_s += time.perf_counter() - start
-        why = f"{listed(changed)} changed, and " if changed else ""
-        fault = f"{why}the loader no longer does what was recorded with {found}" if found else ""
-        self._note("what the loader does", push, fault)
-        return fault
+        start = time.perf_counter()
+        found = self._samples.find_change(plan, hooks, dependencies, sample=sample, commits=commits)
+        self._record_s += time.perf_counter() - start
+        if found is not None:
+            self._note("what the loader does", push, found)
+        return found or ""
 
     def _note(self, what: str, push: str, fault: str) -> None:
         self._compared[what] = Comparison(what, push, fault)
 
-    def prepare_load(self, staged: Staged | None, push: str = "") -> None:
-        """Prepare to load, before generation stops; record a changed loader again. Raises `TransferFailed`."""
+    def prepare_load(self, staged: Staged | None, push: str = "", timeout_s: float = math.inf) -> None:
+        """Prepare to load, before generation stops; record a changed loader again. Raises as `Standby.load`."""
         before, accepted = self._plan, self._accepted
-        if self._layout is not None:
+        if self._layout is not None and not self.standby.loads(push):
             # Some engines call this twice for a push.
             first = push != self._checked_push or not push
             self._record_if_changed(self._layout, push, sample=first, commits=True)
@@ -257,13 +232,19 @@ class Loading:
             )
         if staged is None:
             return
-        if self._plan is not None and self._replays(staged):
-            self._plan.bind(staged.data)
+        plan = self._plan
+        if plan is not None and self._hooks is not None and self._replays(staged):
+            self.standby.fill(push, plan, self._hooks, staged, timeout_s)
+            if not self.standby.holds(push):
+                plan.bind(staged.data)
         elif staged.subset.name:
             raise TransferFailed(
                 f"rank {self._adapter.rank} holds only what its load plan reads, which no longer fits its model; "
                 "push again"
             )
+        elif plan is None:
+            check = functools.partial(self._check_adopted, staged)
+            self.standby.load(push, staged.layout, lambda: staged.tensors(cloned=self._loads_clones), check, timeout_s)
 
     def _replays(self, staged: Staged) -> bool:
         plan = self._plan
@@ -285,12 +266,42 @@ class Loading:
 
     # --- loading
 
-    def load(self, staged: Staged) -> None:
+    def load(self, staged: Staged, push: str = "") -> None:
         """Load a version. Raises whatever the engine raises, and as `Staged.check`."""
+        if self.standby.holds(push) and self.standby.is_current():
+            try:
+                self.standby.exchange()
+            finally:
+                self._follow()
+            if self._plan is None:
+                return
+            if why := self._compare(self._plan, staged):
+                staged.check()
+            self._replayed(staged, why)
+            return
+        self.standby.pass_by(staged.layout)
         self._load(staged)
         # On the reply the sender may write to its memory again: nothing may still be reading it.
         arenas.synchronize(self._adapter.device)
         staged.check()
+
+    def go_back(self, rollback: str) -> None:
+        """See `Standby.go_back`."""
+        try:
+            self.standby.go_back(rollback)
+        finally:
+            self._follow()
+
+    def undo(self, push: str) -> bool:
+        """See `Standby.undo`."""
+        try:
+            return self.standby.undo(push)
+        finally:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Weights may have been exchanged: the plan is that for where they lie."""
+        self._plan = self.standby.plan(self._plan)
 
     def _load(self, staged: Staged) -> None:
         plan = self._plan
@@ -303,13 +314,18 @@ class Loading:
             if plan is not None and staged.layout is plan.layout and self._machine.allows("matched"):
                 self._check(plan, staged)
             return
-        why = self._replay(plan, staged)
+        self._replayed(staged, self._replay(plan, staged))
+
+    def _replayed(self, staged: Staged, why: str) -> None:
+        """The plan was replayed; ``why`` says why the model does not hold the push: then the loader loads it."""
         self._note("what is in the model", staged.push, why)
         if not why:
             self._machine.move("replay")
             self._pushes += 1
             return
         self._drop(why)
+        self.standby.release()
+        self.standby.pass_by(staged.layout)
         if staged.subset.name:
             raise WrongState(
                 f"rank {self._adapter.rank} holds only parts of a version, and its load plan no longer holds: {why}"
@@ -326,19 +342,24 @@ class Loading:
                 plan.replay(staged.data)
                 if plan.loader:
                     self._hooks.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
-        if moved or not plan.memory.is_unmoved():
-            return "the memory of its model moves while it is loaded"
+        return _MOVES if moved else self._compare(plan, staged)
+
+    def _compare(self, plan: LoadPlan, staged: Staged) -> str:
+        if not plan.memory.is_unmoved():
+            return _MOVES
         arenas.synchronize(self._adapter.device)
         name = plan.strays(staged.data)
         return f"{name} is not what was copied to it: it is processed after loading" if name else ""
 
     def _load_by_engine(self, staged: Staged) -> None:
         """Load with the engine's loader. Raises what that raises, or `WrongState` if a parameter lies in the stage."""
-        tensors = staged.tensors()
-        self._adapter.load(_cloned(tensors) if self._loads_clones else tensors)
+        self._adapter.load(staged.tensors(cloned=self._loads_clones))
         hooks = self._adapter.loader_hooks()
-        taken = inside(hooks.model, spans(staged.data)) if isinstance(hooks, (LoaderHooks, Sealed)) else ""
-        if taken:
+        if isinstance(hooks, (LoaderHooks, Sealed)):
+            self._check_adopted(staged, hooks.model)
+
+    def _check_adopted(self, staged: Staged, model: torch.nn.Module) -> None:
+        if taken := inside(model, spans(staged.data)):
             self._loads_clones = True
             raise WrongState(
                 f"the engine's loader did not copy {taken} but kept the tensor that it was given, which lies in memory "
@@ -354,7 +375,9 @@ class Loading:
             why = f"{name} is not what was recorded: it is processed after loading"
         else:
             try:
-                self._dependencies = Dependencies(plan.memory.model, plan.loads)
+                self._dependencies = Dependencies(
+                    plan.memory.model, lambda tensor: self._plan is not None and self._plan.loads(tensor)
+                )
             except Exception as error:  # the weights are right, but the plan cannot be checked later
                 why = f"what it depends on cannot be determined ({type(error).__name__}: {error})"
         self._note("what the engine loaded", staged.push, why)
@@ -372,10 +395,7 @@ class Loading:
 
     def keep(self, stages: Iterable[Stream]) -> None:
         """Drop references to any other stage than these."""
+        stages = list(stages)
         if (plan := self._plan) is not None:
             plan.keep(stages)
-
-
-def _cloned(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in memory of their own, each cloned when it is requested."""
-    return ((name, tensor.clone()) for name, tensor in tensors)
+        self.standby.keep(stages)

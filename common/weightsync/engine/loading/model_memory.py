@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,13 +57,22 @@ class Memory:
                     if isinstance(value, torch.Tensor):
                         self._tensors.append(value)
                         self._names.append(f"{prefix}.{key}" if prefix else key)
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._hold([tensor.detach() for tensor in self._tensors])
+
+    def _hold(self, tensors: list[torch.Tensor]) -> None:
         #: References that keep the memory, so that no address is used again.
-        self._held = [tensor.detach() for tensor in self._tensors]
+        self._held = tensors
+        self._addresses = list(map(torch.Tensor.data_ptr, self._held))
         self.owners = list(self._merged())
         self._starts = [owner.start for owner in self.owners]
         self._order = sorted(range(len(self._held)), key=self._addresses.__getitem__)
         self._sorted = [self._addresses[at] for at in self._order]
+
+    def moved(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Memory:
+        """As it will be once the data of every tensor lies where ``place`` says; owners keep their names."""
+        other = copy.copy(self)
+        other._hold(list(map(place, self._held)))
+        return other
 
     def _merged(self) -> Iterator[Owner]:
         spans = sorted(

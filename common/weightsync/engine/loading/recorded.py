@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,9 +84,39 @@ class Recording:
     written: dict[Owner, list[torch.Tensor]] = field(default_factory=dict)
     """By parameter, the parts that are written."""
 
+    def moved(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Recording:
+        """As it will be once the data of every tensor lies where ``place`` says."""
+        memory = self.memory.moved(place)
+        owners = {owner.name: owner for owner in memory.owners}
+        return Recording(
+            memory,
+            [each._replace(target=place(each.target)) for each in self.copies],
+            [each._replace(target=place(each.target)) for each in self.constants],
+            {owners[owner.name]: why for owner, why in self.fallen.items()},
+            {owners[owner.name]: names for owner, names in self.touched.items()},
+            self.unfollowed,
+            {owners[owner.name]: list(map(place, written)) for owner, written in self.written.items()},
+        )
+
     def read(self) -> set[str]:
         """Names of the tensors that are loaded from."""
         return set(self.unfollowed).union(*self.touched.values())
+
+    def by_owner(self) -> dict[Owner, list[Copy]]:
+        """The copies by parameter, without duplicates; notes by which tensors it is `touched`."""
+        groups: dict[Owner, dict[Any, Copy]] = {}
+        for copy in self.copies:
+            owner = self.memory.owner(copy.target)
+            assert owner is not None
+            self.touched.setdefault(owner, set()).add(copy.name)
+            groups.setdefault(owner, {})[(*copy[:4], *_place(copy.target))] = copy
+        return {owner: list(group.values()) for owner, group in groups.items()}
+
+    def places(self, owner: Owner) -> list[Any]:
+        """Which parts of a parameter are written."""
+        return sorted(
+            (part.data_ptr(), tuple(part.shape), part.stride(), str(part.dtype)) for part in self.written.get(owner, ())
+        )
 
     @functools.cached_property
     def _keys(self) -> dict[str, list[tuple[Any, ...]]]:

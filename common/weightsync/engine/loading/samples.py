@@ -7,6 +7,9 @@ from typing import Final
 
 from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.load_plan import LoadPlan
+from weightsync.engine.loading.loader_dependencies import Dependencies
+from weightsync.engine.loading.recording import uncollected
+from weightsync.tensors.layout import listed
 
 #: Seconds of this thread's CPU that a sample may take in every check. One that takes n times as long is taken in every
 #: n-th check, and at least in every `_RESTS`-th.
@@ -34,6 +37,28 @@ class Samples:
         elif not plan.subset.name:
             due, self._left = 0, due
         return due
+
+    def find_change(
+        self, plan: LoadPlan, hooks: LoaderHooks, dependencies: Dependencies, *, sample: bool, commits: bool
+    ) -> str | None:
+        """Why a trusted plan no longer is what the loader does; empty if no difference is found, None if nothing cheap
+        was there to compare. ``sample`` and ``commits`` as in `due`."""
+        changed: list[str] = []
+        try:
+            changed = dependencies.changed()
+            samples = self.due(plan, commits=commits) if sample else 0
+            if not (changed or samples):
+                return None
+            with uncollected():
+                found = self.compare(plan, hooks, samples) if samples and not changed else "some"
+                # With few tensors a loader may behave differently than with all: only a full recording decides.
+                found = found and plan.changed(hooks)
+            if changed and not found:
+                dependencies.was_harmless(changed)
+        except Exception as error:
+            found = f"all ({type(error).__name__}: {error})"
+        why = f"{listed(changed)} changed, and " if changed else ""
+        return f"{why}the loader no longer does what was recorded with {found}" if found else ""
 
     def compare(self, plan: LoadPlan, hooks: LoaderHooks, samples: int) -> str:
         """As `LoadPlan.changed`; if a sample is expensive, the next checks do without."""

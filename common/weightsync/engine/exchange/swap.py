@@ -1,0 +1,65 @@
+"""The exchange of what two sets of weights hold: of every pair of tensors, the data."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+
+#: Tensors of this size are left to the garbage collector: one may be a handle, by which its owner frees something.
+_SMALL_BYTES: Final = 64
+
+
+class Link(NamedTuple):
+    """What a mapping of the served model held under a key."""
+
+    held: Any
+    key: Any
+    value: Any
+
+
+class Swap:
+    """Pairs of tensors, the first of the served model, the second of the standby.
+
+    They are exchanged by their data, so that whoever else refers to one of them sees it too.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.links: list[Link] = []
+        self.torn = False
+        """Whether an exchange failed, and could not be taken back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of one set."""
+        return sum(one.nbytes for one, _ in self.tensors)
+
+    def is_current(self) -> bool:
+        """Whether everything that was reached through names of the served model is still there."""
+        return all(held.get(key) is value for held, key, value in self.links)
+
+    def exchange(self) -> None:
+        """Exchange what is paired. If that fails, all is as before, and the error is raised; or it is `torn`."""
+        both = [(one, one.data, other, other.data) for one, other in self.tensors]
+        try:
+            for one, data, other, mirror in both:
+                _set_data(one, mirror, other, data)
+        except BaseException:
+            for one, data, other, mirror in both:
+                try:
+                    one.data, other.data = data, mirror
+                except Exception:
+                    self.torn = True
+            raise
+
+    def free(self) -> None:
+        """Give back the memory of the standby's tensors, which nobody uses any more."""
+        for _, other in self.tensors:
+            if other.nbytes > _SMALL_BYTES:
+                other.data = other.data.new_empty(0)
+
+
+def _set_data(one: torch.Tensor, data: torch.Tensor, other: torch.Tensor, mirror: torch.Tensor) -> None:
+    one.data = data
+    other.data = mirror

@@ -1,0 +1,350 @@
+"""A second set of the weights of one rank: loaded while the engine serves, exchanged with what is served in the pause.
+
+Both are made by the engine's own code, so it does not matter what that does to weights after loading. After an exchange
+the standby holds the version before, until the next push is loaded there.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, TypeVar
+
+import torch
+
+from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, Sealed, StandbyHooks
+from weightsync.engine.exchange.pairs import Pairs, Unlike
+from weightsync.engine.exchange.slices import Sliced, Steps
+from weightsync.engine.exchange.swap import Swap
+from weightsync.engine.loading.complete import Complete
+from weightsync.engine.loading.fake_tensor import Unrecordable
+from weightsync.engine.loading.load_plan import LoadPlan
+from weightsync.engine.loading.planned import Planned, nbytes_of
+from weightsync.engine.stage import Staged
+from weightsync.errors import TransferFailed, WeightSyncError, WrongState
+from weightsync.memory import arenas
+from weightsync.tensors.layout import Layout, listed
+from weightsync.tensors.scattered import Stream
+
+logger = logging.getLogger(__name__)
+
+_S = TypeVar("_S", bound=Swap)
+#: The second model, if it is one; and what is exchanged.
+_Made = tuple[torch.nn.Module | None, Swap]
+
+#: Seconds of one slice.
+_SLICE_S: Final = 0.02
+#: How often in turn an engine may fail to make a standby, or one that is like its model, before that is given up: a
+#: load of its own way in between may mend what someone else did to the model.
+_TRIES: Final = 2
+#: Of the memory that the standby takes, how much must be free before it is made.
+_ROOM: Final = 1.1
+
+
+class Unfinished(WrongState):
+    """A slice of the work is done: ask again at once."""
+
+
+class Standby:
+    """The second set of weights of one rank. All methods belong to the engine's loop.
+
+    It is either another model, which the engine's loader loads (`load`), or memory that a load plan fills (`fill`).
+    """
+
+    def __init__(self, adapter: Adapter, complete: Complete):
+        self._adapter, self._complete = adapter, complete
+        #: Of all tensors that were ever loaded.
+        self._names: set[str] = set()
+        self._hooks: StandbyHooks | None = None
+        self._model: torch.nn.Module | None = None
+        self._set: Swap | None = None
+        #: Context in which it is exchanged.
+        self._around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._began = 0.0
+        self._work: Sliced[_Made] | Steps[_Made] | None = None
+        #: The push that is being loaded, or that was; whether all of it has been; whether it is what is served. The
+        #: standby holds the version before then.
+        self._push, self._loaded, self._served = "", False, False
+        #: Of the last rollback: its identity, and the push before.
+        self._back: tuple[str, str] | None = None
+        #: Whether any push was loaded into a standby.
+        self._used = False
+        #: The push that is loaded the engine's own way.
+        self._passed = ""
+        self.why = ""
+        """Why the last push was not loaded into a standby; empty if it was, or none was tried."""
+        #: How often it is tried to make one.
+        self._tries = _TRIES
+        self.seconds = 0.0
+        """In which the engine stood still for slices since this was last set."""
+
+    @property
+    def push(self) -> str:
+        """The push that is being loaded, or is loaded; empty if none is."""
+        return self._push
+
+    @property
+    def used(self) -> bool:
+        """Whether the last push was loaded through the standby."""
+        return self._used and not self.why
+
+    @property
+    def without(self) -> str:
+        """Why not, for people who read how pushes are loaded; empty if they were, or there never is a standby."""
+        return f"; no standby: {self.why}" if self.why else ""
+
+    def load(
+        self,
+        push: str,
+        layout: Layout,
+        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        check: Callable[[torch.nn.Module], None],
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Load ``weights`` by the engine's own loader for the time of a slice; ``check`` may refuse the loaded model.
+
+        Raises `Unfinished` until they are loaded, or why they cannot be. Returns at once if the engine is to load them
+        in the pause, see `why`; that is so if half of ``timeout_s`` has passed.
+        """
+        self._advance(push, lambda: self._begin_to_load(layout, weights, check), timeout_s)
+
+    def fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, timeout_s: float = math.inf) -> None:
+        """As `load`, by ``plan``, which fits the served model."""
+        self._advance(push, lambda: self._begin_to_fill(plan, hooks, staged), timeout_s)
+
+    def _advance(self, push: str, begin: Callable[[], str | None], timeout_s: float) -> None:
+        if (push == self._push and self._loaded) or (push and push == self._passed):
+            return
+        if push != self._push or self._work is None:
+            self.stop()
+            found = begin() if self._tries else self.why
+            self.why = found or ""
+            if found is not None:
+                self._passed = push
+                return
+            self._push, self._loaded, self._served = push, False, False
+            self._began, self.seconds = time.monotonic(), 0.0
+        assert self._work is not None
+        if time.monotonic() - self._began > timeout_s / 2:
+            self.stop()
+            self._passed, self.why = push, f"it was not loaded within {timeout_s / 2:g} s, half of the time of the push"
+            return
+        made, start = self._set is None and self._model is None, time.perf_counter()
+        try:
+            ended = self._work.advance(_SLICE_S)
+        except WeightSyncError:
+            self._drop()
+            raise
+        except Exception as error:
+            self._failed(error, made)
+            return
+        finally:
+            self.seconds += time.perf_counter() - start
+        if not ended:
+            raise Unfinished(f"rank {self._adapter.rank} is still loading push {push} into its standby")
+        self._model, self._set = self._work.result()
+        self._work, self._loaded, self._used, self._tries = None, True, True, _TRIES
+
+    def _lacks(self, layout: Layout) -> set[str]:
+        """Tensors that the served model may hold, and a push leaves as they are."""
+        known = self._complete.known()
+        expected = {spec.name for spec in known.specs} - known.optional if isinstance(known, Expected) else set()
+        return (expected | self._names) - {spec.name for spec in layout.specs}
+
+    def pass_by(self, layout: Layout) -> None:
+        """A push is about to be loaded the engine's own way: what the standby holds is not the version before."""
+        self.forget()
+        self._used = False
+        self._names.update(spec.name for spec in layout.specs)
+
+    def _begin_to_load(
+        self,
+        layout: Layout,
+        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        check: Callable[[torch.nn.Module], None],
+    ) -> str | None:
+        """Begin to `load`; why not, or an empty text, if the engine is to load its own way."""
+        sealed = self._adapter.loader_hooks()
+        hooks = sealed.standby() if isinstance(sealed, Sealed) else ""
+        if isinstance(hooks, str):
+            return hooks
+        if lacks := self._lacks(layout):
+            return f"the push lacks {listed(lacks)}, which the standby may hold of another version"
+        if self._model is None:
+            self.release()
+        model = self._model
+        if model is None and (lack := self._no_room(hooks.nbytes, hooks.ranks)):
+            return lack
+
+        def work() -> _Made:
+            found = hooks.make(weights()) if model is None else model
+            if model is not None:
+                hooks.load(model, weights())
+            check(found)
+            pairs = _compared(lambda: Pairs(hooks.model, found, hooks.rules))
+            arenas.trim()  # loaders allocate and free as much as the model takes
+            return found, pairs
+
+        self._hooks, self._set, self._around = hooks, None, nullcontext
+        # Also if the push is called off: its tensors may be in the standby by then.
+        self._names.update(spec.name for spec in layout.specs)
+        self._work = Sliced(work, hooks.settings)
+        return None
+
+    def _begin_to_fill(self, plan: LoadPlan, hooks: LoaderHooks, staged: Staged) -> str | None:
+        """Begin to `fill`; why not, or an empty text, if the plan is to be replayed in the pause."""
+        movable = hooks.movable
+        if isinstance(movable, str):
+            return movable
+        found = self._set if isinstance(self._set, Planned) else None
+        if found is None or found.plans[0] is not plan or not found.is_current():
+            self.release()
+            found = None
+            try:
+                nbytes = nbytes_of(plan)
+            except Unrecordable as error:
+                return str(error)
+            if lack := self._no_room(nbytes, movable.ranks):
+                return lack
+
+        def work() -> Generator[None, None, _Made]:
+            made = found or _compared(lambda: Planned(plan, movable.rules))
+            yield from made.fill(staged.data)
+            staged.check()
+            return None, made
+
+        self._around, self._work = hooks.around, Steps(work())
+        self._names.update(spec.name for spec in plan.layout.specs)
+        return None
+
+    def _no_room(self, nbytes: int, ranks: int) -> str:
+        free = arenas.free_bytes(self._adapter.device)
+        each = f" in each of {ranks} ranks" if ranks > 1 else ""
+        return f"it takes {nbytes} bytes{each}, and {free} are free" if free < _ROOM * nbytes * ranks else ""
+
+    def plan(self, plan: LoadPlan | None) -> LoadPlan | None:
+        """``plan``, or its counterpart, whichever is for what is served now."""
+        found = self._set
+        return found.plans[0] if isinstance(found, Planned) and any(plan is each for each in found.plans) else plan
+
+    def keep(self, stages: Sequence[Stream]) -> None:
+        """As `LoadPlan.keep`, for the plan that fills the standby. Another thread may call this."""
+        if isinstance(found := self._set, Planned):
+            for plan in found.plans:
+                plan.keep(stages)
+
+    def _failed(self, error: Exception, made: bool) -> None:
+        """After an error in the work: where there can be no standby, go the engine's own way, else raise."""
+        rank, text = self._adapter.rank, f"{type(error).__name__}: {error}"
+        if made or isinstance(error, Unlike):
+            self._tries -= not _lacks_memory(error)
+            self._passed, self.why = self._push, text
+            self._drop()
+            logger.warning("rank %d has no standby, and loads in the pause: %s", rank, text)
+            return
+        self._drop()  # it may be in no state to be loaded again
+        raise TransferFailed(
+            f"rank {rank} failed while loading into its standby, and nothing was changed: {text}"
+        ) from error
+
+    def _drop(self) -> None:
+        made = not isinstance(self._set, Planned)
+        if self._model is not None and self._hooks is not None:
+            self._hooks.discard(self._model)
+        if self._set is not None:
+            self._set.free()
+        self._work = self._model = self._set = self._hooks = None
+        self._push, self._loaded, self._served, self._back = "", False, False, None
+        if made:
+            # Layers and their weight loaders refer to each other, so only the garbage collector frees what they packed.
+            gc.collect()
+            arenas.trim()
+
+    def stop(self) -> None:
+        """Stop to load; what has been loaded and is not served is no version any more."""
+        if not self._served:
+            self.forget()
+
+    def forget(self) -> None:
+        """What the standby holds is no version any more, or not the one before."""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+        self._push, self._loaded, self._served, self._back = "", False, False, None
+
+    def release(self) -> None:
+        """Give back the memory of the standby; the next push makes another."""
+        self.stop()
+        if self._set is not None or self._model is not None:
+            self._drop()
+
+    def loads(self, push: str) -> bool:
+        """Whether a part of a push is loaded."""
+        return self._work is not None and push == self._push
+
+    def holds(self, push: str) -> bool:
+        """Whether all of a push is loaded, and not served yet."""
+        torn = self._set is not None and self._set.torn
+        return bool(push) and push == self._push and self._loaded and not self._served and not torn
+
+    def holds_before(self) -> bool:
+        """Whether it holds the version that was served before the one that is."""
+        return self._served and self._set is not None and not self._set.torn
+
+    def is_current(self) -> bool:
+        """Whether what is served is still what the standby was compared with."""
+        return self._set is not None and self._set.is_current()
+
+    def exchange(self) -> None:
+        """Serve what is loaded here. If that fails, all is as before, and the error is raised."""
+        self._swap(self._push, served=True)
+
+    def _swap(self, push: str, *, served: bool) -> None:
+        assert self._set is not None
+        with self._around():
+            self._set.exchange()
+            self._push, self._served = push, served
+        if self._hooks is not None:
+            self._hooks.served()
+
+    def go_back(self, rollback: str) -> None:
+        """Serve the version before, as `exchange` does."""
+        self._back = rollback, self._push
+        self._swap(rollback, served=True)
+
+    def undo(self, push: str) -> bool:
+        """Serve the version before ``push``, or a rollback, again or still; returns whether it is served."""
+        if self.holds(push):
+            return True
+        back, before = self._back or ("", "")
+        if push and push == back and self._push == before:
+            return self.holds_before()  # it has not gone back
+        if not (push and push == self._push and self.holds_before()):
+            return False
+        try:
+            self._swap(before if push == back else push, served=push == back)
+        except Exception:
+            logger.exception("rank %d could not go back to the version before", self._adapter.rank)
+            return False
+        return True
+
+
+def _compared(make: Callable[[], _S]) -> _S:
+    """What is to be exchanged, as ``make`` finds it. Raises `Unlike` also for what it did not expect."""
+    try:
+        return make()
+    except (Unlike, MemoryError):
+        raise
+    except Exception as error:
+        if _lacks_memory(error):
+            raise
+        raise Unlike(f"it cannot be walked through: {type(error).__name__}: {error}") from error
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an error says that there is no memory, of which there may be more later."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

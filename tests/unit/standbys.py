@@ -1,0 +1,97 @@
+"""Engines whose loader packs, checkpoints for them, and pushes into a standby."""
+
+import torch
+
+from tests.unit.loaders import AdapterOf, Model, bits
+from weightsync.engine.adapter import Sealed, StandbyHooks
+from weightsync.engine.loading.standby import Unfinished
+from weightsync.engine.stage import Staged
+from weightsync.tensors.layout import spec_of
+from weightsync.tensors.subset import Subset
+
+NAMES = tuple(f"layer_{number}" for number in range(40))
+
+
+def checkpoint(content):
+    numbers = torch.Generator().manual_seed(content)
+    return {name: torch.randn(30, 4, generator=numbers) for name in NAMES}
+
+
+class Packs(AdapterOf):
+    """Its loader negates what it loads. ``fails`` makes it raise in the middle, ``act`` is called there."""
+
+    def __init__(self):
+        model = Model({name: torch.zeros(30, 4) for name in NAMES})
+        super().__init__(model, self.load_into, [spec_of(*pair) for pair in checkpoint(0).items()])
+        self.fails, self.act, self.made, self.served = None, lambda model: None, 0, 0
+        self.loads = {"live": 0, "standby": 0}
+        self.nbytes, self.discarded = 1, []
+
+    def loader_hooks(self):
+        return Sealed(self.model, "it packs layers", self.hooks)
+
+    def hooks(self):
+        return StandbyHooks(self.model, self.nbytes, self.make, self.load_into, self.count, self.discarded.append)
+
+    def count(self):
+        self.served += 1
+
+    def make(self, weights):
+        self.made += 1
+        model = Model({name: torch.zeros(30, 4) for name in NAMES})
+        self.load_into(model, weights)
+        return model
+
+    @torch.no_grad()
+    def load_into(self, model, weights):
+        self.loads["live" if model is self.model else "standby"] += 1
+        for number, (name, tensor) in enumerate(weights):
+            if number == len(NAMES) // 2:
+                self.act(model)
+                if self.fails is not None:
+                    raise self.fails
+            model.get_parameter(name).copy_(tensor).neg_()
+
+    def holds(self):
+        """The content that the served model has."""
+        (found,) = [
+            content
+            for content in range(10)
+            if all(
+                bits(-tensor) == bits(self.model.get_parameter(name)) for name, tensor in checkpoint(content).items()
+            )
+        ]
+        return found
+
+
+def stage_of(loading, content, push, wrap=lambda layout, stage: stage, kind=Staged):
+    layout = loading.accept([spec_of(*pair) for pair in checkpoint(content).items()], push=push)
+    stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for entry in layout.entries:
+        entry.view(stage).copy_(checkpoint(content)[entry.spec.name])
+    return kind(push, Subset(layout, {}), wrap(layout, stage))
+
+
+def ready(loading, staged, between=lambda: None):
+    """Prepare to load as an engine that is asked again; returns how often it was."""
+    asked = 1
+    while True:
+        try:
+            loading.prepare_load(staged, staged.push)
+        except Unfinished:
+            asked += 1
+            between()
+        else:
+            return asked
+
+
+def push(loading, content, name="", **more):
+    staged = stage_of(loading, content, name or f"push {content}")
+    asked = ready(loading, staged, **more)
+    loading.load(staged, staged.push)
+    staged.data.fill_(77)  # as the sender overwrites it
+    return asked
+
+
+def unlike(adapter):
+    adapter.model.served = torch.zeros(3)

@@ -1,0 +1,126 @@
+"""As `compat`: how a worker makes a second set of its weights, and loads it again, as `adapter.StandbyHooks`.
+
+vLLM builds a model with a configuration that is set for the whole process meanwhile, and so are the tables of rotary
+embeddings and the offloader; all are kept apart between slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from vllm_weightsync import compat, compat_models
+from weightsync.engine.adapter import StandbyHooks
+from weightsync.engine.exchange.pairs import Rules
+from weightsync.engine.exchange.slices import TORCH, Setting
+from weightsync.engine.private_names import Names
+
+#: Names used in a worker for its standby.
+NAMES: Final[Names] = {
+    **compat_models.DEEP,
+    "vllm.config.vllm": ("_current_vllm_config", "_current_prefix", "get_cached_compilation_config"),
+    "vllm.model_executor.model_loader.reload.layerwise": (
+        "initialize_layerwise_reload",
+        "finalize_layerwise_reload",
+        "get_layerwise_info",
+    ),
+}
+
+#: Attributes that are no weights: the KV cache, what loads a tensor, which vLLM sets anew for every reload, and what
+#: compilation notes.
+_IGNORED: Final = frozenset(
+    (
+        *(
+            "kv_cache",
+            "weight_loader",
+            "compiled",
+            "first_compile",
+            "aot_compiled_fn",
+            "was_aot_compile_fn_loaded_from_disk",
+        ),
+        *("_bytecode_hook_handle", "_compiled_callable", "_compiled_bytecode", "_forward_method"),
+    )
+)
+#: Packages of objects that hold no weights.
+_APART: Final = ("vllm.config.", "transformers.", "torch.distributed.", "threading", "logging", "vllm.distributed.")
+
+
+def hooks(worker: Any) -> StandbyHooks | str:
+    """How a worker's standby is made and loaded; or why it has none."""
+    if compat.worker_device(worker).type != "cpu":
+        return "a standby is not supported on an accelerator"
+    if lacking := compat.VLLM.check(NAMES):
+        return lacking
+    live = compat.model(worker)
+    config = compat_models.fresh_config(worker.vllm_config)
+
+    def make(weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
+        compat_models.retie_packed(live)
+        model = compat_models.fresh(worker, weights, config)
+        compat_models.retie_packed(model)
+        return model
+
+    def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        compat_models.retie_packed(live)  # vLLM's own reload, if someone has called that, leaves layers apart
+        with set_current_vllm_config(config):
+            compat_models.reload_model(model, config.model_config, weights)
+
+    def served() -> None:
+        for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            if (reset := getattr(worker.model_runner, name, None)) is not None:
+                reset()
+
+    rules = Rules(_IGNORED, _is_apart)
+    return StandbyHooks(
+        live, _nbytes(live), make, load, served, compat_models.discard, _ranks(worker), rules, _settings()
+    )
+
+
+def _ranks(worker: Any) -> int:
+    """How many ranks there are, at most, on this host."""
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.world_size * parallel.data_parallel_size_local)
+
+
+def _nbytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights before they are packed, which take as much afterwards."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return sum(
+        tensor.nbytes
+        for layer in model.modules()
+        for tensors in get_layerwise_info(layer).restore_metadata
+        for tensor in tensors.values()
+    )
+
+
+def _is_apart(found: object) -> bool:
+    return type(found).__module__.startswith(_APART)
+
+
+def _settings() -> tuple[Setting, ...]:
+    from vllm.config import vllm as config
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+    from vllm.model_executor.offloader.base import get_offloader, set_offloader
+
+    def current() -> tuple[Any, Any]:
+        return config._current_vllm_config, config._current_prefix
+
+    def set_current(found: tuple[Any, Any]) -> None:
+        config._current_vllm_config, config._current_prefix = found
+        config.get_cached_compilation_config.cache_clear()
+
+    def set_tables(found: dict[Any, Any]) -> None:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(found)
+
+    return (
+        *TORCH,
+        Setting(current, set_current),
+        Setting(lambda: dict(_ROPE_DICT), set_tables),
+        Setting(get_offloader, set_offloader),
+    )
