@@ -27,10 +27,10 @@ async def test_a_rollback_that_fails_on_one_rank_restores_the_same_version_on_bo
     before = await front.front_end.status(http.StatusRequest(digest=True))
     front.ranks[failing]._adapter.during = lambda: 1 / 0  # once, between two tensors
     with pytest.raises(errors.ApplyFailed, match=r"division by zero.*loaded again on every rank") as raised:
-        await one.commit("back", version="v1", rollback=True)
+        await one.commit("v1", push="back", rollback=True)
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
     assert await front.front_end.status(http.StatusRequest(digest=True)) == before  # version, state, digests, kept ones
-    await one.commit("back", version="v1", rollback=True)
+    await one.commit("v1", push="back", rollback=True)
     assert front.seen() == SERVING[1]
 
 
@@ -42,9 +42,9 @@ async def test_a_rollback_after_its_abort_is_refused(harness):
         await one.commit(version)
     assert (await front.front_end.abort(http.AbortRequest(push="back", owner="one"))).refused
     with pytest.raises(errors.TransferFailed, match="its sender aborted rollback back before it arrived") as raised:
-        await one.commit("back", version="v1", rollback=True)
+        await one.commit("v1", push="back", rollback=True)
     assert (raised.value.weights, front.seen()) == ("unchanged", SERVING[2])
-    await one.commit("again", version="v1", rollback=True)
+    await one.commit("v1", push="again", rollback=True)
     assert front.seen() == SERVING[1]
 
 

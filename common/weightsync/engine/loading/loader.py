@@ -205,12 +205,11 @@ class Loading:
         start = time.perf_counter()
         found = self._samples.find_change(plan, hooks, dependencies, sample=sample, commits=commits)
         self._record_s += time.perf_counter() - start
-        if found is not None:
-            self._note("what the loader does", push, found)
-        return found or ""
+        return "" if found is None else self._note("what the loader does", push, found)
 
-    def _note(self, what: str, push: str, fault: str) -> None:
+    def _note(self, what: str, push: str, fault: str) -> str:
         self._compared[what] = Comparison(what, push, fault)
+        return fault
 
     def prepare_load(self, staged: Staged | None, push: str = "", timeout_s: float = math.inf) -> None:
         """Prepare to load, before generation stops; record a changed loader again. Raises as `Standby.load`."""
