@@ -158,10 +158,10 @@ def discard(model: torch.nn.Module) -> None:
     """Forget a model that `fresh` has made."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    # What vLLM notes there of a layer refers to the layer itself, so that it would be kept for ever.
+    # What vLLM notes there of a layer refers to itself and to the layer, so that both would be kept for ever.
     noted = getattr(layerwise, "LAYERWISE_INFO", {})
     for module in model.modules():
-        noted.pop(module, None)
+        getattr(noted.pop(module, None), "__dict__", {}).clear()
         if (handle := module.__dict__.get("_bytecode_hook_handle")) is not None:
             handle.remove()
 

@@ -74,10 +74,14 @@ def hooks(worker: Any) -> StandbyHooks | str:
             if (reset := getattr(worker.model_runner, name, None)) is not None:
                 reset()
 
+    def discard(model: torch.nn.Module) -> None:
+        compat_models.discard(model)
+        # Its parameters, by what loads them, and its layers refer to each other.
+        for module in set(model.modules()).difference(live.modules()):
+            vars(module).clear()
+
     rules = Rules(_IGNORED, _is_apart)
-    return StandbyHooks(
-        live, _nbytes(live), make, load, served, compat_models.discard, _ranks(worker), rules, _settings()
-    )
+    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), rules, _settings())
 
 
 def _ranks(worker: Any) -> int:

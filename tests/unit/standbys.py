@@ -26,12 +26,13 @@ class Packs(AdapterOf):
         self.fails, self.act, self.made, self.served = None, lambda model: None, 0, 0
         self.loads = {"live": 0, "standby": 0}
         self.nbytes, self.discarded = 1, []
+        self.discard = self.discarded.append
 
     def loader_hooks(self):
         return Sealed(self.model, "it packs layers", self.hooks)
 
     def hooks(self):
-        return StandbyHooks(self.model, self.nbytes, self.make, self.load_into, self.count, self.discarded.append)
+        return StandbyHooks(self.model, self.nbytes, self.make, self.load_into, self.count, self.discard)
 
     def count(self):
         self.served += 1

@@ -1,5 +1,6 @@
 """Work in slices: it runs only while it is waited for, and what is set for the process stays the engine's."""
 
+import gc
 import os
 import sys
 import threading
@@ -67,6 +68,33 @@ def test_what_is_set_for_the_process_is_kept_apart():
     assert sliced.result() == {(torch.float64, "work")}
     assert (torch.get_default_dtype(), mine["value"]) == (torch.float32, "engine")
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_no_garbage_is_collected_in_a_slice_and_all_of_it_between_two():
+    phases = []
+
+    def note(phase, info):
+        phases.append((phase, working.is_set()))
+
+    working, collect = threading.Event(), gc.collect
+
+    def work():
+        for _ in range(300):
+            working.set()
+            [[] for _ in range(1000)]  # more than an automatic collection waits for
+            gc.collect()
+            working.clear()
+            ONE.sum()
+
+    gc.callbacks.append(note)
+    try:
+        seen = []
+        assert to_the_end(Sliced(work), lambda: seen.append((gc.isenabled(), gc.collect, gc.collect(0)))) > 1
+    finally:
+        gc.callbacks.remove(note)
+    assert {found[:2] for found in seen} == {(True, collect)}
+    assert gc.isenabled() and gc.collect is collect
+    assert {during for _, during in phases} == {False}
 
 
 def test_an_error_of_the_work_is_raised_again_and_again():

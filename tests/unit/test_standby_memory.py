@@ -1,6 +1,7 @@
 """The memory of a standby: how it is given back, and what happens where there is none, or no standby."""
 
-import collections
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.unit.standbys import Packs, push, ready, stage_of, unlike
 from weightsync.engine.adapter import Sealed
 from weightsync.engine.loading.loader import Loading
+from weightsync.engine.loading.recording import uncollected
 from weightsync.memory import arenas
 
 
@@ -32,7 +34,7 @@ def test_what_lies_behind_a_handle_is_freed_with_the_standby(monkeypatch):
     plain = Packs.make
     monkeypatch.setattr(Packs, "make", make)
     adapter = Packs()
-    adapter.discarded = collections.deque(maxlen=0)
+    adapter.discard = lambda model: None
     adapter.model.packed = Packed(adapter.model, freed)
     served = adapter.model.packed.handle.item()
     loading = Loading(adapter)
@@ -40,6 +42,29 @@ def test_what_lies_behind_a_handle_is_freed_with_the_standby(monkeypatch):
     assert adapter.model.packed.handle.item() == made[0]
     loading.standby.release()
     assert (freed, adapter.model.packed.handle.item(), adapter.holds()) == ([served], made[0], 1)
+
+
+def test_a_model_whose_layers_the_engine_parts_is_freed_without_a_collection(monkeypatch):
+    def make(self, weights):
+        model = plain(self, weights)
+        model.loader = model.load_state_dict  # it refers to the model
+        made.append(weakref.ref(model))
+        return model
+
+    def collect():
+        raise AssertionError("every object of the process is read")
+
+    plain, made = Packs.make, []
+    monkeypatch.setattr(Packs, "make", make)
+    adapter = Packs()
+    adapter.model.loader = adapter.model.load_state_dict
+    adapter.discard = lambda model: vars(model).clear()
+    loading = Loading(adapter)
+    push(loading, 1)
+    with uncollected():
+        monkeypatch.setattr(gc, "collect", collect)
+        loading.standby.release()
+        assert made[0]() is None
 
 
 def test_what_is_given_back_is_made_again_by_the_next_push():

@@ -8,6 +8,8 @@ the work when a slice begins, and as the engine had it when the slice ends.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import inspect
 import os
 import threading
@@ -46,6 +48,13 @@ TORCH: Final = (
 )
 
 
+#: A collection of garbage reads every object of the process, which takes longer than a slice: there is none within one.
+_COLLECTOR: Final = (
+    Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    Setting(lambda: gc.collect, functools.partial(setattr, gc, "collect")),
+)
+
+
 class Cancelled(BaseException):
     """Raised once in work that is cancelled. No `Exception`: nothing in an engine's loader should catch it."""
 
@@ -57,7 +66,7 @@ class Sliced(Generic[_R]):
     """
 
     def __init__(self, work: Callable[[], _R], settings: Sequence[Setting] = TORCH):
-        self._work, self._settings = work, settings
+        self._work, self._settings = work, (*settings, *_COLLECTOR)
         self._inside: list[Any] | None = None
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         #: Guards the three below: what the thread calls that may go on alone, and whether it was left in it.
@@ -135,6 +144,8 @@ class Sliced(Generic[_R]):
         try:
             with contextlib.suppress(OSError):  # then it uses the cores of the thread that started it
                 _use_all_cores()
+            gc.disable()
+            gc.collect = _collect_nothing
             with _Calls(self):
                 self._result.append(self._work())
         except BaseException as error:
@@ -197,6 +208,11 @@ class Steps(Generic[_R]):
     def cancel(self) -> None:
         """End the work where it is."""
         self._work.close()
+
+
+def _collect_nothing(generation: int = 2) -> int:
+    """In the place of `gc.collect`."""
+    return 0
 
 
 def _use_all_cores() -> None:

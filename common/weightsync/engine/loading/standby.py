@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
@@ -252,16 +253,19 @@ class Standby:
         ) from error
 
     def _drop(self) -> None:
-        made = not isinstance(self._set, Planned)
+        made, modules = not isinstance(self._set, Planned), None
         if self._model is not None and self._hooks is not None:
+            modules = [weakref.ref(module) for module in self._model.modules()]
             self._hooks.discard(self._model)
         if self._set is not None:
             self._set.free()
         self._work = self._model = self._set = self._hooks = None
         self._push, self._loaded, self._served, self._back = "", False, False, None
         if made:
-            # Layers and their weight loaders refer to each other, so only the garbage collector frees what they packed.
-            gc.collect()
+            # Layers and their weight loaders refer to each other: if the engine has not parted them, only the garbage
+            # collector frees what they packed. It reads every object of the process.
+            if modules is None or any(module() is not None for module in modules):
+                gc.collect()
             arenas.trim()
 
     def stop(self) -> None:
