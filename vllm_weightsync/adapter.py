@@ -7,13 +7,14 @@ are packed only when the engine starts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from vllm_weightsync import compat, compat_models, compat_standby
-from weightsync.engine.adapter import Expected, Sealed
+from vllm_weightsync import compat, compat_models, compat_plans, compat_standby
+from weightsync.engine.adapter import Expected, LoaderHooks, Sealed
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import UnsupportedOption
 
@@ -32,10 +33,18 @@ class VllmAdapter:
         """The checkpoint that the engine was started with."""
         return expected_of(*compat.model_source(self._worker))
 
-    def loader_hooks(self) -> Sealed:
-        """Only the reload path knows how layers are packed; it also loads a second model."""
+    def loader_hooks(self) -> LoaderHooks | Sealed:
+        """The model's own loader, unless layers are changed after loading: only the reload path knows how.
+
+        That also loads a second model.
+        """
         worker = self._worker
-        return Sealed(compat.model(worker), compat.why_reload(worker), lambda: compat_standby.hooks(worker))
+        model: Any = compat.model(worker)
+        standby = functools.partial(compat_standby.hooks, worker)
+        if why := compat_plans.why_not(worker):
+            return Sealed(model, why, standby)
+        around = functools.partial(compat_plans.written_by_others, worker)
+        return LoaderHooks(model, model.load_weights, around, compat_standby.movable(worker), standby)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through vLLM's reload path."""

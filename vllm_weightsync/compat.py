@@ -92,13 +92,6 @@ def model_source(worker: Any) -> tuple[str, str | None, object]:
     return config.model, config.revision, config.dtype
 
 
-def why_reload(worker: Any) -> str:
-    """Why vLLM's reload loads the weights, and no load plan does."""
-    if worker_device(worker).type == "cpu":
-        return "on a CPU vLLM packs layers after loading, and only its reload repeats that"
-    return "load plans are not supported for vLLM on an accelerator"
-
-
 def model(worker: Any) -> torch.nn.Module:
     """The served model."""
     found: torch.nn.Module = worker.model_runner.get_model()

@@ -6,13 +6,14 @@ embeddings and the offloader; all are kept apart between slices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
 from vllm_weightsync import compat, compat_models
-from weightsync.engine.adapter import StandbyHooks
+from weightsync.engine.adapter import Movable, StandbyHooks
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
 from weightsync.engine.private_names import Names
@@ -69,19 +70,32 @@ def hooks(worker: Any) -> StandbyHooks | str:
         with set_current_vllm_config(config):
             compat_models.reload_model(model, config.model_config, weights)
 
-    def served() -> None:
-        for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-            if (reset := getattr(worker.model_runner, name, None)) is not None:
-                reset()
-
     def discard(model: torch.nn.Module) -> None:
         compat_models.discard(model)
         # Its parameters, by what loads them, and its layers refer to each other.
         for module in set(model.modules()).difference(live.modules()):
             vars(module).clear()
 
-    rules = Rules(_IGNORED, _is_apart)
-    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), rules, _settings())
+    served = functools.partial(drop_computed, worker)
+    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), _rules(), _settings())
+
+
+def movable(worker: Any) -> Movable | str:
+    """What is known of a model whose weights may lie elsewhere after each push; or why they must stay."""
+    if compat.worker_device(worker).type != "cpu":
+        return "a standby is not supported on an accelerator"
+    return Movable(_ranks(worker), _rules())
+
+
+def drop_computed(worker: Any) -> None:
+    """Drop what the worker computed with other weights than it now has."""
+    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+        if (reset := getattr(worker.model_runner, name, None)) is not None:
+            reset()
+
+
+def _rules() -> Rules:
+    return Rules(_IGNORED, _is_apart)
 
 
 def _ranks(worker: Any) -> int:

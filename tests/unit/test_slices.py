@@ -93,7 +93,8 @@ def test_no_garbage_is_collected_in_a_slice_and_all_of_it_between_two():
     finally:
         gc.callbacks.remove(note)
     assert {found[:2] for found in seen} == {(True, collect)}
-    assert gc.isenabled() and gc.collect is collect
+    assert gc.isenabled()
+    assert gc.collect is collect
     assert {during for _, during in phases} == {False}
 
 

@@ -40,6 +40,8 @@ class LoaderHooks(NamedTuple):
     """Context in which something other than the engine's loader may write the weights."""
     movable: Movable | str = ""
     """Whether the weights may lie elsewhere after a push; or why not, empty where an engine never moves them."""
+    standby: Callable[[], StandbyHooks | str] = str
+    """See `Sealed.standby`; used if no load plan is possible."""
 
 
 class StandbyHooks(NamedTuple):

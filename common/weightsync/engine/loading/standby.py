@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, Sealed, StandbyHooks
+from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, StandbyHooks
 from weightsync.engine.exchange.pairs import Pairs, Unlike
 from weightsync.engine.exchange.slices import Sliced, Steps
 from weightsync.engine.exchange.swap import Swap
@@ -170,7 +170,7 @@ class Standby:
     ) -> str | None:
         """Begin to `load`; why not, or an empty text, if the engine is to load its own way."""
         sealed = self._adapter.loader_hooks()
-        hooks = sealed.standby() if isinstance(sealed, Sealed) else ""
+        hooks = "" if isinstance(sealed, str) else sealed.standby()
         if isinstance(hooks, str):
             return hooks
         if lacks := self._lacks(layout):
