@@ -204,16 +204,28 @@ class Streams:
 
 #: By kind and ranks: the class in vLLM's slot for a worker extension. Other configurations leave the slot empty.
 EXTENSIONS = {
-    ("llama", 1): "user_extension.UserExtension",
+    ("llama", 1): "plain_extension.UserExtension",
     ("qwen3_moe", 2): "vllm_weightsync.WorkerExtension",
     ("qwen3", 1): "user_extension.ForeignExtension",
 }
 
 
-def without_plugin(engine):
-    """Options of a server that cannot be pushed to."""
+#: Where workers find these classes.
+FOLDERS = {"PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))}
+
+
+def is_plain(engine, kind):
+    """Whether the engine leaves layers as they are loaded: then load plans load them."""
+    return engine == "sglang" or kind == "llama"
+
+
+def without_plugin(engine, kind):
+    """Options of a server that cannot be pushed to, and that computes as `with_plugin`."""
+    args = CACHING[engine]
+    if engine == "vllm" and is_plain(engine, kind):
+        args = [*args, "--worker-extension-cls", "plain_extension.PlainLayers"]
     # SGLang loads every installed plugin unless it is told which.
-    return {"args": CACHING[engine], "plugin": False, "env": {"SGLANG_PLUGINS": "others"}}
+    return {"args": args, "plugin": False, "env": {"SGLANG_PLUGINS": "others", **FOLDERS}}
 
 
 def with_plugin(engine, kind, tp, folder, scratch):
@@ -230,7 +242,7 @@ def with_plugin(engine, kind, tp, folder, scratch):
     args = [*METRICS[engine], *args]
     if engine == "vllm":
         args = [*args, "--worker-extension-cls", EXTENSIONS[kind, tp]]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        env |= FOLDERS
     return folder, {"args": args, "env": env}
 
 
@@ -241,7 +253,7 @@ def served(request, model_folder, tmp_path_factory):
     a, b = model_folder(kind, 0), model_folder(kind, 1)
     refusal, unplugged, fresh_b = None, [], None
     if request.param in UNPLUGGED:
-        with servers.start(engine, b, tp=tp, max_model_len=LENGTH, **without_plugin(engine)) as fresh:
+        with servers.start(engine, b, tp=tp, max_model_len=LENGTH, **without_plugin(engine, kind)) as fresh:
             fresh_b = ask(fresh)
             with pytest.raises(PluginNotLoaded) as refused:
                 Sender([fresh.url])
