@@ -122,7 +122,14 @@ def test_entry_points_load_in_each_engines_environment(engine):
 
 
 NEEDED = {
-    "vllm": ("compat.SERVER", "compat.WORKER", "compat_models.DEEP", "compat_standby.NAMES", "compat_transfer.NAMES"),
+    "vllm": (
+        "compat.SERVER",
+        "compat.WORKER",
+        "compat_models.DEEP",
+        "compat_plans.NAMES",
+        "compat_standby.NAMES",
+        "compat_transfer.NAMES",
+    ),
     "sglang": ("compat.NEEDED", "compat.DEEP", "compat_groups.STAGES", "compat_workers.WORKERS"),
 }
 
