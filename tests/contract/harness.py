@@ -183,3 +183,20 @@ def assert_equal(received, sent):
         for got, want in zip(tensors, sent, strict=True):
             assert got.shape == want.shape
             assert torch.equal(bits(got), bits(want))
+
+
+class Flipped:
+    """Flips a bit of the stage while a bucket is verified: while each is, or only bucket ``during``."""
+
+    def __init__(self, incoming, at, during=None):
+        self.whole, self.arena, self._incoming = incoming.whole, incoming.arena, incoming
+        self._at, self._during = at, during
+        self.lingers = incoming.lingers
+
+    def buckets(self, stage):
+        memory = stage if self.whole is None else self.whole
+        for bucket in self._incoming.buckets(stage):
+            flipped = int(self._during in {None, bucket.number})
+            memory[self._at] ^= flipped
+            yield bucket
+            memory[self._at] ^= flipped  # the memory may be the trainer's

@@ -304,6 +304,8 @@ class ConnectionWarmUp(threading.Thread):
         super().__init__(name="weightsync-warm-up", daemon=True)
         self._agent, self._silent, self._cancelled = agent, set(trainers), threading.Event()
         self._until = time.monotonic() + timeout_s
+        #: Notifications by agent: the replies, and what comes before the last of them, such as those of the first push.
+        self.received: dict[str, list[bytes]] = {}
         self.running.add(self)
         self.start()
 
@@ -313,7 +315,9 @@ class ConnectionWarmUp(threading.Thread):
             for trainer in self._silent:
                 self._agent.notify(trainer, WARM, "the trainer")
             while self._silent and time.monotonic() < self._until and not self._cancelled.is_set():
-                self._silent -= self._agent.notifications().keys()
+                for agent, notifications in self._agent.notifications().items():
+                    self._silent.discard(agent)
+                    self.received.setdefault(agent, []).extend(notifications)
                 time.sleep(SPIN_S)
         self.running.discard(self)
 

@@ -96,9 +96,10 @@ class NixlIncoming:
         self._reads: list[Transfers] = []
         #: The buckets of which each host has written what this rank needs, by the host's agent.
         self._written: dict[str, set[int]] = {}
-        #: The agents of other ranks that may have passed buckets on to this one, the last first; and those buckets.
+        #: The agents of other ranks that may have passed buckets on to this one, the last first.
         self._suppliers: dict[str, str] = {}
-        self._supplied: set[int] = set()
+        #: The buckets that other agents say they have written, perhaps before the sender says that they supply this rank.
+        self._passed: dict[str, set[int]] = {}
         #: Of a rank that is written to: what it passes on.
         self._passing: Passing | None = None
         #: Whether this rank passes buckets on, or gets them from another: it tells the sender of each.
@@ -184,7 +185,8 @@ class NixlIncoming:
             with self._session.explained(), translated(self._what(bucket, reads)):
                 if not reads.done(bucket):
                     return False
-        return bucket in self._supplied or all(bucket in here for here in self._written.values())
+        passed = any(bucket in self._passed.get(agent, ()) for agent in self._suppliers)
+        return passed or all(bucket in here for here in self._written.values())
 
     def _late(self, bucket: int) -> str:
         """The agents from which a bucket is still to come, for errors."""
@@ -199,14 +201,14 @@ class NixlIncoming:
         if self._passing is not None:
             self._passing.drive()
         for agent, notices in self._link.notifications().items() if self._written else ():
-            here = self._supplied if agent in self._suppliers else self._written.get(agent)
-            for notice in notices if here is not None else ():
+            for notice in notices:
                 try:
                     message = control.unpack_from_rank(notice)
                 except msgspec.MsgspecError:
                     continue  # the reply to the warm-up, or a stray notification
-                if here is not None and isinstance(message, BucketDone) and message.push == self._request.push:
-                    here.add(message.index)
+                if isinstance(message, BucketDone) and message.push == self._request.push:
+                    here = self._written if agent in self._written else self._passed
+                    here.setdefault(agent, set()).add(message.index)
 
     def _receive(self, timeout_s: float) -> None:
         """Take the sender's next message, if one arrives within ``timeout_s``."""

@@ -136,7 +136,12 @@ class Link:
 
     def notifications(self) -> dict[str, list[bytes]]:
         """Notifications by agent since the last call, once the connections are warm; also drives WRITEs."""
-        return {} if self._warming.is_alive() else self._agent.notifications()
+        if self._warming.is_alive():
+            return {}
+        found, self._warming.received = self._warming.received, {}
+        for agent, notifications in self._agent.notifications().items():
+            found.setdefault(agent, []).extend(notifications)
+        return found
 
     def passing(self, request: UpdateRequest, subset: Subset, memory: torch.Tensor) -> Passing:
         """What this rank passes on of a push, whose stage is ``memory``."""
