@@ -20,14 +20,10 @@ from weightsync.engine.adapter import Adapter
 from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
+from weightsync.engine.loading.planned import Arriving
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
-from weightsync.errors import (
-    ApplyFailed,
-    DigestMismatch,
-    TransferFailed,
-    WrongState,
-)
+from weightsync.errors import ApplyFailed, DigestMismatch, TransferFailed, WrongState
 from weightsync.memory import arenas
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.memory.processes import started
@@ -61,8 +57,8 @@ class Busy(WrongState):
 class _Job:
     """One push on this rank, from prepare to commit or abort."""
 
-    def __init__(self, request: UpdateRequest, end: EngineEnd, subset: Subset):
-        self.request, self.transport, self.subset = request, end, subset
+    def __init__(self, request: UpdateRequest, end: EngineEnd, subset: Subset, arriving: Arriving | None):
+        self.request, self.transport, self.subset, self.arriving = request, end, subset, arriving
         self.deadline = Deadline(request.timeout_s)
         self.cancelled, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
@@ -172,11 +168,14 @@ class Receiver:
         check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep and not request.any_order
-        job = _Job(request, end, self._loading.subset(layout, end.bytes_per_s) if some else Subset(layout, {}))
+        subset = self._loading.subset(layout, end.bytes_per_s) if some else Subset(layout, {})
         self._kept.prepare(layout if request.keep else None)
         staged = not request.stream and (request.any_order or not registry.spec(transport).local)
         if staged and not self._stages.have_room(layout.nbytes, self._kept.current):
             self._loading.standby.release()
+        ordered = not (request.stream or request.any_order)
+        arriving = self._loading.arriving(layout, request.push, request.bucket_bytes) if ordered else None
+        job = _Job(request, end, subset, arriving)
         with self._lock:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
@@ -194,7 +193,8 @@ class Receiver:
             self._kept.forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
-                staged, verify_s = self._stages.fill(incoming, job.request, job.subset, self._kept.current)
+                take = job.arriving.take if job.arriving is not None else None
+                staged, verify_s = self._stages.fill(incoming, job.request, job.subset, self._kept.current, take)
             # Load plans bound to arenas that are no longer in use are dropped, and with them the memory.
             self._loading.keep(one.data for one in (staged, *self._kept) if one is not None)
             with self._lock:

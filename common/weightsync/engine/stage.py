@@ -108,11 +108,17 @@ class Stages:
     _prepared: dict[int, _Prepared] = field(default_factory=dict)
 
     def fill(
-        self, incoming: Incoming, request: UpdateRequest, subset: Subset, kept: Staged | None
+        self,
+        incoming: Incoming,
+        request: UpdateRequest,
+        subset: Subset,
+        kept: Staged | None,
+        take: Callable[[Stream, int], object] | None = None,
     ) -> tuple[Staged, float]:
         """Receive and verify every bucket; return the stage, and the seconds that verifying took.
 
-        ``kept`` is a stage that must not be overwritten. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
+        ``kept`` is a stage that must not be overwritten; ``take`` is called with the stage and the
+        number of each bucket that is verified. Raises `TransferFailed`, `DigestMismatch` or `PushTimeout`.
         """
         layout = subset.layout
         own = self._provide(layout.nbytes, kept) if incoming.whole is None or request.any_order else None
@@ -130,6 +136,8 @@ class Stages:
                 if prepared is not None and not check.is_same(bucket, prepared.buckets[bucket.number]):
                     pieces = layout.pieces(bucket.number, request.bucket_bytes)
                     check.compare(bucket, (piece.entry for piece in pieces if piece.last), of_stage)
+                if take is not None:
+                    take(stage, bucket.number)
         except BaseException:
             # An interrupted transport may still write there, so the next push gets other memory.
             self._give_up(stage)

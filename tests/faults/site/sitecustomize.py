@@ -150,7 +150,7 @@ def load_plan(module):
         """Tensors count as loaded in proportion to the copied runs of bytes, the last once all are copied."""
 
         def __init__(self, plan, stage):
-            self.tensors, self.runs, self.done = len(plan.layout.entries), len(plan._runs_from(stage)) + 1, 0
+            self.tensors, self.runs, self.done = len(plan.layout.entries), len(plan.runs_from(stage)) + 1, 0
             self.numbers, self.run = iter(range(self.tensors)), native_copy._run
 
         def count(self, calls):
@@ -171,6 +171,8 @@ def load_plan(module):
                 at("rank loads", tensor=number, **HERE)
             at("rank loaded", **HERE)
 
+    module.counts = Counted
+
     @around(module.LoadPlan, "replay")
     def replay(original, self, stage):
         counted = Counted(self, stage)
@@ -187,6 +189,23 @@ def load_plan(module):
                     break
             yield
         counted.end()
+
+
+def planned(module):
+    load_plan = sys.modules["weightsync.engine.loading.load_plan"]
+    counts = load_plan.counts
+
+    @around(module.Arriving, "take")
+    def take(original, self, stage, bucket):
+        if not hasattr(self, "fault_count"):
+            self.fault_count = counts(self.plan, stage)
+        with self.fault_count:
+            original(self, stage, bucket)
+
+    @around(module.Arriving, "steps")
+    def steps(original, self, stage):
+        yield from original(self, stage)
+        self.fault_count.end()
 
 
 def arm_post_load(adapter):
@@ -361,6 +380,7 @@ PATCHES = {
     "vllm_weightsync.compat_pause": compat_pause,
     "weightsync.engine.receiver": receiver,
     "weightsync.engine.loading.load_plan": load_plan,
+    "weightsync.engine.loading.planned": planned,
     "weightsync.engine.loading.standby": standby,
     "weightsync.transports.control.engine": engine_control,
     "weightsync.transports.control.trainer": trainer_control,

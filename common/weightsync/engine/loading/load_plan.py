@@ -107,7 +107,7 @@ class LoadPlan:
         groups = found.by_owner().items()
         self.copies = [copy for owner, copies in groups if owner not in found.fallen for copy in copies]
         self._constants = [each for each in found.constants if memory.owner(each.target) not in found.fallen]
-        self._runs, self._strided = self._compile()
+        self.runs, self._strided = self._compile()
         self._bound: dict[int, _Bound] = {}
         #: Parameters that are not loaded, or not as a whole, and buffers that are loaded in part.
         self._incomplete = [
@@ -234,10 +234,10 @@ class LoadPlan:
                 strided.append((copy, entry))
         return sorted(runs), strided
 
-    def _runs_from(self, stage: Stream) -> list[Run]:
-        """The runs with the addresses of this stage, neighbours joined."""
+    def runs_from(self, stage: Stream, runs: Iterable[Run] | None = None) -> list[Run]:
+        """`runs`, or some of them, with the addresses of this stage, neighbours joined."""
         joined: list[Run] = []
-        for at, target, nbytes in self._runs:
+        for at, target, nbytes in self.runs if runs is None else runs:
             for piece in pieces(stage, at, nbytes):
                 run = Run(piece.data_ptr(), target, piece.numel())
                 target += run.nbytes  # noqa: PLW2901 - where the next piece goes
@@ -264,7 +264,7 @@ class LoadPlan:
                 gathered.append((copy, entry))
             else:
                 pairs += found
-        runs = self._runs_from(stage)
+        runs = self.runs_from(stage)
         ends = list(itertools.accumulate(-(-run.nbytes // PIECE_BYTES) for run in runs))
         nbytes = sum(run.nbytes for run in runs)
         return _Bound(
@@ -293,9 +293,14 @@ class LoadPlan:
     def steps(self, stage: Stream) -> Iterator[None]:
         """As `replay`, some milliseconds of it between two yields."""
         self.bind(stage)
-        bound = self._bound[key(stage)]
         yield
-        yield from bound.copies.steps()
+        yield from self._bound[key(stage)].copies.steps()
+        yield from self.rest(stage)
+
+    def rest(self, stage: Stream) -> Iterator[None]:
+        """Of `steps`, what is not in `runs`."""
+        self.bind(stage)
+        bound = self._bound[key(stage)]
         yield from bound.strided.steps()
         self._gather(stage, bound)
 
@@ -308,7 +313,7 @@ class LoadPlan:
     def differs(self, stage: Stream) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if there is none."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
-        alike = all(memcmp(*run) == 0 for run in self._runs_from(stage))
+        alike = all(memcmp(*run) == 0 for run in self.runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
             for copy in [copy for copy, _ in self._strided] if alike else self.copies:
                 source = copy.part(stage, entries[copy.name])

@@ -1,9 +1,9 @@
 """Loading in one rank: what a complete push is, and whether a load plan or the engine's own loader loads it.
 
-A plan is checked continually, outside of the pause. At prepare and before each commit it is compared with the model's
-addresses, the simple values of its modules and the environment, and in samples with what the loader does to a few
-tensors. If anything differs, the loader is recorded again, and that push goes through the loader. After a replay, 4 MiB
-of the live parameters are compared with the stage; if they differ, the loader loads the push, and the plan is dropped.
+At prepare and before each commit a plan is compared with the model's addresses, the simple values of its modules and
+the environment, and in samples with what the loader does. If anything differs, the loader is recorded again, and loads
+that push. After a replay, 4 MiB of the parameters are compared with the stage; if they differ, the loader loads the
+push, and the plan is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
-from weightsync.engine.loading.planned import described
+from weightsync.engine.loading.planned import Arriving, described
 from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.samples import Samples
 from weightsync.engine.loading.standby import Standby
@@ -72,8 +72,7 @@ class Loading:
         self._accepted, self._filled = Accepted(), ModelStatus()
         self._record_s = 0.0
         self._pushes = 0  # loaded by the plan
-        #: The push that was last checked before its commit.
-        self._checked_push = ""
+        self._checked_push = ""  # the last that was checked before its commit
         self._samples = Samples()
         self._compared: dict[str, Comparison] = {}  # the last of each kind
 
@@ -129,9 +128,8 @@ class Loading:
             self._compared.clear()
             self._record(layout)
         stays = self._complete.check_recorded(self._plan, self._hooks, manifest, self._why, kept)
-        found = self._accepted
-        unwritten = {name: bits for name, bits in found.unwritten.items() if name not in stays.parameters}
-        self._accepted = structs.replace(found, unwritten=unwritten, kept=stays.digests)
+        unwritten = {name: bits for name, bits in self._accepted.unwritten.items() if name not in stays.parameters}
+        self._accepted = structs.replace(self._accepted, unwritten=unwritten, kept=stays.digests)
         self._kept, self._layout = kept, layout
         return layout
 
@@ -141,8 +139,7 @@ class Loading:
 
     def accepted(self) -> Accepted:
         """The reply to a push that was accepted."""
-        found = self._accepted
-        return structs.replace(found, record_s=self.ready().record_s)
+        return structs.replace(self._accepted, record_s=self.ready().record_s)
 
     def ready(self) -> Ready:
         """The reply after `prepare_load`; the seconds that recording took are reported once."""
@@ -179,10 +176,8 @@ class Loading:
         """Whether the model's memory is where it was when the plan was recorded, or there is no plan."""
         if self._plan is None or self._hooks is None:
             return True
-        hooks = self._adapter.loader_hooks()
-        return (
-            isinstance(hooks, LoaderHooks) and hooks.model is self._plan.memory.model and self._plan.memory.is_unmoved()
-        )
+        hooks, memory = self._adapter.loader_hooks(), self._plan.memory
+        return isinstance(hooks, LoaderHooks) and hooks.model is memory.model and memory.is_unmoved()
 
     def _record_if_changed(self, layout: Layout, push: str, *, sample: bool = True, commits: bool = False) -> bool:
         """Record the loader again if the plan for this layout no longer holds; returns whether it did so.
@@ -245,23 +240,31 @@ class Loading:
             check = functools.partial(self._check_adopted, staged)
             self.standby.load(push, staged.layout, lambda: staged.tensors(cloned=self._loads_clones), check, timeout_s)
 
-    def _replays(self, staged: Staged) -> bool:
+    def _trusted(self, layout: Layout) -> LoadPlan | None:
+        """The load plan, if it may load a push of this layout."""
         plan = self._plan
-        if plan is None or not self._machine.allows("replay") or staged.layout is not plan.layout:
-            return False
-        return staged.subset.name in ("", plan.subset.name)
+        return plan if plan is not None and plan.layout is layout and self._machine.allows("replay") else None
+
+    def _replays(self, staged: Staged) -> bool:
+        plan = self._trusted(staged.layout)
+        return plan is not None and staged.subset.name in ("", plan.subset.name)
 
     def subset(self, layout: Layout, bytes_per_s: float = 0.0) -> Subset:
         """What this rank needs of an accepted push: the subset that its load plan reads, once that is trusted.
 
         ``bytes_per_s`` is the speed at which a push arrives, if it is known.
         """
-        plan = self._plan
-        if plan is None or not self._machine.allows("replay") or plan.layout is not layout:
-            return Subset(layout, {})  # the engine's loader may have to load it
-        if bytes_per_s:
+        plan = self._trusted(layout)
+        if plan is not None and bytes_per_s:
             plan.fit(bytes_per_s)
-        return plan.subset if not plan.subset.name or self._unmoved() else Subset(layout, {})
+        if plan is None or (plan.subset.name and not self._unmoved()):
+            return Subset(layout, {})  # the engine's loader may have to load it
+        return plan.subset
+
+    def arriving(self, layout: Layout, push: str, bucket_bytes: int) -> Arriving | None:
+        """See `Standby.arriving`, for a push that was accepted."""
+        plan = self._trusted(layout)
+        return None if plan is None else self.standby.arriving(push, plan, bucket_bytes)
 
     # --- loading
 
@@ -306,9 +309,7 @@ class Loading:
         plan = self._plan
         if plan is None or not self._replays(staged):
             if staged.subset.name:
-                raise WrongState(
-                    f"rank {self._adapter.rank} holds only parts of a version, and has no load plan for them"
-                )
+                raise WrongState(f"rank {self._adapter.rank} holds only parts of a version, and no load plan for them")
             self._load_by_engine(staged)
             if plan is not None and staged.layout is plan.layout and self._machine.allows("matched"):
                 self._check(plan, staged)
@@ -326,9 +327,8 @@ class Loading:
         self.standby.release()
         self.standby.pass_by(staged.layout)
         if staged.subset.name:
-            raise WrongState(
-                f"rank {self._adapter.rank} holds only parts of a version, and its load plan no longer holds: {why}"
-            )
+            rank = self._adapter.rank
+            raise WrongState(f"rank {rank} holds only parts of a version, and its load plan no longer holds: {why}")
         self._load_by_engine(staged)
 
     def _replay(self, plan: LoadPlan, staged: Staged) -> str:
@@ -353,8 +353,7 @@ class Loading:
     def _load_by_engine(self, staged: Staged) -> None:
         """Load with the engine's loader. Raises what that raises, or `WrongState` if a parameter lies in the stage."""
         self._adapter.load(staged.tensors(cloned=self._loads_clones))
-        hooks = self._adapter.loader_hooks()
-        if isinstance(hooks, (LoaderHooks, Sealed)):
+        if not isinstance(hooks := self._adapter.loader_hooks(), str):
             self._check_adopted(staged, hooks.model)
 
     def _check_adopted(self, staged: Staged, model: torch.nn.Module) -> None:
@@ -374,9 +373,7 @@ class Loading:
             why = f"{name} is not what was recorded: it is processed after loading"
         else:
             try:
-                self._dependencies = Dependencies(
-                    plan.memory.model, lambda tensor: self._plan is not None and self._plan.loads(tensor)
-                )
+                self._dependencies = Dependencies(plan.memory.model, self._loads)
             except Exception as error:  # the weights are right, but the plan cannot be checked later
                 why = f"what it depends on cannot be determined ({type(error).__name__}: {error})"
         self._note("what the engine loaded", staged.push, why)
@@ -387,6 +384,9 @@ class Loading:
             self._samples = Samples()
             self._machine.move("matched")
         logger.info("rank %d loads through %s", self._adapter.rank, self.path)
+
+    def _loads(self, tensor: torch.Tensor) -> bool:
+        return self._plan is not None and self._plan.loads(tensor)
 
     def _drop(self, why: str) -> None:
         self._machine.move("differed")

@@ -24,7 +24,7 @@ from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.load_plan import LoadPlan
-from weightsync.engine.loading.planned import Planned, nbytes_of
+from weightsync.engine.loading.planned import Arriving, Planned, nbytes_of
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WeightSyncError, WrongState
 from weightsync.memory import arenas
@@ -70,6 +70,8 @@ class Standby:
         #: The push that is being loaded, or that was; whether all of it has been; whether it is what is served. The
         #: standby holds the version before then.
         self._push, self._loaded, self._served = "", False, False
+        #: What fills it with a push while that arrives.
+        self._arriving: Arriving | None = None
         #: Of the last rollback: its identity, and the push before.
         self._back: tuple[str, str] | None = None
         #: Whether any push was loaded into a standby.
@@ -115,7 +117,18 @@ class Standby:
 
     def fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, timeout_s: float = math.inf) -> None:
         """As `load`, by ``plan``, which fits the served model."""
-        self._advance(push, lambda: self._begin_to_fill(plan, hooks, staged), timeout_s)
+        self._advance(push, lambda: self._begin_to_fill(push, plan, hooks, staged), timeout_s)
+
+    def arriving(self, push: str, plan: LoadPlan, bucket_bytes: int) -> Arriving | None:
+        """What fills the standby while ``push`` arrives; None if it is to be filled by `fill` alone.
+
+        What it held is no version any more.
+        """
+        self.forget()
+        self._arriving, found = None, self._set
+        if isinstance(found, Planned) and found.plans[0] is plan and not found.torn and found.is_current():
+            self._arriving = found.arriving(push, bucket_bytes)
+        return self._arriving
 
     def _advance(self, push: str, begin: Callable[[], str | None], timeout_s: float) -> None:
         if (push == self._push and self._loaded) or (push and push == self._passed):
@@ -123,6 +136,7 @@ class Standby:
         if push != self._push or self._work is None:
             self.stop()
             found = begin() if self._tries else self.why
+            self._arriving = None
             self.why = found or ""
             if found is not None:
                 self._passed = push
@@ -196,7 +210,7 @@ class Standby:
         self._work = Sliced(work, hooks.settings)
         return None
 
-    def _begin_to_fill(self, plan: LoadPlan, hooks: LoaderHooks, staged: Staged) -> str | None:
+    def _begin_to_fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged) -> str | None:
         """Begin to `fill`; why not, or an empty text, if the plan is to be replayed in the pause."""
         movable = hooks.movable
         if isinstance(movable, str):
@@ -212,9 +226,11 @@ class Standby:
             if lack := self._no_room(nbytes, movable.ranks):
                 return lack
 
+        arrived = self._arriving if self._arriving is not None and self._arriving.push == push else None
+
         def work() -> Generator[None, None, _Made]:
             made = found or _compared(lambda: Planned(plan, movable.rules))
-            yield from made.fill(staged.data)
+            yield from made.fill(staged.data, arrived)
             staged.check()
             return None, made
 
@@ -235,8 +251,7 @@ class Standby:
     def keep(self, stages: Sequence[Stream]) -> None:
         """As `LoadPlan.keep`, for the plan that fills the standby. Another thread may call this."""
         if isinstance(found := self._set, Planned):
-            for plan in found.plans:
-                plan.keep(stages)
+            found.keep(stages)
 
     def _failed(self, error: Exception, made: bool) -> None:
         """After an error in the work: where there can be no standby, go the engine's own way, else raise."""
