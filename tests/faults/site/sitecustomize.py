@@ -157,8 +157,9 @@ def load_plan(module):
             for call in calls:
                 yield call
                 self.done += 1
-                for _ in range(self.done * self.tensors // self.runs - (self.done - 1) * self.tensors // self.runs):
-                    at("rank loads", tensor=next(self.numbers), **HERE)
+                new = self.done * self.tensors // self.runs - (self.done - 1) * self.tensors // self.runs
+                for number in itertools.islice(self.numbers, new):
+                    at("rank loads", tensor=number, **HERE)
 
         def __enter__(self):
             native_copy._run = lambda calls: self.run(self.count(calls))
