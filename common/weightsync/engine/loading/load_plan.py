@@ -24,7 +24,7 @@ from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.comparing import PIECE_BYTES, memcmp, rows_of, same, sample
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.model_memory import overlap
-from weightsync.engine.loading.recorded import Copy, Recording
+from weightsync.engine.loading.recorded import Copy, Recording, is_contiguous
 from weightsync.engine.loading.recording import record
 from weightsync.tensors.boxes import Box, hull, whole
 from weightsync.tensors.gpu_copy import TensorCopies
@@ -106,8 +106,8 @@ class LoadPlan:
         self.memory = memory
         groups = found.by_owner().items()
         self.copies = [copy for owner, copies in groups if owner not in found.fallen for copy in copies]
-        self._constants = [each for each in found.constants if memory.owner(each.target) not in found.fallen]
-        self.runs, self._strided = self._compile()
+        self.constants = [each for each in found.constants if memory.owner(each.target) not in found.fallen]
+        self.runs, self.strided = self._compile()
         self._bound: dict[int, _Bound] = {}
         #: Parameters that are not loaded, or not as a whole, and buffers that are loaded in part.
         self._incomplete = [
@@ -227,7 +227,7 @@ class LoadPlan:
         strided: list[tuple[Copy, Entry]] = []
         for copy in self.copies:
             entry, target = entries[copy.name], copy.target
-            whole = target.is_contiguous() and _is_contiguous(target.shape, copy.strides)
+            whole = target.is_contiguous() and is_contiguous(target.shape, copy.strides)
             if self._device.type == "cpu" and whole and copy.dtype == target.dtype:
                 runs.append(Run(entry.offset + copy.offset_bytes, target.data_ptr(), target.nbytes))
             else:
@@ -256,9 +256,9 @@ class LoadPlan:
             self._bound[key(stage)] = self._bind(stage)
 
     def _bind(self, stage: Stream) -> _Bound:
-        constants = [(each.target, each.value.expand(each.target.shape)) for each in self._constants]
+        constants = [(each.target, each.value.expand(each.target.shape)) for each in self.constants]
         pairs, gathered = [*constants], []
-        for copy, entry in self._strided:
+        for copy, entry in self.strided:
             found = copy.parts(stage, entry)
             if found is None:
                 gathered.append((copy, entry))
@@ -293,16 +293,19 @@ class LoadPlan:
     def steps(self, stage: Stream) -> Iterator[None]:
         """As `replay`, some milliseconds of it between two yields."""
         self.bind(stage)
-        yield
-        yield from self._bound[key(stage)].copies.steps()
-        yield from self.rest(stage)
-
-    def rest(self, stage: Stream) -> Iterator[None]:
-        """Of `steps`, what is not in `runs`."""
-        self.bind(stage)
         bound = self._bound[key(stage)]
+        yield
+        yield from bound.copies.steps()
         yield from bound.strided.steps()
         self._gather(stage, bound)
+
+    def rest(self, stage: Stream) -> None:
+        """Make those copies that take more than the part of the stage where a tensor lies."""
+        self.bind(stage)
+        with torch.no_grad():
+            for each in self.constants:
+                each.target.copy_(each.value.expand(each.target.shape))
+        self._gather(stage, self._bound[key(stage)])
 
     @staticmethod
     def _gather(stage: Stream, bound: _Bound) -> None:
@@ -315,11 +318,11 @@ class LoadPlan:
         entries = {entry.spec.name: entry for entry in self.layout.entries}
         alike = all(memcmp(*run) == 0 for run in self.runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
-            for copy in [copy for copy, _ in self._strided] if alike else self.copies:
+            for copy in [copy for copy, _ in self.strided] if alike else self.copies:
                 source = copy.part(stage, entries[copy.name])
                 if not same(source, copy.target):
                     return copy.name
-            for constant in self._constants:
+            for constant in self.constants:
                 if not same(constant.value.expand(constant.target.shape), constant.target):
                     return self._name_of(constant.target)
         return ""
@@ -388,13 +391,3 @@ def _refuse_conflicts(found: Recording) -> None:
                 found.fallen[owner] = "a part of it is written twice"
         except ValueError as error:
             found.fallen[owner] = str(error)
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    run = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1:
-            if stride != run:
-                return False
-            run *= size
-    return True

@@ -9,6 +9,7 @@ import torch
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.storages import Storages
 from weightsync.engine.loading.load_plan import LoadPlan
+from weightsync.tensors.gpu_copy import TensorCopies
 from weightsync.tensors.layout import cut_run, listed
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key
@@ -28,17 +29,27 @@ def nbytes_of(plan: LoadPlan) -> int:
     return sum(storages.values())
 
 
-#: By stage: the size of a bucket, and what is copied out of each.
-_Prepared = dict[int, tuple[int, list[Copies]]]
+#: What is copied with a bucket.
+_Taken = tuple[Copies, TensorCopies]
+#: By stage: the size of a bucket, and what is copied with each.
+_Prepared = dict[int, tuple[int, list[_Taken]]]
 
 
-def _by_bucket(plan: LoadPlan, stage: Stream, bucket_bytes: int) -> list[Copies]:
-    """For each bucket of a stream, the copies of runs of bytes by ``plan`` out of it."""
-    found: list[list[Run]] = [[] for _ in range(plan.layout.buckets(bucket_bytes))]
+def _by_bucket(plan: LoadPlan, stage: Stream, bucket_bytes: int) -> list[_Taken]:
+    """What ``plan`` copies once each bucket of a stream has arrived, after all before it."""
+    count = plan.layout.buckets(bucket_bytes)
+    runs: list[list[Run]] = [[] for _ in range(count)]
     for at, target, nbytes in plan.runs:
-        for bucket, start, count in cut_run(at, nbytes, bucket_bytes):
-            found[bucket].append(Run(start, target + start - at, count))
-    return [Copies(plan.runs_from(stage, runs)) for runs in found]
+        for bucket, start, size in cut_run(at, nbytes, bucket_bytes):
+            runs[bucket].append(Run(start, target + start - at, size))
+    pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(count)]
+    with torch.inference_mode(False), torch.no_grad():
+        for copy, entry in plan.strided:
+            pairs[max(0, entry.offset + entry.nbytes - 1) // bucket_bytes] += copy.parts(stage, entry) or ()
+    return [
+        (Copies(plan.runs_from(stage, each)), TensorCopies([target for target, _ in both], [part for _, part in both]))
+        for each, both in zip(runs, pairs, strict=True)
+    ]
 
 
 class Arriving:
@@ -51,7 +62,7 @@ class Arriving:
         self.push, self.plan, self._bucket_bytes, self._prepared = push, plan, bucket_bytes, prepared
         #: The stage that the push arrives in, and what is still to be copied, by bucket.
         self._stage: int | None = None
-        self._left: dict[int, Copies] = {}
+        self._left: dict[int, _Taken] = {}
 
     def take(self, stage: Stream, bucket: int) -> None:
         """Copy what has arrived with a bucket."""
@@ -60,7 +71,7 @@ class Arriving:
             if self._prepared.get(self._stage, (0,))[0] != self._bucket_bytes:
                 self._prepared[self._stage] = self._bucket_bytes, _by_bucket(self.plan, stage, self._bucket_bytes)
             self._left = dict(enumerate(self._prepared[self._stage][1]))
-        if (copies := self._left.pop(bucket, None)) is not None:
+        for copies in self._left.pop(bucket, ()):
             copies.make()
 
     def fits(self, plan: LoadPlan, stage: Stream) -> bool:
@@ -70,8 +81,9 @@ class Arriving:
     def steps(self, stage: Stream) -> Iterator[None]:
         """Copy what is left, some milliseconds of it between two yields."""
         while self._left:
-            yield from self._left.popitem()[1].steps()
-        yield from self.plan.rest(stage)
+            for copies in self._left.popitem()[1]:
+                yield from copies.steps()
+        self.plan.rest(stage)
 
 
 class Planned(Storages):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -145,3 +145,14 @@ class Recording:
 
 def _place(target: torch.Tensor) -> tuple[Any, ...]:
     return target.data_ptr(), target.shape, target.stride(), target.dtype
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor of this shape with these strides is one run."""
+    run = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != run:
+                return False
+            run *= size
+    return True
