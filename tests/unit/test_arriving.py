@@ -61,7 +61,6 @@ def test_what_has_arrived_is_not_copied_again(loading, adapter, monkeypatch):
     assert loading.path.endswith("into a standby")
 
 
-@pytest.mark.parametrize("left_out", [(0,), (3, 7), range(100)], ids=["first", "two", "all"])
 def test_columns_are_taken_with_the_bucket_in_which_their_tensor_ends(monkeypatch):
     def by_columns(model, weights):
         for name, tensor in weights:
@@ -74,12 +73,13 @@ def test_columns_are_taken_with_the_bucket_in_which_their_tensor_ends(monkeypatc
     push(loading, 2)
     assert not loading._plan.runs
     monkeypatch.setattr(LoadPlan, "steps", None)
-    for left_out in ((), (4, 5), range(100)):
+    for left_out in ((), (4, 5)):
         for content in (3, 4):
             commit(loading, arrived(loading, content, left_out))
             assert adapter.holds() == content
 
 
+@pytest.mark.parametrize("left_out", [(0,), (3, 7), range(100)], ids=["first", "two", "all"])
 def test_buckets_that_were_not_taken_are_copied_before_the_commit(loading, adapter, left_out):
     commit(loading, arrived(loading, 3, left_out))
     assert adapter.holds() == 3
