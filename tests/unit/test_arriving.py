@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.standbys import push, ready, stage_of
 from tests.unit.test_planned import Moves
@@ -61,12 +62,13 @@ def test_what_has_arrived_is_not_copied_again(loading, adapter, monkeypatch):
     assert loading.path.endswith("into a standby")
 
 
-def test_columns_are_taken_with_the_bucket_in_which_their_tensor_ends(monkeypatch):
-    def by_columns(model, weights):
-        for name, tensor in weights:
-            for columns in (slice(0, 1), slice(1, 4)):
-                model.get_parameter(name).data[:, columns].copy_(tensor[:, columns])
+def by_columns(model, weights):
+    for name, tensor in weights:
+        for columns in (slice(0, 1), slice(1, 4)):
+            model.get_parameter(name).data[:, columns].copy_(tensor[:, columns])
 
+
+def test_columns_are_taken_with_the_bucket_in_which_their_tensor_ends(monkeypatch):
     adapter = Moves(by_columns)
     loading = Loading(adapter)
     push(loading, 1)
@@ -113,6 +115,22 @@ def test_what_arrived_for_a_push_that_was_called_off_is_not_served(loading, adap
     arrived(loading, 5)
     commit(loading, arrived(loading, 6))
     assert adapter.holds() == 6
+
+
+def test_a_push_that_failed_while_it_arrived_leaves_no_reference_to_its_memory():
+    adapter = Moves(by_columns)
+    loading = Loading(adapter)
+    push(loading, 1)
+    push(loading, 2)
+    staged = stage_of(loading, 3, "push 3")
+    arriving(loading, staged, "push 3").take(staged.data, 0)
+    memory = StorageWeakRef(staged.data.untyped_storage())
+    del staged
+    assert not memory.expired(), "the columns of later buckets"
+    loading.keep(())
+    assert memory.expired()
+    commit(loading, arrived(loading, 4))
+    assert adapter.holds() == 4
 
 
 def test_what_arrived_in_another_stage_is_copied_anew(loading, adapter):

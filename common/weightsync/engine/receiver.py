@@ -66,7 +66,7 @@ class _Job:
 
     def end(self) -> None:
         """Drop all references to the sender's memory: the push was applied or cancelled."""
-        self.incoming = self.staged = None
+        self.incoming = self.staged = self.arriving = None
         self.cancelled.set()
 
 

@@ -74,6 +74,10 @@ class Arriving:
         for copies in self._left.pop(bucket, ()):
             copies.make()
 
+    def lies_in(self, stages: Sequence[Stream]) -> bool:
+        """Whether it arrives in one of these stages."""
+        return any(key(stage) == self._stage for stage in stages)
+
     def fits(self, plan: LoadPlan, stage: Stream) -> bool:
         """Whether this is what ``plan`` does with a stage."""
         return plan is self.plan and key(stage) == self._stage

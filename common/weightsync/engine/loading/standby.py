@@ -117,7 +117,8 @@ class Standby:
 
     def fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, timeout_s: float = math.inf) -> None:
         """As `load`, by ``plan``, which fits the served model."""
-        self._advance(push, lambda: self._begin_to_fill(push, plan, hooks, staged), timeout_s)
+        arrived = self._arriving if self._arriving is not None and self._arriving.push == push else None
+        self._advance(push, lambda: self._begin_to_fill(plan, hooks, staged, arrived), timeout_s)
 
     def arriving(self, push: str, plan: LoadPlan, bucket_bytes: int) -> Arriving | None:
         """What fills the standby while ``push`` arrives; None if it is to be filled by `fill` alone.
@@ -125,7 +126,7 @@ class Standby:
         What it held is no version any more.
         """
         self.forget()
-        self._arriving, found = None, self._set
+        found = self._set
         if isinstance(found, Planned) and found.plans[0] is plan and not found.torn and found.is_current():
             self._arriving = found.arriving(push, bucket_bytes)
         return self._arriving
@@ -136,7 +137,6 @@ class Standby:
         if push != self._push or self._work is None:
             self.stop()
             found = begin() if self._tries else self.why
-            self._arriving = None
             self.why = found or ""
             if found is not None:
                 self._passed = push
@@ -210,7 +210,9 @@ class Standby:
         self._work = Sliced(work, hooks.settings)
         return None
 
-    def _begin_to_fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged) -> str | None:
+    def _begin_to_fill(
+        self, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, arrived: Arriving | None
+    ) -> str | None:
         """Begin to `fill`; why not, or an empty text, if the plan is to be replayed in the pause."""
         movable = hooks.movable
         if isinstance(movable, str):
@@ -225,8 +227,6 @@ class Standby:
                 return str(error)
             if lack := self._no_room(nbytes, movable.ranks):
                 return lack
-
-        arrived = self._arriving if self._arriving is not None and self._arriving.push == push else None
 
         def work() -> Generator[None, None, _Made]:
             made = found or _compared(lambda: Planned(plan, movable.rules))
@@ -252,6 +252,8 @@ class Standby:
         """As `LoadPlan.keep`, for the plan that fills the standby. Another thread may call this."""
         if isinstance(found := self._set, Planned):
             found.keep(stages)
+        if self._arriving is not None and not self._arriving.lies_in(stages):
+            self._arriving = None
 
     def _failed(self, error: Exception, made: bool) -> None:
         """After an error in the work: where there can be no standby, go the engine's own way, else raise."""
@@ -292,7 +294,7 @@ class Standby:
         """What the standby holds is no version any more, or not the one before."""
         if self._work is not None:
             self._work.cancel()
-            self._work = None
+        self._work = self._arriving = None
         self._push, self._loaded, self._served, self._back = "", False, False, None
 
     def release(self) -> None:
