@@ -230,7 +230,7 @@ def test_adjacent_copies_are_merged():
 
     plan, stage = plan_for(model, load, checkpoint)
     assert len(plan.copies) == 8
-    assert len(plan._runs_from(stage)) == 1
+    assert len(plan.runs_from(stage)) == 1
     plan.replay(stage)
     assert torch.equal(model.fused, torch.cat(list(checkpoint.values())))
 

@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 
+import plan_faults
+
 FILE = os.environ.get("FAULT_FILE", "")
 
 
@@ -141,72 +143,6 @@ def standby(module):
             original(self)
         finally:
             module._set_data = swap
-
-
-def load_plan(module):
-    native_copy = sys.modules["weightsync.tensors.native_copy"]  # which makes its copies
-
-    class Counted:
-        """Tensors count as loaded in proportion to the copied runs of bytes, the last once all are copied."""
-
-        def __init__(self, plan, stage):
-            self.tensors, self.runs, self.done = len(plan.layout.entries), len(plan.runs_from(stage)) + 1, 0
-            self.numbers, self.run = iter(range(self.tensors)), native_copy._run
-
-        def count(self, calls):
-            for call in calls:
-                yield call
-                self.done += 1
-                new = self.done * self.tensors // self.runs - (self.done - 1) * self.tensors // self.runs
-                for number in itertools.islice(self.numbers, new):
-                    at("rank loads", tensor=number, **HERE)
-
-        def __enter__(self):
-            native_copy._run = lambda calls: self.run(self.count(calls))
-
-        def __exit__(self, *_):
-            native_copy._run = self.run
-
-        def end(self):
-            for number in self.numbers:
-                at("rank loads", tensor=number, **HERE)
-            at("rank loaded", **HERE)
-
-    module.counts = Counted
-
-    @around(module.LoadPlan, "replay")
-    def replay(original, self, stage):
-        counted = Counted(self, stage)
-        with counted:
-            original(self, stage)
-        counted.end()
-
-    @around(module.LoadPlan, "steps")
-    def steps(original, self, stage):
-        counted, left = Counted(self, stage), original(self, stage)
-        while True:
-            with counted:
-                if next(left, left) is left:
-                    break
-            yield
-        counted.end()
-
-
-def planned(module):
-    load_plan = sys.modules["weightsync.engine.loading.load_plan"]
-    counts = load_plan.counts
-
-    @around(module.Arriving, "take")
-    def take(original, self, stage, bucket):
-        if not hasattr(self, "fault_count"):
-            self.fault_count = counts(self.plan, stage)
-        with self.fault_count:
-            original(self, stage, bucket)
-
-    @around(module.Arriving, "steps")
-    def steps(original, self, stage):
-        yield from original(self, stage)
-        self.fault_count.end()
 
 
 def arm_post_load(adapter):
@@ -380,8 +316,6 @@ def compat_pause(module):
 PATCHES = {
     "vllm_weightsync.compat_pause": compat_pause,
     "weightsync.engine.receiver": receiver,
-    "weightsync.engine.loading.load_plan": load_plan,
-    "weightsync.engine.loading.planned": planned,
     "weightsync.engine.loading.standby": standby,
     "weightsync.transports.control.engine": engine_control,
     "weightsync.transports.control.trainer": trainer_control,
@@ -394,6 +328,7 @@ PATCHES = {
     "weightsync.trainer.outgoing": outgoing,
     "weightsync.trainer.client": client,
     "weightsync.engine.front_end": front_end,
+    **plan_faults.patches(at, around, HERE),
 }
 
 
