@@ -98,7 +98,7 @@ class NixlIncoming:
         self._written: dict[str, set[int]] = {}
         #: The agents of other ranks that may have passed buckets on to this one, the last first.
         self._suppliers: dict[str, str] = {}
-        #: The buckets that other agents say they have written, perhaps before the sender says that they supply this rank.
+        #: The buckets that other agents have written, perhaps before the sender says that they supply this rank.
         self._passed: dict[str, set[int]] = {}
         #: Of a rank that is written to: what it passes on.
         self._passing: Passing | None = None
