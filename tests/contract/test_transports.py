@@ -277,11 +277,10 @@ def test_a_rank_that_dies_or_freezes_is_named_and_its_successor_gets_the_next_pu
                 child.process.send_signal(sent)
             yield tensor
 
-    limit_s, begin = 6.0, time.monotonic()
+    begin = time.monotonic()
     with pytest.raises((TransferFailed, PushTimeout), match=r"rank 0 of http://127.0.0.1:8001") as raised:
-        child.push(struck(), bucket_bytes, timeout_s=limit_s)
-    took_s = time.monotonic() - begin
-    assert took_s < limit_s + 2
+        child.push(struck(), bucket_bytes, timeout_s=6.0 if sent == signal.SIGSTOP else PATIENCE_S)
+    assert time.monotonic() - begin < PATIENCE_S / 2  # a busy machine may take half a minute to get to it
     if sent == signal.SIGKILL:
         assert not isinstance(raised.value, PushTimeout), "death is noticed before the deadline"
     child.process.kill()
