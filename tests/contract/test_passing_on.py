@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("way", ["nixl-tcp"], indirect=True)
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "two-slots"])
 def test_a_bucket_that_is_not_right_is_not_passed_on(harness, whole):
-    """Three ranks form a chain; in the stage of the second, a bit of the third of eight buckets is wrong."""
+    """In the stage of the second rank, a bit of the third of eight buckets is wrong."""
     tensors, bucket_bytes, wrong = [torch.zeros(8, 4096, dtype=torch.uint8)], 4096, 2 * 4096 + 100
     assert_equal(harness.push(tensors, bucket_bytes, slots=8 if whole else 2), tensors)
     second, last, got = harness.peers[Peer(A, 1)], harness.peers[Peer(B, 0)], []

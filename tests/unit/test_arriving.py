@@ -174,7 +174,7 @@ def test_a_model_that_someone_changes_while_a_push_arrives_is_loaded_another_way
     assert arriving(loading, staged, "push 4") is None
 
 
-def test_a_failed_exchange_leaves_what_arrived_to_be_served(loading, adapter):
+def test_a_push_that_arrived_is_undone_by_the_version_before(loading, adapter):
     staged = arrived(loading, 3)
     ready(loading, staged)
     assert loading.standby.holds("push 3")

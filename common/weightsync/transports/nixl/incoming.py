@@ -201,13 +201,13 @@ class NixlIncoming:
         if self._passing is not None:
             self._passing.drive()
         for agent, notices in self._link.notifications().items() if self._written else ():
+            here = self._written if agent in self._written else self._passed
             for notice in notices:
                 try:
                     message = control.unpack_from_rank(notice)
                 except msgspec.MsgspecError:
                     continue  # the reply to the warm-up, or a stray notification
                 if isinstance(message, BucketDone) and message.push == self._request.push:
-                    here = self._written if agent in self._written else self._passed
                     here.setdefault(agent, set()).add(message.index)
 
     def _receive(self, timeout_s: float) -> None:
