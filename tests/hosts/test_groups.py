@@ -38,7 +38,7 @@ def test_a_group_with_an_unfinished_broadcast_is_left_at_once():
         work = trainer.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), 5.0)  # the engine never receives it
         begin = time.monotonic()
         trainer.drop([work])
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 2.0
         assert not work.is_completed()
 
 

@@ -102,7 +102,7 @@ def test_a_group_of_the_wrong_size_is_refused_before_any_rank_joins(both):
     )
     with pytest.raises(UnsupportedOption, match="world_size 2 is too small: this engine's 2 ranks are 1 to 2"):
         client.join("init_nccl_group", asked, Deadline(30.0))
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 5
 
 
 def test_two_fsdp2_processes_push_to_both_engines(both, tmp_path):

@@ -218,7 +218,7 @@ def test_a_silent_store_is_abandoned_after_two_seconds(end, deaf):
     start = time.monotonic()
     with pytest.raises(TransferFailed, match=f"cannot reach the trainer's store at 127.0.0.1 port {deaf}"):
         end.join(asked(master_port=deaf, timeout_s=60.0), 0)
-    assert 1.9 < time.monotonic() - start < 30
+    assert 1.9 < time.monotonic() - start < 4
 
 
 def test_a_silent_store_that_hangs_up_leaves_no_thread(end):

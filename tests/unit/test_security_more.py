@@ -318,7 +318,7 @@ def test_without_the_key_no_body_is_read(engine):
 
 #: A frame that takes longer to decode than to send, of an unknown push.
 SLOW = fuzz.as_msgpack({"type": "failed", "push": "", "error": "", "message": "", "more": [0] * 300_000})
-FLOOD_S = 30.0
+FLOOD_S = 6.0
 
 
 @contextmanager
