@@ -36,10 +36,10 @@ def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def reload_model(model: Any, config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """As `reload`, for a model that no worker serves, on a CPU; ``config`` is vLLM's model configuration."""
+    """As `reload`, for a model that no worker serves; ``config`` is vLLM's model configuration."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    with _packed_again(model, packs=True):
+    with _packed_again(model, packs=next(model.parameters()).device.type == "cpu"):
         layerwise.initialize_layerwise_reload(model)
         model.load_weights(iter(weights))
         layerwise.finalize_layerwise_reload(model, config)

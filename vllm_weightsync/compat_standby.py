@@ -50,8 +50,6 @@ _APART: Final = ("vllm.config.", "transformers.", "torch.distributed.", "threadi
 
 def hooks(worker: Any) -> StandbyHooks | str:
     """How a worker's standby is made and loaded; or why it has none."""
-    if compat.worker_device(worker).type != "cpu":
-        return "a standby is not supported on an accelerator"
     if lacking := compat.VLLM.check(NAMES):
         return lacking
     live = compat.model(worker)
@@ -77,14 +75,20 @@ def hooks(worker: Any) -> StandbyHooks | str:
             vars(module).clear()
 
     served = functools.partial(drop_computed, worker)
-    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), _rules(), _settings())
+    rules, stays = _rules(), addresses_stay(worker)
+    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), rules, _settings(), stays)
 
 
 def movable(worker: Any) -> Movable | str:
     """What is known of a model whose weights may lie elsewhere after each push; or why they must stay."""
-    if compat.worker_device(worker).type != "cpu":
-        return "a standby is not supported on an accelerator"
+    if addresses_stay(worker):
+        return "weights stay where they are on an accelerator"
     return Movable(_ranks(worker), _rules())
+
+
+def addresses_stay(worker: Any) -> bool:
+    """Whether weights must stay where they are: CUDA graphs have their addresses, and vLLM's sleep mode their pool."""
+    return compat.worker_device(worker).type != "cpu"
 
 
 def drop_computed(worker: Any) -> None:

@@ -65,6 +65,8 @@ class StandbyHooks(NamedTuple):
     """What of the two models is not exchanged."""
     settings: Sequence[Setting] = TORCH
     """What is set for the whole process while a model is made or loaded."""
+    stays: bool = False
+    """Whether the served weights must stay where they are, so that those of the second model are copied there."""
 
 
 class Sealed(NamedTuple):

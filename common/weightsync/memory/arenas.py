@@ -20,6 +20,7 @@ import secrets
 import stat
 import time
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -255,6 +256,11 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
+
+
+def selected(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which ``device`` is the current one of its kind in this thread."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def synchronize(device: torch.device) -> None:

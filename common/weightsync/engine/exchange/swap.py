@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-#: Tensors of this size are left to the garbage collector: one may be a handle, by which its owner frees something.
-_SMALL_BYTES: Final = 64
+#: A tensor of this size may be a handle, by which something is found that torch does not see.
+SMALL_BYTES: Final = 64
 
 
 class Link(NamedTuple):
@@ -23,6 +23,9 @@ class Swap:
 
     They are exchanged by their data, so that whoever else refers to one of them sees it too.
     """
+
+    #: Whether the standby holds the version before after an exchange.
+    keeps_before: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -56,7 +59,7 @@ class Swap:
     def free(self) -> None:
         """Give back the memory of the standby's tensors, which nobody uses any more."""
         for _, other in self.tensors:
-            if other.nbytes > _SMALL_BYTES:
+            if other.nbytes > SMALL_BYTES:  # the owner of a handle may free something by it
                 other.data = other.data.new_empty(0)
 
 

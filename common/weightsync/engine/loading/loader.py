@@ -82,7 +82,7 @@ class Loading:
         if self._plan is None:
             own = f"{_OWN}: {self._why}" if self._why else ""
             if self.standby.used:
-                return f"into a standby, by {_OWN}, and exchanged"
+                return f"into a standby, by {_OWN}, and {self.standby.way}"
             return own and own + self.standby.without
         if not self._machine.allows("replay"):
             return f"{_OWN}: the load plan is checked by the first push that commits"

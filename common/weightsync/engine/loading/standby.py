@@ -1,7 +1,8 @@
 """A second set of the weights of one rank: loaded while the engine serves, exchanged with what is served in the pause.
 
 Both are made by the engine's own code, so it does not matter what that does to weights after loading. After an exchange
-the standby holds the version before, until the next push is loaded there.
+the standby holds the version before, until the next push is loaded there. Where weights must stay at their addresses,
+those of the standby are copied there instead, and the version before is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Final, TypeVar
 import torch
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, StandbyHooks
+from weightsync.engine.exchange.copied import Copied
 from weightsync.engine.exchange.pairs import Pairs, Unlike
 from weightsync.engine.exchange.slices import Sliced, Steps
 from weightsync.engine.exchange.swap import Swap
@@ -94,6 +96,11 @@ class Standby:
     def used(self) -> bool:
         """Whether the last push was loaded through the standby."""
         return self._used and not self.why
+
+    @property
+    def way(self) -> str:
+        """How what is loaded here gets served, for people."""
+        return "exchanged" if self._set is None or self._set.keeps_before else "copied"
 
     @property
     def without(self) -> str:
@@ -195,14 +202,17 @@ class Standby:
         if model is None and (lack := self._no_room(hooks.nbytes, hooks.ranks)):
             return lack
 
+        paired = Copied if hooks.stays else Pairs
+
         def work() -> _Made:
-            found = hooks.make(weights()) if model is None else model
-            if model is not None:
-                hooks.load(model, weights())
-            check(found)
-            pairs = _compared(lambda: Pairs(hooks.model, found, hooks.rules))
-            arenas.trim()  # loaders allocate and free as much as the model takes
-            return found, pairs
+            with arenas.selected(self._adapter.device):  # in a thread of its own
+                found = hooks.make(weights()) if model is None else model
+                if model is not None:
+                    hooks.load(model, weights())
+                check(found)
+                pairs = _compared(lambda: paired(hooks.model, found, hooks.rules))
+                arenas.trim()  # loaders allocate and free as much as the model takes
+                return found, pairs
 
         self._hooks, self._set, self._around = hooks, None, nullcontext
         # Also if the push is called off: its tensors may be in the standby by then.
@@ -314,14 +324,14 @@ class Standby:
 
     def holds_before(self) -> bool:
         """Whether it holds the version that was served before the one that is."""
-        return self._served and self._set is not None and not self._set.torn
+        return self._served and self._set is not None and self._set.keeps_before and not self._set.torn
 
     def is_current(self) -> bool:
         """Whether what is served is still what the standby was compared with."""
         return self._set is not None and self._set.is_current()
 
     def exchange(self) -> None:
-        """Serve what is loaded here. If that fails, all is as before, and the error is raised."""
+        """Serve what is loaded here. If that fails, the error is raised, and all is as before if it still `holds` it."""
         self._swap(self._push, served=True)
 
     def _swap(self, push: str, *, served: bool) -> None:

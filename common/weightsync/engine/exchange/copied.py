@@ -1,0 +1,70 @@
+"""The weights of two models that an engine built alike, where those of the served one must stay where they are."""
+
+from __future__ import annotations
+
+import torch
+
+from weightsync.engine.exchange.pairs import Pairs, Rules, Unlike
+from weightsync.engine.exchange.swap import SMALL_BYTES
+from weightsync.memory import arenas
+from weightsync.tensors import native_copy
+from weightsync.tensors.gpu_copy import TensorCopies
+from weightsync.tensors.native_copy import Run
+
+_Both = tuple[torch.Tensor, torch.Tensor]
+
+
+class Copied(Pairs):
+    """As `Pairs`, for a model to whose addresses something is bound, such as a CUDA graph: its weights are overwritten.
+
+    Raises `Unlike` also for what cannot be copied. A copy that fails leaves the served model `torn`.
+    """
+
+    keeps_before = False
+
+    def __init__(self, live: torch.nn.Module, standby: torch.nn.Module, rules: Rules):
+        self._registered = {id(tensor) for tensor in (*live.parameters(), *live.buffers())}
+        super().__init__(live, standby, rules)
+        self._parts()
+
+    def _pair(self, place: str, one: torch.Tensor, other: torch.Tensor) -> None:
+        super()._pair(place, one, other)
+        is_address = one.dtype == torch.int64 and one.device.type == "cpu" and 0 < one.nbytes <= SMALL_BYTES
+        if is_address and id(one) not in self._registered:
+            raise Unlike(f"{place} may be a handle, and what it stands for cannot be copied")
+
+    def exchange(self) -> None:
+        """Copy the weights of the standby to where those of the served model lie. If that fails, those are `torn`."""
+        solid, rest = self._parts()
+        on_host = [both for both in solid if both[0].device.type == "cpu"]
+        rest += [both for both in solid if both[0].device.type != "cpu"]
+        copies = native_copy.Copies([_run(*both) for both in on_host])
+        by_torch = TensorCopies([one for one, _ in rest], [other for _, other in rest])
+        self.torn = True
+        copies.make()
+        with torch.inference_mode():  # engines load under it, and such tensors can be written under it alone
+            by_torch.make()
+        for device in {one.device for one, _ in rest}:
+            arenas.synchronize(device)
+        self.torn = False
+
+    def _parts(self) -> tuple[list[_Both], list[_Both]]:
+        """Both data of each pair, contiguous or not; what lies within another is left out. Raises `Unlike`."""
+        both = [(one.data, other.data) for one, other in self.tensors]
+        solid: list[_Both] = []
+        outer = Run(0, 0, 0)
+        for one, other in sorted(both, key=lambda pair: (pair[0].data_ptr(), -pair[0].nbytes)):
+            if not one.is_contiguous():
+                continue
+            run = _run(one, other)
+            within = run.target + run.nbytes <= outer.target + outer.nbytes
+            if within and run.source - outer.source != run.target - outer.target:
+                raise Unlike(f"memory of a tensor of shape {tuple(one.shape)} is shared in one of them only")
+            if not within:
+                solid.append((one, other))
+                outer = run
+        return solid, [pair for pair in both if not pair[0].is_contiguous()]
+
+
+def _run(one: torch.Tensor, other: torch.Tensor) -> Run:
+    return Run(other.data_ptr(), one.data_ptr(), one.nbytes)
