@@ -331,7 +331,7 @@ class Standby:
         return self._set is not None and self._set.is_current()
 
     def exchange(self) -> None:
-        """Serve what is loaded here. If that fails, the error is raised, and all is as before if it still `holds` it."""
+        """Serve what is loaded here. An error is raised; all is as before if this still `holds` the push."""
         self._swap(self._push, served=True)
 
     def _swap(self, push: str, *, served: bool) -> None:
