@@ -1,19 +1,19 @@
 """Models of any number of tensors of any size, for `sizes`, and a reference engine that serves one.
 
-python -m benchmarks.blocks COUNTxBYTES --port PORT
+python -m benchmarks.blocks [--copied] COUNTxBYTES --port PORT
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from weightsync.engine.adapter import Expected
+from weightsync.engine.adapter import Expected, Sealed, StandbyHooks
 from weightsync.tensors.layout import digest_of, spec_of
 from weightsync.testing import ModelAdapter, ReferenceEngine, ReferenceFrontEnd, ReferenceInProcess, serve
 
@@ -54,9 +54,37 @@ class BlocksAdapter(ModelAdapter):
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.model.state_dict().items()))
 
 
-def engine(count: int, nbytes: int, python: Sequence[str] = (sys.executable,), device: str = "cpu") -> ReferenceEngine:
+class CopiedAdapter(BlocksAdapter):
+    """As that, with a loader that is not replayed: a standby is loaded, and copied to where the weights stay."""
+
+    def loader_hooks(self) -> Sealed:
+        """Only `load`, and the standby."""
+        return Sealed(self.model, "this one is loaded into a standby", self._standby)
+
+    def _standby(self) -> StandbyHooks:
+        def nothing(*_: object) -> None:
+            pass
+
+        return StandbyHooks(self.model, self.model.nbytes, self._make, self._load, nothing, nothing, stays=True)
+
+    def _make(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Blocks:
+        weight = self.model.experts[0].weight
+        model = Blocks(len(self.model.experts), weight.nbytes, seed=0, device=str(self.device))
+        self._load(model, weights)
+        return model
+
+    def _load(self, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        state = model.state_dict()
+        for name, tensor in weights:
+            state[name].copy_(tensor)
+
+
+def engine(
+    count: int, nbytes: int, python: Sequence[str] = (sys.executable,), device: str = "cpu", *, copied: bool = False
+) -> ReferenceEngine:
     """A reference engine with such a model; a context manager. ``python`` is the command that runs Python."""
-    return ReferenceEngine(f"{count}x{nbytes}", launcher=(*python, "-m", "benchmarks.blocks"), device=device)
+    launcher = (*python, "-m", "benchmarks.blocks", *(["--copied"] if copied else ()))
+    return ReferenceEngine(f"{count}x{nbytes}", launcher=launcher, device=device)
 
 
 class InProcess(ReferenceInProcess):
@@ -69,12 +97,14 @@ class InProcess(ReferenceInProcess):
 def main() -> None:
     """Serve such a model; the command line of the process that `engine` starts."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--copied", action="store_true")
     parser.add_argument("blocks")
     parser.add_argument("--port", type=int)
     parser.add_argument("--device")
     args = parser.parse_args()
     count, _, nbytes = args.blocks.partition("x")
-    serve(BlocksAdapter(int(count), int(nbytes), args.device), Path(args.blocks), args.port)
+    kind = CopiedAdapter if args.copied else BlocksAdapter
+    serve(kind(int(count), int(nbytes), args.device), Path(args.blocks), args.port)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,12 +34,13 @@ from weightsync.tensors.layout import digest_of
 MIN_ROUNDS, WARM_UP = 5, 3
 #: Seconds, far more than anything takes: to start a process and make its model; to push.
 START_S, LIMIT_S = 30.0, 60.0
+MANY = "18,000 tensors"
 #: Tensors and the bytes of each.
-MODELS = {"1 GB": (16, 64 << 20), "18,000 tensors": (18_000, 15 << 10), "16 GB": (240, 64 << 20)}
+MODELS = {"1 GB": (16, 64 << 20), "16 GB": (240, 64 << 20), MANY: (18_000, 15 << 10)}
 #: Only one process pushes this: two would need room for four such models on the GPU while they make their halves.
 ALONE = "16 GB"
-#: The last way that every machine has: what is served of the largest model is hashed after that alone.
-LAST = "nixl"
+#: The last ways that every machine has: what is served of the largest model is hashed after these alone.
+LAST = ("nixl", "in place, not verified")
 SMALL = {"16 MB": (16, 1 << 20), "300 tensors": (300, 15 << 10)}
 
 
@@ -51,6 +52,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "nixl": {"transport": "nixl"},
     "nccl": {"transport": "nccl"},
 }
+#: What is pushed to an engine that loads into a standby, which is copied to where the weights must stay. (Of many
+#: tensors its loader, in Python, would be all that is measured.)
+COPIED = ("in place", "in place, not verified")
 
 
 # ---- the trainer's processes -----------------------------------------------------------------------------------------
@@ -95,6 +99,7 @@ class Trainer:
         return {
             "push": time.perf_counter() - start,
             **result.seconds,
+            "pause": result.engines[self._url].pause_s,
             "reason": result.staging_reason,
             "changes": self._changes,
         }
@@ -160,41 +165,57 @@ def copied(nbytes: int, device: str, rounds: int) -> list[float]:
     return seconds[1:]
 
 
+def sampled(lines: list[Lines], way: str, rounds: int, url: str, digest: Callable[[int], str] | None) -> dict[str, Any]:
+    """The pushes of one way, and whether what was pushed last is served (by ``digest`` after so many changes); or why
+    there are none."""
+    try:
+        said(lines, "open", way)
+        samples = [said(lines, "push") for _ in range(WARM_UP + rounds)][WARM_UP:]
+    except RuntimeError as error:
+        return {"refused": str(error)}
+    with Sender([url]) as sender:
+        (rank,) = sender.status(digest=digest is not None)[url].ranks
+    served = None if digest is None else rank.digest == digest(samples[-1]["changes"])
+    return {"samples": samples, "served": served, "loading": rank.loading}
+
+
+def told(found: dict[str, Any], copy_s: float) -> str:
+    """Medians of what was sampled, for people."""
+    if "refused" in found:
+        return f"refused: {found['refused'][:200]}"
+    push, pause = (statistics.median(sample[key] for sample in found["samples"]) for key in ("push", "pause"))
+    verdict = "  WRONG" if found["served"] is False else ""
+    return f"{push * 1e3:10.2f} ms, {push / copy_s:8.1f} copies; pause {pause * 1e3:8.2f} ms{verdict}"
+
+
 def measure(name: str, model: tuple[int, int], rounds: int, device: str) -> tuple[dict[str, Any], bool]:
     """What every case took with a model, and whether all was served."""
     count, nbytes = model
     copies = copied(count * nbytes, device, rounds)
-    state = Blocks(count, nbytes, seed=1, device=device).state_dict()
-    digests = [digest_of((key, tensor.neg() if odd else tensor) for key, tensor in state.items()) for odd in (0, 1)]
-    del state
-    gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+
+    @functools.cache
+    def pushed(negative: bool) -> str:
+        state = Blocks(count, nbytes, seed=1, device=device).state_dict()
+        return digest_of((key, tensor.neg() if negative else tensor) for key, tensor in state.items())
+
     copy_s, right = statistics.median(copies), True
     print(f"{name}: one copy {copy_s * 1e3:.2f} ms", flush=True)
     ways = dict[str, Any]()
-    with engine(count, nbytes, device=device) as server:
-        for size in (1, 2) if name != ALONE else (1,):
-            with running(size, model, device, server.url) as lines:
-                for way in WAYS:
-                    case = f"{'two processes' if size == 2 else 'one process'}, {way}"
-                    try:
-                        said(lines, "open", way)
-                        samples = [said(lines, "push") for _ in range(WARM_UP + rounds)][WARM_UP:]
-                    except RuntimeError as error:
-                        ways[case] = {"refused": str(error)}
-                        print(f"  {case:38} refused: {str(error)[:200]}", flush=True)
-                        right &= "NCCL refuses" in str(error)
-                        continue
-                    hashed = name != ALONE or way == LAST
-                    with Sender([server.url]) as sender:
-                        (rank,) = sender.status(digest=hashed)[server.url].ranks
-                    served = rank.digest == digests[samples[-1]["changes"] % 2] if hashed else None
-                    ways[case] = {"samples": samples, "served": served, "loading": rank.loading}
-                    right &= served is not False
-                    took = statistics.median(sample["push"] for sample in samples)
-                    verdict = "  WRONG" if served is False else ""
-                    print(f"  {case:38}{took * 1e3:10.2f} ms, {took / copy_s:8.1f} copies{verdict}", flush=True)
+    for copied_there in (False, True) if name != MANY else (False,):
+        sizes = (1,) if copied_there or name == ALONE else (1, 2)
+        with engine(count, nbytes, device=device, copied=copied_there) as server:
+            for size in sizes:
+                with running(size, model, device, server.url) as lines:
+                    for way in COPIED if copied_there else WAYS:
+                        case = f"{'two processes' if size == 2 else 'one process'}, {way}"
+                        case += ", by a standby" if copied_there else ""
+                        hashed = name != ALONE or way == LAST[copied_there]
+                        digest = (lambda changes: pushed(changes % 2 == 1)) if hashed else None
+                        ways[case] = found = sampled(lines, way, rounds, server.url, digest)
+                        right &= found.get("served", "NCCL refuses" in found.get("refused", "")) is not False
+                        print(f"  {case:48}{told(found, copy_s)}", flush=True)
     return {"bytes": count * nbytes, "copy": copies, "ways": ways}, right
 
 

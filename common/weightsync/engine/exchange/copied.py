@@ -25,7 +25,13 @@ class Copied(Pairs):
     def __init__(self, live: torch.nn.Module, standby: torch.nn.Module, rules: Rules):
         self._registered = {id(tensor) for tensor in (*live.parameters(), *live.buffers())}
         super().__init__(live, standby, rules)
-        self._parts()
+        solid, rest = self._parts()
+        rest += [both for both in solid if both[0].device.type != "cpu"]
+        #: Where all lies, because what is copied is known by its address.
+        self._at = self._places()
+        self._on_host = native_copy.Copies([_run(*both) for both in solid if both[0].device.type == "cpu"])
+        self._by_torch = TensorCopies([one for one, _ in rest], [other for _, other in rest])
+        self._devices = {one.device for one, _ in rest}
 
     def _pair(self, place: str, one: torch.Tensor, other: torch.Tensor) -> None:
         super()._pair(place, one, other)
@@ -33,20 +39,22 @@ class Copied(Pairs):
         if is_address and id(one) not in self._registered:
             raise Unlike(f"{place} may be a handle, and what it stands for cannot be copied")
 
+    def is_current(self) -> bool:
+        """See `Swap.is_current`."""
+        return super().is_current() and self._places() == self._at
+
     def exchange(self) -> None:
         """Copy the weights of the standby to where those of the served model lie. If that fails, those are `torn`."""
-        solid, rest = self._parts()
-        on_host = [both for both in solid if both[0].device.type == "cpu"]
-        rest += [both for both in solid if both[0].device.type != "cpu"]
-        copies = native_copy.Copies([_run(*both) for both in on_host])
-        by_torch = TensorCopies([one for one, _ in rest], [other for _, other in rest])
         self.torn = True
-        copies.make()
+        self._on_host.make()
         with torch.inference_mode():  # engines load under it, and such tensors can be written under it alone
-            by_torch.make()
-        for device in {one.device for one, _ in rest}:
+            self._by_torch.make()
+        for device in self._devices:
             arenas.synchronize(device)
         self.torn = False
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(one.data_ptr(), other.data_ptr()) for one, other in self.tensors]
 
     def _parts(self) -> tuple[list[_Both], list[_Both]]:
         """Both data of each pair, contiguous or not; what lies within another is left out. Raises `Unlike`."""
