@@ -75,7 +75,7 @@ class GraphAdapter(ModelAdapter):
     @torch.inference_mode()
     def _record(self):
         mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(self.model.dtype).min, device=self.device).triu(1)
-        inputs = {
+        self._inputs = {
             "input_ids": self._tokens,
             "attention_mask": mask.to(self.model.dtype),
             "position_ids": torch.arange(LENGTH, device=self.device)[None],
@@ -83,7 +83,7 @@ class GraphAdapter(ModelAdapter):
         }
 
         def compute():
-            hidden = self.model.model(**inputs).last_hidden_state
+            hidden = self.model.model(**self._inputs).last_hidden_state
             return hidden @ self.model.packed if self._packs else self.model.lm_head(hidden)
 
         stream = torch.cuda.Stream(self.device)
