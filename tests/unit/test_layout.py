@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.layout import ALIGN_BYTES, DTYPES, Layout, check_manifest, digest_of, spec_of
-from weightsync.trainer.buckets import choose
+from weightsync.trainer.buckets import choose, read_in_place
 
 SPECS = st.lists(
     st.builds(
@@ -94,9 +94,9 @@ def test_the_digest_depends_on_names_values_and_dtypes_but_not_on_order():
     assert same not in {digest_of(other) for other in others}
 
 
-@given(st.integers(1, 1 << 40), st.integers(0, 1 << 40))
-def test_the_arena_holds_the_model_if_memory_allows_and_leaves_memory_for_a_stage_otherwise(stream_bytes, free):
-    chosen = choose(stream_bytes, free, free, None, "full", False)
+@given(st.integers(1, 1 << 40), st.integers(0, 1 << 40), st.booleans())
+def test_the_arena_holds_the_model_if_memory_allows_and_leaves_memory_for_a_stage_otherwise(stream_bytes, free, on_gpu):
+    chosen = choose(stream_bytes, free, free, None, "full", False, on_gpu=on_gpu)
     bucket, arena = chosen.bucket_bytes, chosen.slots * chosen.bucket_bytes
     assert bucket % ALIGN_BYTES == 0
     assert bucket >= ALIGN_BYTES
@@ -108,7 +108,16 @@ def test_the_arena_holds_the_model_if_memory_allows_and_leaves_memory_for_a_stag
         assert arena <= free / 15
     if chosen.slots > 2:  # the arena is filled in buckets, none of which is large
         assert arena >= stream_bytes
-        assert bucket <= 64 << 20
+        assert bucket <= (256 if on_gpu else 64) << 20
+
+
+@given(st.integers(1, 1 << 40))
+def test_parameters_are_read_in_place_in_few_buckets_on_a_gpu(stream_bytes):
+    for on_gpu, most in ((False, 64 << 20), (True, 1 << 30)):
+        chosen = read_in_place(stream_bytes, on_gpu=on_gpu)
+        assert chosen.bucket_bytes <= most
+        assert chosen.slots * chosen.bucket_bytes >= stream_bytes
+    assert chosen.slots == -(-stream_bytes // most)
 
 
 def test_a_requested_bucket_size_is_rounded_up_to_the_alignment():

@@ -117,7 +117,7 @@ class TensorCopies:
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         nbytes = STEP_BYTES
         for target, source in zip(targets, sources, strict=True):
-            if _is_small(target, source):
+            if _by_address(target, source):
                 run = Run(source.data_ptr(), target.data_ptr(), target.nbytes)
                 runs.setdefault(target.device, []).append(run)
                 continue
@@ -128,7 +128,7 @@ class TensorCopies:
             into, out_of = self._groups[-1]
             into.append(target)
             out_of.append(source)
-        self._small = [Copies(found, device) for device, found in runs.items()]
+        self._by_address = [Copies(found, device) for device, found in runs.items()]
 
     def make(self) -> None:
         """Make every copy."""
@@ -136,8 +136,8 @@ class TensorCopies:
             pass
 
     def steps(self) -> Iterator[None]:
-        """Make every copy, about `STEP_BYTES` between two yields."""
-        for copies in self._small:
+        """Make every copy; what torch copies, about `STEP_BYTES` between two yields."""
+        for copies in self._by_address:
             copies.make()
             yield
         for into, out_of in self._groups:
@@ -146,8 +146,10 @@ class TensorCopies:
             yield
 
 
-def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy takes torch longer to start than to make, so that `Copies` is faster."""
+def _by_address(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `Copies` makes this copy faster than torch, which starts a small one for longer than it takes."""
     alike = target.dtype == source.dtype and target.device == source.device and not source.is_neg()
-    few = target.nbytes < LARGE_BYTES and target.is_contiguous() and source.is_contiguous()
-    return alike and few and available(target.device)
+    if not (alike and target.is_contiguous() and source.is_contiguous()):
+        return False
+    in_words = (target.data_ptr() | source.data_ptr()) % WORD_BYTES == 0
+    return (in_words or target.nbytes < LARGE_BYTES) and available(target.device)

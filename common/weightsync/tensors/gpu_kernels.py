@@ -17,11 +17,12 @@ from weightsync.tensors import gpu_copy
 
 Table = npt.NDArray[np.int64]
 
-#: Bytes of the pieces that one program sums or copies: multiples of a word.
-_SUM_BYTES: Final = 256 << 10
+#: Bytes of the pieces that one program sums or copies: multiples of a word, and so few that 64 MiB keep a GPU busy.
+_SUM_BYTES: Final = 32 << 10
 _COPY_BYTES: Final = 64 << 10
-#: Words that a program handles at a time.
-_BLOCK: Final = 2048
+#: Words that a program sums or copies at a time.
+_SUM_BLOCK: Final = 1024
+_COPY_BLOCK: Final = 2048
 _STEP, _FIRST, _SECOND = (tl.constexpr(gpu_copy.signed(one)) for one in (gpu_copy.STEP, *gpu_copy.FACTORS))
 
 
@@ -96,7 +97,7 @@ class Sums:
         with torch.cuda.device_of(self._sums):  # type: ignore[no-untyped-call]
             self._sums.zero_()
             if len(self._tiles):
-                _sum[(len(self._tiles),)](self._tiles, self._sums, _BLOCK)
+                _sum[(len(self._tiles),)](self._tiles, self._sums, _SUM_BLOCK)
         found: list[int] = self._sums.tolist()
         return found
 
@@ -111,4 +112,4 @@ class Copies:
         """Make every copy, in the current stream."""
         with torch.cuda.device_of(self._tiles):  # type: ignore[no-untyped-call]
             if len(self._tiles):
-                _copy[(len(self._tiles),)](self._tiles, _BLOCK)
+                _copy[(len(self._tiles),)](self._tiles, _COPY_BLOCK)

@@ -25,6 +25,11 @@ _MIN_BUCKET_BYTES: Final = 16 << 20
 _PARTS: Final = 16
 _FAR_PARTS: Final = 128
 _MIN_PART_BYTES, _MAX_PART_BYTES = 64 << 10, 64 << 20
+#: On a GPU it takes longer to start and await the work on a bucket than to copy and hash this much.
+_GPU_PARTS: Final = 4
+_MAX_GPU_PART_BYTES: Final = 256 << 20
+#: The same for parameters that ranks read in place on a GPU, where nothing is copied.
+_READ_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,14 @@ def arena_device(
     return torch.device("cpu")
 
 
-def read_in_place(stream_bytes: int) -> Choice:
+def read_in_place(stream_bytes: int, *, on_gpu: bool) -> Choice:
     """The choice for parameters that the ranks read in place."""
-    part = _part(stream_bytes, _PARTS)
+    part = _part(stream_bytes, 1, _READ_BYTES) if on_gpu else _part(stream_bytes, _PARTS)
     return Choice(part, max(1, -(-stream_bytes // part)), "full", "the ranks read the parameters where they are")
 
 
-def _part(stream_bytes: int, parts: int) -> int:
-    return min(_MAX_PART_BYTES, max(_MIN_PART_BYTES, align(-(-stream_bytes // parts))))
+def _part(stream_bytes: int, parts: int, most: int = _MAX_PART_BYTES) -> int:
+    return min(most, max(_MIN_PART_BYTES, align(-(-stream_bytes // parts))))
 
 
 def choose(
@@ -83,6 +88,7 @@ def choose(
     shared: int | None = None,
     divided: bool = False,
     far: bool = False,
+    on_gpu: bool = False,
 ) -> Choice:
     """Choose buckets and staging for a stream of ``stream_bytes``.
 
@@ -91,10 +97,12 @@ def choose(
     is many buckets that hold the whole stream if that fits (twice with ``keep``), and two small buckets if not. An
     arena that several trainer processes share always holds ``shared`` bytes: the whole stream, or if that is
     ``divided`` between hosts, what their host holds; raises `UnsupportedOption` if it does not fit. ``far``: an engine
-    is on another host.
+    is on another host. ``on_gpu``: the arena is there.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
     part = min(half, _part(stream_bytes, _FAR_PARTS if far else _PARTS))
+    if on_gpu and not far:
+        part = min(half, _part(stream_bytes, _GPU_PARTS, _MAX_GPU_PART_BYTES))
     times = 2 if keep else 1
     slots = 2
     if shared is not None:

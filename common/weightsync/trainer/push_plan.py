@@ -169,7 +169,10 @@ class Planner:
             )
             shared, table = offer if offer is not None else (None, self._ranks.domains.divided(split))
         layout = self._layout_of(manifest, assembled, table)
-        choice = self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes)
+        on_gpu = transfer.device.type == "cuda"
+        choice = (
+            self._choose(transfer, layout) if shared is None else buckets.read_in_place(layout.nbytes, on_gpu=on_gpu)
+        )
         self._check_kept(kept)
         if table and shared is None:
             self._check_domains(choice)
@@ -317,6 +320,7 @@ class Planner:
                 layout.domain_bytes(0) if self._assembled else None,
                 bool(layout.table),
                 not self._engines.local,
+                here == "cuda",
             )
         return self._chosen
 
