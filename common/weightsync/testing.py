@@ -74,9 +74,10 @@ class ModelAdapter:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy each tensor over the model's tensor of the same name."""
-        state = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in weights:
-            (state[name] if name in state else self.model.get_buffer(name)).copy_(tensor)
+            module, _, own = name.rpartition(".")
+            found = getattr(self.model.get_submodule(module), own)
+            found.copy_(tensor)
 
     def digest(self) -> str:
         """Digest of the model's state."""

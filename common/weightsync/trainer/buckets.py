@@ -97,11 +97,11 @@ def choose(
     is many buckets that hold the whole stream if that fits (twice with ``keep``), and two small buckets if not. An
     arena that several trainer processes share always holds ``shared`` bytes: the whole stream, or if that is
     ``divided`` between hosts, what their host holds; raises `UnsupportedOption` if it does not fit. ``far``: an engine
-    is on another host. ``on_gpu``: the arena is there.
+    is on another host. ``on_gpu``: the arena is on a GPU, and every rank on this host.
     """
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
     part = min(half, _part(stream_bytes, _FAR_PARTS if far else _PARTS))
-    if on_gpu and not far:
+    if on_gpu:
         part = min(half, _part(stream_bytes, _GPU_PARTS, _MAX_GPU_PART_BYTES))
     times = 2 if keep else 1
     slots = 2

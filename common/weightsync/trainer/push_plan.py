@@ -320,7 +320,7 @@ class Planner:
                 layout.domain_bytes(0) if self._assembled else None,
                 bool(layout.table),
                 not self._engines.local,
-                here == "cuda",
+                here == "cuda" and all(rank.host == arenas.host_id() for rank in ranks),
             )
         return self._chosen
 

@@ -62,6 +62,7 @@ class Standby:
         self._adapter, self._complete = adapter, complete
         #: Of all tensors that were ever loaded.
         self._names: set[str] = set()
+        self._noted: Layout | None = None
         self._hooks: StandbyHooks | None = None
         self._model: torch.nn.Module | None = None
         self._set: Swap | None = None
@@ -177,11 +178,16 @@ class Standby:
         expected = {spec.name for spec in known.specs} - known.optional if isinstance(known, Expected) else set()
         return (expected | self._names) - {spec.name for spec in layout.specs}
 
+    def _note_names(self, layout: Layout) -> None:
+        if layout is not self._noted:  # of many tensors the names take longer than an exchange
+            self._names.update(spec.name for spec in layout.specs)
+            self._noted = layout
+
     def pass_by(self, layout: Layout) -> None:
         """A push is about to be loaded the engine's own way: what the standby holds is not the version before."""
         self.forget()
         self._used = False
-        self._names.update(spec.name for spec in layout.specs)
+        self._note_names(layout)
 
     def _begin_to_load(
         self,
@@ -216,7 +222,7 @@ class Standby:
 
         self._hooks, self._set, self._around = hooks, None, nullcontext
         # Also if the push is called off: its tensors may be in the standby by then.
-        self._names.update(spec.name for spec in layout.specs)
+        self._note_names(layout)
         self._work = Sliced(work, hooks.settings)
         return None
 
@@ -245,7 +251,7 @@ class Standby:
             return None, made
 
         self._around, self._work = hooks.around, Steps(work())
-        self._names.update(spec.name for spec in plan.layout.specs)
+        self._note_names(plan.layout)
         return None
 
     def _no_room(self, nbytes: int, ranks: int) -> str:
