@@ -9,6 +9,8 @@ import os
 import threading
 from concurrent.futures import Future
 
+PROMPT = list(b"Once upon a time there was a policy that ")
+NEW_TOKENS = 24
 LENGTH = 4096
 #: Tokens of a request that is enqueued before a push, and waited for after it.
 ENQUEUED = 400

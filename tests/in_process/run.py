@@ -19,12 +19,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.in_process.doors import DOORS, ENQUEUED
+from tests.in_process.doors import DOORS, ENQUEUED, NEW_TOKENS, PROMPT
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
 
-PROMPT = list(b"Once upon a time there was a policy that ")
-NEW_TOKENS = 24
 #: Seconds: longer than anything takes on a busy machine.
 PATIENCE_S = 120
 ORDERS = Path(os.environ["FAULT_FILE"])

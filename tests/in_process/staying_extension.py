@@ -1,0 +1,30 @@
+"""A worker extension with which vLLM on a CPU is as on a GPU: layers stay as loaded, weights where they are."""
+
+from vllm import _custom_ops
+
+from vllm_weightsync import compat_standby
+from weightsync.engine.exchange.copied import Copied
+
+_custom_ops._supports_onednn = False
+compat_standby.addresses_stay = lambda worker: True
+_exchange = Copied.exchange
+
+
+class StayingExtension:
+    """What a test asks the workers."""
+
+    def where_weights_are(self):
+        return {name: tensor.data_ptr() for name, tensor in self.get_model().named_parameters()}
+
+    def fail_after_the_next_copy(self, rank):
+        """Have the rank's next copy of a standby fail once it was made."""
+        if self.rank != rank:
+            return
+
+        def fails(pairs):
+            Copied.exchange = _exchange
+            _exchange(pairs)
+            pairs.torn = True
+            raise OSError("no luck")
+
+        Copied.exchange = fails
