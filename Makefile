@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory gpu faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory bench-pauses gpu faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -90,6 +90,9 @@ bench-nodes: env  ## pushes over slow links into one SGLang over two hosts, and 
 
 bench-memory: env  ## the memory that a push adds to every process of a trainer of four
 	.venv/bin/python -m benchmarks.memory $(ARGS)
+
+bench-pauses: env  ## the pause of a push and rollbacks, in every way that weights get served
+	.venv/bin/python -m benchmarks.pauses $(ARGS)
 
 gpu:  ## what one GPU can show, in a Python that has torch for CUDA: make gpu PYTHON=python3 [WHEELS=folder]
 	@$(PYTHON) tools/gpu.py $(if $(WHEELS),--wheels $(WHEELS))

@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_0_6b", "qwen3_narrow"]
+Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_0_6b", "qwen3_moe_1b", "qwen3_narrow"]
 
 MAX_POSITIONS = 32768
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
@@ -45,6 +45,17 @@ _QWEN3_0_6B = {
     "max_position_embeddings": MAX_POSITIONS,
     "initializer_range": 0.05,
 }
+# 1.1 GB in bfloat16, nearly all of it experts.
+_MOE_1B = {
+    **_QWEN3_0_6B,
+    "vocab_size": 512,
+    "num_hidden_layers": 12,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 896,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 # 299 tensors of few bytes.
 _NARROW = {
     **_TINY,
@@ -67,6 +78,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_TINY, "tie_word_embeddings": True}),
     "llama": ("Llama", {**_TINY, "tie_word_embeddings": False}),
     "qwen3_moe": ("Qwen3Moe", {**_TINY, **_MOE, "tie_word_embeddings": False}),
+    "qwen3_moe_1b": ("Qwen3Moe", {**_MOE_1B, "tie_word_embeddings": True}),
     "qwen3_narrow": ("Qwen3", {**_NARROW, "tie_word_embeddings": True}),
     "qwen3_0_6b": ("Qwen3", {**_QWEN3_0_6B, "tie_word_embeddings": True}),
 }

@@ -1,0 +1,147 @@
+"""Measure the pause of a push, and rollbacks, in every way that weights get served: `make bench-pauses`.
+
+A server for each case, on this machine's CPU, and this process, which pushes parameters in shared memory, now one set
+of weights and now another. Packed layers are loaded into a standby, which is exchanged with what is served. Where
+weights must stay at their addresses, as on a GPU, a load plan or a standby is copied there: on a CPU that is so with
+packing off and `staying.Staying` in the workers. Every round has memcpys of the served bytes, a push, and a rollback
+where a version before is held. Exit code 0 if every engine serves, at the end, what it served at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import bare, report
+from benchmarks.trainer import MEMCPYS, ROOT, model_folders
+from tools import models, servers
+from weightsync import Sender
+
+MIN_ROUNDS, WARM_UP = 7, 3
+#: The aims: seconds of a pause or a rollback; memcpys of a pause in which weights are copied.
+SECONDS_AIMS, COPY_AIM = {"vllm": 0.06, "sglang": 0.01}, 1.25
+ROLLBACK_AIM = 0.06
+
+Sample = dict[str, float]
+
+
+class Case(NamedTuple):
+    """An engine, a model, and whether weights stay where they are."""
+
+    engine: servers.Engine
+    kind: models.Kind
+    stays: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.engine}, {self.kind}{', weights stay' if self.stays else ''}"
+
+
+CASES = (
+    Case("vllm", "qwen3_0_6b"),
+    Case("vllm", "qwen3_moe_1b"),
+    Case("vllm", "qwen3_0_6b", stays=True),
+    Case("vllm", "qwen3_moe_1b", stays=True),
+    Case("sglang", "qwen3_0_6b"),
+    Case("sglang", "qwen3_moe_1b"),
+)
+
+
+def started(case: Case, folder: Path) -> servers.Server:
+    """The server of a case."""
+    if case.engine == "sglang":
+        # Without the last option, SGLang's idle loop takes one core from what is measured.
+        args = ["--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--sleep-on-idle"]
+        return servers.start(case.engine, folder, args=args)
+    args = ["--worker-extension-cls", "staying.Staying"] if case.stays else []
+    return servers.start(case.engine, folder, args=args, env={"PYTHONPATH": str(ROOT / "benchmarks")})
+
+
+def measured(case: Case, rounds: int) -> Iterator[Sample]:
+    """One sample of each round. Raises SystemExit if the engine does not serve what was pushed."""
+    folders = model_folders(case.kind)
+    sets = [load_file(folder / "model.safetensors") for folder in folders]
+    for tensor in sets[0].values():
+        tensor.share_memory_()
+    shared = {name: tensor.clone().share_memory_() for name, tensor in sets[0].items()}
+    nbytes = sum(tensor.nbytes for tensor in shared.values())
+    buffers = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2)]
+    with started(case, folders[0]) as server, Sender([server.url], timeout_s=300) as sender:
+        first = digests(sender, server)
+        for number in range(1, 1 + 2 * ((WARM_UP + rounds + 1) // 2)):
+            sample = {"bytes": nbytes, "memcpy": statistics.median(bare.memcpy(*buffers) for _ in range(MEMCPYS))}
+            for name, tensor in shared.items():
+                tensor.copy_(sets[number % 2][name])
+            start = time.perf_counter()
+            result = sender.push(shared)
+            sample["push"] = time.perf_counter() - start
+            (engine,) = result.engines.values()
+            sample |= {"pause": engine.pause_s, **{f"pause, {name}": took for name, took in engine.seconds.items()}}
+            if not case.stays and number % 2:
+                start = time.perf_counter()
+                (engine,) = sender.rollback().engines.values()
+                sample |= {"rollback": time.perf_counter() - start, "rollback, pause": engine.pause_s}
+                if digests(sender, server) != first:
+                    sys.exit(f"{case}: a rollback did not bring back what was served")
+                sender.rollback()
+            if number > WARM_UP:
+                yield sample
+        if digests(sender, server) != first:
+            sys.exit(f"{case}: the engine does not serve what was pushed")
+
+
+def digests(sender: Sender, server: servers.Server) -> list[str]:
+    """Of what the ranks serve."""
+    return [rank.digest for rank in sender.status(digest=True)[server.url].ranks]
+
+
+def row(case: Case, samples: Sequence[Sample]) -> list[str]:
+    """The lines of a case."""
+
+    def spread(values: Sequence[float], unit: str, scale: float = 1e3) -> str:
+        median, low, high = statistics.median(values), min(values), max(values)
+        return f"{scale * median:8.2f} ({scale * low:.2f} to {scale * high:.2f}) {unit}"
+
+    lines = []
+    for what in ("memcpy", "push", "pause", "rollback", "rollback, pause"):
+        if found := [sample[what] for sample in samples if what in sample]:
+            copies = [sample[what] / sample["memcpy"] for sample in samples if what in sample]
+            lines.append(f"  {what:16}{spread(found, 'ms')}, {spread(copies, 'memcpys', 1)}")
+    pauses = [sample["pause"] for sample in samples]
+    aim, found = SECONDS_AIMS[case.engine], statistics.median(pauses)
+    said = f"a pause of at most {aim:g} s"
+    if case.stays:
+        aim, found = COPY_AIM, statistics.median(sample["pause"] / sample["memcpy"] for sample in samples)
+        said = f"a pause of at most {aim:g} memcpys"
+    lines.append(f"  aim: {said}: {found:.3f}: {'met' if found <= aim else 'MISSED'}")
+    if back := [sample["rollback"] for sample in samples if "rollback" in sample]:
+        met = "met" if statistics.median(back) <= ROLLBACK_AIM else "MISSED"
+        lines.append(f"  aim: a rollback in at most {ROLLBACK_AIM:g} s: {statistics.median(back):.3f}: {met}")
+    return [f"{case}, {samples[0]['bytes'] / 1e9:.2f} GB", *lines]
+
+
+def main() -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
+    args = parser.parse_args()
+    head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "rounds": args.rounds}
+    print(f"{args.rounds} rounds; {report.machine(head)}")
+    found = {}
+    for case in CASES:
+        found[str(case)] = samples = list(measured(case, args.rounds))
+        print("\n".join(row(case, samples)), flush=True)
+        path = report.save({**head, "cases": found}, kept=args.rounds >= MIN_ROUNDS, name="pauses")
+    print(f"raw samples: {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
