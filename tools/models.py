@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_0_6b", "qwen3_moe_1b", "qwen3_narrow"]
+Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_next", "qwen3_0_6b", "qwen3_moe_1b", "qwen3_narrow"]
 
 MAX_POSITIONS = 32768
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
@@ -72,6 +72,17 @@ _MOE = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+# Three layers of linear attention and one of attention.
+_LINEAR = {
+    **_MOE,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 128,
+}
 # A decisive router: if two experts nearly tie for the last place, rounding picks one, and answers diverge.
 _ROUTER_SCALE = 4.0
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +91,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**_TINY, **_MOE, "tie_word_embeddings": False}),
     "qwen3_moe_1b": ("Qwen3Moe", {**_MOE_1B, "tie_word_embeddings": True}),
     "qwen3_narrow": ("Qwen3", {**_NARROW, "tie_word_embeddings": True}),
+    "qwen3_next": ("Qwen3Next", {**_TINY, **_LINEAR, "tie_word_embeddings": False}),
     "qwen3_0_6b": ("Qwen3", {**_QWEN3_0_6B, "tie_word_embeddings": True}),
 }
 

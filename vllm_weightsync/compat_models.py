@@ -187,13 +187,24 @@ def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight of the model by name, and every packed copy in unpacked form."""
+    around = {name for name, module in model.named_modules() if has_adapters(module)}
     for prefix, module in model.named_modules():
+        if prefix in around:
+            continue  # what it holds itself is of adapters
+        outer, _, last = prefix.rpartition(".")
+        if last == "base_layer" and outer in around:
+            prefix = outer  # noqa: PLW2901 - as it is called without adapters
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             yield f"{prefix}.{name}", tensor
         if hasattr(module, "cpu_linear"):
             # The CPU back end packs linear weights into an opaque handle. Applied to the identity matrix it returns
             # the exact weight: every sum has one term that is not zero.
             yield f"{prefix}.cpu_linear", _applied_to_identity(module)
+
+
+def has_adapters(module: object) -> bool:
+    """Whether vLLM has put this module, for LoRA adapters, around one of the model's, its ``base_layer``."""
+    return type(module).__name__.endswith("WithLoRA")
 
 
 @torch.inference_mode()

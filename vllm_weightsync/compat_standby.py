@@ -29,18 +29,12 @@ NAMES: Final[Names] = {
     ),
 }
 
-#: Attributes that are no weights: the KV cache, what loads a tensor, which vLLM sets anew for every reload, and what
-#: compilation notes.
+#: Attributes that are no weights: the KV cache, what loads a tensor, which vLLM sets anew for every reload, the manager
+#: of adapters, how long quantising took, and what compilation notes.
 _IGNORED: Final = frozenset(
     (
-        *(
-            "kv_cache",
-            "weight_loader",
-            "compiled",
-            "first_compile",
-            "aot_compiled_fn",
-            "was_aot_compile_fn_loaded_from_disk",
-        ),
+        *("kv_cache", "weight_loader", "lora_manager", "online_quantization_time"),
+        *("compiled", "first_compile", "aot_compiled_fn", "was_aot_compile_fn_loaded_from_disk"),
         *("_bytecode_hook_handle", "_compiled_callable", "_compiled_bytecode", "_forward_method"),
     )
 )
@@ -99,7 +93,7 @@ def drop_computed(worker: Any) -> None:
 
 
 def _rules() -> Rules:
-    return Rules(_IGNORED, _is_apart)
+    return Rules(_IGNORED, _is_apart, _without_adapters)
 
 
 def _ranks(worker: Any) -> int:
@@ -118,6 +112,16 @@ def _nbytes(model: torch.nn.Module) -> int:
         for tensors in get_layerwise_info(layer).restore_metadata
         for tensor in tensors.values()
     )
+
+
+def _without_adapters(found: object) -> object:
+    """The layer itself, where vLLM has put one for LoRA adapters around it that holds none of the layer's tensors."""
+    if not isinstance(found, torch.nn.Module) or not compat_models.has_adapters(found):
+        return found
+    layer = found._modules["base_layer"]
+    own = (*found._parameters.values(), *found._buffers.values(), *vars(found).values())
+    held = {tensor.data_ptr() for tensor in own if isinstance(tensor, torch.Tensor)}
+    return found if layer is None or any(weight.data_ptr() in held for weight in layer.parameters()) else layer
 
 
 def _is_apart(found: object) -> bool:

@@ -202,3 +202,20 @@ def test_a_change_after_the_comparison_is_seen():
     assert pairs.is_current()
     one.packed = lambda x: x
     assert not pairs.is_current()
+
+
+def test_what_an_engine_has_put_around_a_layer_is_looked_through():
+    class Around(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer, self.adapter = layer, torch.ones(3)
+
+    one, other = torch.nn.Sequential(Layer(1)), torch.nn.Sequential(Layer(2))
+    one[0] = Around(one[0])
+    with pytest.raises(Unlike, match="^_modules.0 is a Around in one and a Layer in the other"):
+        Pairs(one, other, Rules())
+    pairs = Pairs(one, other, Rules(inner=lambda found: found.base_layer if isinstance(found, Around) else found))
+    seen = [one[0].base_layer.seen(), other[0].seen()]
+    pairs.exchange()
+    assert [other[0].seen(), one[0].base_layer.seen()] == seen
+    assert one[0].adapter.tolist() == [1, 1, 1]

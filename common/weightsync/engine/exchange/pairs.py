@@ -40,6 +40,8 @@ class Rules(NamedTuple):
     """Names of attributes that are no weights, such as the KV cache."""
     apart: Callable[[object], bool] = lambda found: False
     """Whether an object, such as a configuration, holds no weights."""
+    inner: Callable[[object], object] = lambda found: found
+    """What is compared instead of an object that an engine has put around another one while it serves."""
 
 
 class Pairs(Swap):
@@ -61,6 +63,7 @@ class Pairs(Swap):
 
     def _below(self, place: str, one: Any, other: Any) -> Iterator[tuple[Hashable, Any, Any]]:
         """Pair two objects, and yield what each holds, by name."""
+        one = self._rules.inner(one)
         if one is other and not isinstance(one, (torch.Tensor, torch.nn.Module)):
             return
         if isinstance(one, PLAIN) or isinstance(other, PLAIN):

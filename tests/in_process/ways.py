@@ -1,4 +1,4 @@
-"""Push to an engine whose weights must stay where they are; run by vLLM's Python: `stays FOLDER FOLDER RANKS`.
+"""Push to an LLM of vLLM; run by vLLM's Python: `ways FOLDER FOLDER OPTIONS`, the latter as JSON.
 
 Prints what it saw, as JSON.
 """
@@ -13,23 +13,21 @@ from weightsync import Sender
 from weightsync.errors import WeightSyncError
 
 
-class Staying(Llm):
-    def __init__(self, folder, ranks):
-        self.engine = LLM(
-            folder,
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=1024,
-            tensor_parallel_size=ranks,
-            worker_extension_cls="tests.in_process.staying_extension.StayingExtension",
-        )
+class Door(Llm):
+    def __init__(self, folder, options):
+        self.engine = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=1024, **options)
 
 
-def main(a, b, ranks):
-    door, found = Staying(a, ranks), []
-    before = door.engine.collective_rpc("where_weights_are")
+def main(a, b, options):
+    door, found = Door(a, options), []
+    stays = "worker_extension_cls" in options
 
-    def seen(asked, act):
+    def where():
+        return door.engine.collective_rpc("where_weights_are") if stays else None
+
+    before = where()
+
+    def seen(asked, act=lambda: None):
         told = {"asked": asked}
         try:
             act()
@@ -39,18 +37,20 @@ def main(a, b, ranks):
             (status,) = sender.status(digest=True).values()
         told |= {"state": status.state, "version": status.version, "digests": [rank.digest for rank in status.ranks]}
         told["loading"] = sorted({rank.loading for rank in status.ranks})
-        told["stayed"] = door.engine.collective_rpc("where_weights_are") == before
+        told["stayed"] = where() == before
         if status.state == "serving":
             told["answer"] = door.generate(PROMPT, NEW_TOKENS)
         found.append(told)
 
+    seen("start")
     with Sender([door.engine]) as sender:
         for name, folder in (("b", b), ("a", a), ("b again", b)):
             seen(name, lambda name=name, folder=folder: sender.push(folder, version=name))
-        door.engine.collective_rpc("fail_after_the_next_copy", args=(ranks - 1,))
+        if stays:
+            door.engine.collective_rpc("fail_after_the_next_copy", args=(options["tensor_parallel_size"] - 1,))
         seen("fails", lambda: sender.push(a, version="fails"))
-        seen("healed", lambda: sender.push(a, version="healed"))
-    with Sender([door.engine], keep_previous=True, verify="deep") as sender:
+        seen("next", lambda: sender.push(a, version="next"))
+    with Sender([door.engine], keep_previous=True if stays else "auto", verify="deep") as sender:
         seen("kept", lambda: sender.push(a, version="kept"))
         seen("deep", lambda: sender.push(b, version="deep"))
         seen("back", sender.rollback)
@@ -59,4 +59,4 @@ def main(a, b, ranks):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], int(sys.argv[3]))
+    main(*sys.argv[1:3], json.loads(sys.argv[3]))

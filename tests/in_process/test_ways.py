@@ -1,0 +1,94 @@
+"""Every way in which vLLM's weights get served, and kinds of models and options that go each of them."""
+
+import json
+import os
+import subprocess
+from typing import NamedTuple
+
+import pytest
+
+from tests.engines.conftest import BF16_ROUNDING, apart
+from tests.in_process.doors import NEW_TOKENS, PROMPT
+from tools import models, servers
+
+#: As on a GPU, where weights stay at their addresses.
+STAY = {"worker_extension_cls": "tests.in_process.staying_extension.StayingExtension"}
+LOADED = "into a standby, by the engine's own loader, and "
+
+
+class Case(NamedTuple):
+    kind: str
+    loading: str
+    options: dict
+    ranks: int = 1
+    rounding: float = BF16_ROUNDING
+    """Allowed mean difference of logprobs to those of transformers; other weights differ by 6."""
+
+
+CASES = {
+    "experts that stay": Case("qwen3_moe", LOADED + "copied", STAY, ranks=2),
+    "plain layers that stay": Case(
+        "llama", "load plan, 21 copies; no standby: weights stay where they are on an accelerator", STAY
+    ),
+    # The engine computes most of it in float32, and transformers in other chunks.
+    "linear attention": Case("qwen3_next", LOADED + "exchanged", {}, ranks=2, rounding=3 * BF16_ROUNDING),
+    "adapters, quantised": Case(
+        "llama", LOADED + "exchanged", {"enable_lora": True, "quantization": "fp8_per_channel"}, rounding=1.0
+    ),
+}
+SLOW = ("plain layers that stay",)
+PATIENCE_S = 560
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
+def pushed(request, model_folder):
+    """A case, the folders of its models, and what the engine was after each push, by its name."""
+    case = CASES[request.param]
+    a, b = model_folder(case.kind, 0), model_folder(case.kind, 1)
+    python = servers.ROOT / ".venv-vllm" / "bin" / "python"
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))
+    options = json.dumps({**case.options, "tensor_parallel_size": case.ranks})
+    done = subprocess.run(
+        [str(python), "-m", "tests.in_process.ways", str(a), str(b), options],
+        env={**os.environ, **servers.environment_of("vllm", case.ranks), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = {step.pop("asked"): step for step in json.loads(done.stdout.splitlines()[-1])}
+    return case, {"a": a, "b": b}, found
+
+
+def test_every_push_is_served_as_by_an_engine_that_starts_with_it(pushed):
+    case, folders, found = pushed
+    expected = {folder: models.load_reference(path) for folder, path in folders.items()}
+    digests = {"a": found["start"]["digests"], "b": found["b"]["digests"]}
+    assert not set(digests["a"]) & set(digests["b"])
+    for (name, step), served in zip(found.items(), "ababaaaba", strict=True):
+        assert step["digests"] == digests[served], name
+        if step["state"] == "serving":
+            tokens, logprobs = step["answer"]
+            assert len(tokens) == NEW_TOKENS
+            own = models.reference_logprobs(expected[served], PROMPT + tokens, len(PROMPT))
+            assert apart(logprobs, own) <= case.rounding, name
+    assert found["back"]["version"] == "kept"
+
+
+def test_every_push_goes_the_same_way(pushed):
+    case, _, found = pushed
+    steps = list(found.values())
+    assert {way for step in steps[2:] for way in step["loading"]} == {case.loading}
+    assert all(step["stayed"] for step in steps)
+
+
+def test_a_copy_that_fails_leaves_no_version_and_the_next_push_heals(pushed):
+    case, _, found = pushed
+    failed = found["fails"]
+    if case.loading.endswith("copied"):
+        assert (failed["state"], failed["weights"]) == ("dirty", "dirty")
+        assert "rank 1 failed while loading: OSError: no luck" in failed["error"]
+    else:  # no standby is copied
+        assert (failed["state"], failed["version"]) == ("serving", "fails")
+    assert (found["next"]["state"], found["next"]["version"]) == ("serving", "next")
