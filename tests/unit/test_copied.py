@@ -94,6 +94,14 @@ def test_what_may_be_a_handle_is_refused_by_name():
         Copied(live, standby, Rules())
 
 
+def test_what_cannot_be_written_is_refused_by_name():
+    live, standby = (Model({"weight": torch.randn(3)}) for _ in range(2))
+    for model in (live, standby):
+        model.scales = torch.ones(1).expand(3)
+    with pytest.raises(Unlike, match=r"^scales is expanded, and cannot be written"):
+        Copied(live, standby, Rules())
+
+
 def test_pushes_are_loaded_into_a_standby_and_copied_to_where_the_weights_are(slices):
     adapter = Stays()
     loading, served = Loading(adapter), []

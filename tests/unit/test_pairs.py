@@ -212,7 +212,7 @@ def test_what_an_engine_has_put_around_a_layer_is_looked_through():
 
     one, other = torch.nn.Sequential(Layer(1)), torch.nn.Sequential(Layer(2))
     one[0] = Around(one[0])
-    with pytest.raises(Unlike, match="^_modules.0 is a Around in one and a Layer in the other"):
+    with pytest.raises(Unlike, match=r"^_modules\.0 is a Around in one and a Layer in the other"):
         Pairs(one, other, Rules())
     pairs = Pairs(one, other, Rules(inner=lambda found: found.base_layer if isinstance(found, Around) else found))
     seen = [one[0].base_layer.seen(), other[0].seen()]

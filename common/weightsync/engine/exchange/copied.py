@@ -38,6 +38,8 @@ class Copied(Pairs):
         is_address = one.dtype == torch.int64 and one.device.type == "cpu" and 0 < one.nbytes <= SMALL_BYTES
         if is_address and id(one) not in self._registered:
             raise Unlike(f"{place} may be a handle, and what it stands for cannot be copied")
+        if any(size > 1 and not stride for size, stride in zip(one.shape, one.stride(), strict=True)):
+            raise Unlike(f"{place} is expanded, and cannot be written")
 
     def is_current(self) -> bool:
         """See `Swap.is_current`."""
