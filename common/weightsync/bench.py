@@ -42,6 +42,8 @@ _BLOCK: Final = 1 << 22
 _PREFIX: Final = "bench-"
 #: Phases in the order of a push, and how they are shown; parts of a phase are indented.
 _ROWS: Final = {
+    "plan": "plan",
+    "arena": "arena",
     "prepare": "prepare",
     "record": "  record",
     "transfer": "transfer",

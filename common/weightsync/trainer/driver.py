@@ -117,6 +117,7 @@ class Driver:
         start = time.perf_counter()
         payload = self._planned(source, Asked(None, None, ()), deadline, Reading())
         push = self._new_push(self._open_transfer(source), deadline)
+        push.seconds["plan"] = time.perf_counter() - start
         with self._shown("rehearsal", payload.nbytes):
             sent = push.rehearse(payload)
         return _seconds(push.seconds, sent, start)
@@ -136,6 +137,7 @@ class Driver:
     def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
         label = self._next_version() if asked.version is None else asked.version
         push = self._new_push(self._open_transfer(payload.plan.source), deadline, asked.expected)
+        push.seconds["plan"] = time.perf_counter() - start
         with self._shown(f"push {label}", payload.nbytes):
             sent, commits = push.run(payload, label)
         plan = payload.plan

@@ -22,7 +22,7 @@ KINDS: Final = ("push", "rollback", "catch_up")
 #: raised something else than a `WeightSyncError`, such as Ctrl-C. The others are those of `WeightSyncError.weights`.
 OUTCOMES: Final = ("committed", "unchanged", "partial", "unknown", "dirty", "interrupted")
 #: The keys of `results.PushResult.seconds`.
-PHASES: Final = ("prepare", "record", "transfer", "gather", "digest", "verify", "commit", "total")
+PHASES: Final = ("plan", "arena", "prepare", "record", "transfer", "gather", "digest", "verify", "commit", "total")
 
 #: Numbers the commits of this process.
 _numbers: Final = itertools.count(1)
