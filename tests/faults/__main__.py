@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference"])
     parser.add_argument("--transport", action="append", choices=list(registry.names()), help="default: every one")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--stays", action="store_true", help="vLLM alone, whose weights stay where they are")
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only faults whose name and phase match this expression")
@@ -48,11 +49,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ws-") as scratch:
         os.environ["WEIGHTSYNC_TOKEN"] = secrets.token_urlsafe(32)
         print(ROW.format("fault", "engine", "by", "phase", "outcome", "detected", "mixed", "restarted", "mended", ""))
-        for engine in asked.engine or ["vllm", "sglang"]:
+        for engine in ["vllm"] if asked.stays else asked.engine or ["vllm", "sglang"]:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
             if asked.results and not asked.only:  # only complete results are written
-                _keep(asked.results / f"faults-{engine}.json", found, asked)
+                _keep(asked.results / f"faults-{engine}{'-stays' if asked.stays else ''}.json", found, asked)
     return _summary(outcomes)
 
 
@@ -63,14 +64,16 @@ def _own_shm() -> bool:
 def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]:
     scratch.mkdir()
     tp = 1 if engine == "reference" else asked.tp
-    harness = Harness(engine, tp, scratch)
+    harness = Harness(engine, tp, scratch, stays=asked.stays)
     try:
         harness.prove()
         specs = open_source(harness.folders["A"]).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
         transports = asked.transport or list(registry.names())
         every = [
-            fault for transport in transports for fault in catalogue(tp, tensors - 1, transport, engine != "reference")
+            fault
+            for transport in transports
+            for fault in catalogue(tp, tensors - 1, transport, engine != "reference", copies=asked.stays)
         ]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
         if engine == "reference":  # it has no such hook

@@ -120,10 +120,10 @@ class Asker:
 
 
 class Harness:
-    """One engine under test. ``engine`` is vllm, sglang or reference."""
+    """One engine under test. ``engine`` is vllm, sglang or reference; ``stays`` is for vLLM alone, as on a GPU."""
 
-    def __init__(self, engine: str, tp: int, scratch: Path):
-        self.engine, self.tp, self._scratch = engine, tp, scratch
+    def __init__(self, engine: str, tp: int, scratch: Path, *, stays: bool = False):
+        self.engine, self.tp, self._scratch, self._stays = engine, tp, scratch, stays
         self.fault_file = scratch / "fault.json"
         self.folders = {name: models.make_model(scratch / name, "qwen3", seed=seed) for seed, name in enumerate("AB")}
         self.port = servers.free_port()
@@ -153,7 +153,8 @@ class Harness:
             self._server = ReferenceEngine(self.folders["A"], env={**os.environ, **env}, port=self.port).__enter__()
             self.url = self._server.url
         else:
-            self._server = servers.start(self.engine, self.folders["A"], tp=self.tp, port=self.port, env=env)
+            args = ["--worker-extension-cls", "copied_extension.Extension"] if self._stays else []
+            self._server = servers.start(self.engine, self.folders["A"], tp=self.tp, port=self.port, args=args, env=env)
             self.url = self._server.url
         self.client = EngineClient(self.url, engine_token())
         opened = self.client.open(Deadline(30))

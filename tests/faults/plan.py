@@ -46,16 +46,16 @@ U, C, D = (UNCHANGED,), (COMMITTED,), (DIRTY,)
 ON_THE_WAY = ("prepare", "connect", "transfer", "stream")
 
 
-def catalogue(tp: int, last: int, transport: str, standby: bool) -> list[Fault]:
+def catalogue(tp: int, last: int, transport: str, standby: bool, *, copies: bool = False) -> list[Fault]:
     """Every fault at every place, for an engine with ``tp`` ranks whose loader takes tensors 0 to ``last``.
 
-    With a ``standby`` it loads before it pauses, and exchanges the weights in the pause.
+    With a ``standby`` it loads before it pauses, and in the pause exchanges the weights, or ``copies`` them.
     """
     rank = tp - 1
     route = f"update_weights_via_{transport}"
     faults = [
         *_signals(rank, last, route, standby),
-        *_exceptions(tp, rank, last, standby),
+        *_exceptions(tp, rank, last, standby, copies),
         *_buckets(rank),
         *_connections(rank, route),
         *_world(rank),
@@ -97,7 +97,7 @@ def _signals(rank: int, last: int, route: str, standby: bool) -> list[Fault]:
     return faults
 
 
-def _exceptions(tp: int, rank: int, last: int, standby: bool) -> list[Fault]:
+def _exceptions(tp: int, rank: int, last: int, standby: bool, copies: bool) -> list[Fault]:
     """Exceptions in a worker; another rank may have loaded already."""
     worker, kept = "exception in worker", "exception in worker, version kept"
     before = do("rank stops", "raise", rank=rank)
@@ -107,11 +107,13 @@ def _exceptions(tp: int, rank: int, last: int, standby: bool) -> list[Fault]:
     half = U if standby else D
     exchange = do("rank exchanges", "raise", rank=rank, tensor=last // 2)
     return [
-        *([Fault(worker, "commit, exchanging", U, exchange)] if standby else []),
+        *([Fault(worker, "commit, exchanging", D if copies else U, exchange)] if standby else []),
+        *([Fault(kept, "commit, exchanging", U, exchange, KEEP)] if standby else []),
         Fault(worker, "prepare", U, do("rank prepares", "raise", rank=rank)),
         Fault(worker, "connect", U, do("rank connects", "raise", rank=rank)),
         Fault(worker, "transfer", U, do("rank takes", "raise", rank=rank, bucket=1)),
-        Fault(worker, "commit, before first write", U if tp == 1 else half, before),
+        # Where weights are copied, another rank has no version before by then.
+        Fault(worker, "commit, before first write", U if tp == 1 else D if copies else half, before),
         Fault(worker, "commit, first write", half, first),
         Fault(worker, "commit, after last write", half, final),
         Fault(worker, "commit, loaded", half, do("rank loaded", "raise", rank=rank)),

@@ -131,18 +131,21 @@ def standby(module):
 
     @around(module.Standby, "exchange")
     def exchange(original, self):
-        module = sys.modules["weightsync.engine.exchange.swap"]
-        swap, numbers = module._set_data, itertools.count()
+        module, copies = sys.modules["weightsync.engine.exchange.swap"], sys.modules["weightsync.tensors.native_copy"]
+        swap, run, numbers = module._set_data, copies._run, itertools.count()
+
+        def count():
+            at("rank exchanges", tensor=next(numbers), rank=self._adapter.rank)
 
         def faulty(*both):
-            at("rank exchanges", tensor=next(numbers), rank=self._adapter.rank)
+            count()
             swap(*both)
 
-        module._set_data = faulty
+        module._set_data, copies._run = faulty, lambda calls: run((call, count())[0] for call in calls)
         try:
             original(self)
         finally:
-            module._set_data = swap
+            module._set_data, copies._run = swap, run
 
 
 def arm_post_load(adapter):
