@@ -187,13 +187,18 @@ def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight of the model by name, and every packed copy in unpacked form."""
-    around = {name for name, module in model.named_modules() if has_adapters(module)}
-    for prefix, module in model.named_modules():
-        if prefix in around:
+    #: By the name of each module, that which it has without adapters.
+    without, around = {"": ""}, set[str]()
+    for own, module in model.named_modules():
+        outer, _, last = own.rpartition(".")
+        if own:
+            inside = last == "base_layer" and outer in around
+            prefix = without[own] = without[outer] if inside else f"{without[outer]}.{last}".lstrip(".")
+        else:
+            prefix = ""
+        if has_adapters(module):
+            around.add(own)
             continue  # what it holds itself is of adapters
-        outer, _, last = prefix.rpartition(".")
-        if last == "base_layer" and outer in around:
-            prefix = outer  # noqa: PLW2901 - as it is called without adapters
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             yield f"{prefix}.{name}", tensor
         if hasattr(module, "cpu_linear"):
@@ -204,7 +209,7 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def has_adapters(module: object) -> bool:
     """Whether vLLM has put this module, for LoRA adapters, around one of the model's, its ``base_layer``."""
-    return type(module).__name__.endswith("WithLoRA")
+    return any(kind.__name__ == "BaseLayerWithLoRA" for kind in type(module).__mro__)
 
 
 @torch.inference_mode()

@@ -44,6 +44,8 @@ _APART: Final = ("vllm.config.", "transformers.", "torch.distributed.", "threadi
 
 def hooks(worker: Any) -> StandbyHooks | str:
     """How a worker's standby is made and loaded; or why it has none."""
+    if (device := compat.worker_device(worker)).type not in ("cpu", "cuda"):
+        return f"a standby is not supported on {device.type}"
     if lacking := compat.VLLM.check(NAMES):
         return lacking
     live = compat.model(worker)
@@ -70,7 +72,8 @@ def hooks(worker: Any) -> StandbyHooks | str:
 
     served = functools.partial(drop_computed, worker)
     rules, stays = _rules(), addresses_stay(worker)
-    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), rules, _settings(), stays)
+    settings = _settings(device)
+    return StandbyHooks(live, _nbytes(live), make, load, served, discard, _ranks(worker), rules, settings, stays)
 
 
 def movable(worker: Any) -> Movable | str:
@@ -97,7 +100,9 @@ def _rules() -> Rules:
 
 
 def _ranks(worker: Any) -> int:
-    """How many ranks there are, at most, on this host."""
+    """How many ranks, at most, share this one's memory."""
+    if compat.worker_device(worker).type != "cpu":
+        return 1
     parallel = worker.vllm_config.parallel_config
     return int(parallel.world_size * parallel.data_parallel_size_local)
 
@@ -128,7 +133,7 @@ def _is_apart(found: object) -> bool:
     return type(found).__module__.startswith(_APART)
 
 
-def _settings() -> tuple[Setting, ...]:
+def _settings(device: torch.device) -> tuple[Setting, ...]:
     from vllm.config import vllm as config
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.offloader.base import get_offloader, set_offloader
@@ -144,8 +149,11 @@ def _settings() -> tuple[Setting, ...]:
         _ROPE_DICT.clear()
         _ROPE_DICT.update(found)
 
+    # A fresh model is made with a random state of its own, and the engine draws from the device's between slices.
+    drawn = Setting(lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
     return (
         *TORCH,
+        *((drawn,) if device.type == "cuda" else ()),
         Setting(current, set_current),
         Setting(lambda: dict(_ROPE_DICT), set_tables),
         Setting(get_offloader, set_offloader),

@@ -16,15 +16,15 @@ class StayingExtension:
     def where_weights_are(self):
         return {name: tensor.data_ptr() for name, tensor in self.get_model().named_parameters()}
 
-    def fail_after_the_next_copy(self, rank):
-        """Have the rank's next copy of a standby fail once it was made."""
+    def fail_in_the_next_copy(self, rank):
+        """Have the rank's next copy of a standby fail when a part of it was made."""
         if self.rank != rank:
             return
 
         def fails(pairs):
             Copied.exchange = _exchange
-            _exchange(pairs)
             pairs.torn = True
+            next(pairs._on_host.steps(1))
             raise OSError("no luck")
 
         Copied.exchange = fails

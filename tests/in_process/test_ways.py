@@ -66,13 +66,15 @@ def test_every_push_is_served_as_by_an_engine_that_starts_with_it(pushed):
     expected = {folder: models.load_reference(path) for folder, path in folders.items()}
     digests = {"a": found["start"]["digests"], "b": found["b"]["digests"]}
     assert not set(digests["a"]) & set(digests["b"])
-    for (name, step), served in zip(found.items(), "ababaaaba", strict=True):
+    for (name, step), served in zip(found.items(), "ababababa", strict=True):
+        if step["state"] == "dirty":  # half of it was copied
+            assert step["digests"] not in digests.values(), name
+            continue
         assert step["digests"] == digests[served], name
-        if step["state"] == "serving":
-            tokens, logprobs = step["answer"]
-            assert len(tokens) == NEW_TOKENS
-            own = models.reference_logprobs(expected[served], PROMPT + tokens, len(PROMPT))
-            assert apart(logprobs, own) <= case.rounding, name
+        tokens, logprobs = step["answer"]
+        assert len(tokens) == NEW_TOKENS
+        own = models.reference_logprobs(expected[served], PROMPT + tokens, len(PROMPT))
+        assert apart(logprobs, own) <= case.rounding, name
     assert found["back"]["version"] == "kept"
 
 
@@ -85,10 +87,9 @@ def test_every_push_goes_the_same_way(pushed):
 
 def test_a_copy_that_fails_leaves_no_version_and_the_next_push_heals(pushed):
     case, _, found = pushed
-    failed = found["fails"]
-    if case.loading.endswith("copied"):
-        assert (failed["state"], failed["weights"]) == ("dirty", "dirty")
-        assert "rank 1 failed while loading: OSError: no luck" in failed["error"]
-    else:  # no standby is copied
-        assert (failed["state"], failed["version"]) == ("serving", "fails")
-    assert (found["next"]["state"], found["next"]["version"]) == ("serving", "next")
+    if not case.loading.endswith("copied"):
+        pytest.skip("no standby is copied in this case, so none can fail")
+    failed, healed = found["fails"], found["next"]
+    assert (failed["state"], failed["weights"]) == ("dirty", "dirty")
+    assert "rank 1 failed while loading: OSError: no luck" in failed["error"]
+    assert (healed["state"], healed["version"]) == ("serving", "next")

@@ -47,9 +47,9 @@ def main(a, b, options):
         for name, folder in (("b", b), ("a", a), ("b again", b)):
             seen(name, lambda name=name, folder=folder: sender.push(folder, version=name))
         if stays:
-            door.engine.collective_rpc("fail_after_the_next_copy", args=(options["tensor_parallel_size"] - 1,))
+            door.engine.collective_rpc("fail_in_the_next_copy", args=(options["tensor_parallel_size"] - 1,))
         seen("fails", lambda: sender.push(a, version="fails"))
-        seen("next", lambda: sender.push(a, version="next"))
+        seen("next", lambda: sender.push(b, version="next"))
     with Sender([door.engine], keep_previous=True if stays else "auto", verify="deep") as sender:
         seen("kept", lambda: sender.push(a, version="kept"))
         seen("deep", lambda: sender.push(b, version="deep"))

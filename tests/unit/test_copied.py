@@ -81,8 +81,18 @@ def test_memory_in_which_several_tensors_lie_is_copied_once(monkeypatch):
     Copied(live, standby, Rules()).exchange()
     assert [run.nbytes for run in runs] == [live.packed.nbytes]
     assert torch.equal(live.part, standby.part)
-    with pytest.raises(Unlike, match=r"a tensor of shape \(2, 8\) is shared in one of them only"):
+    with pytest.raises(Unlike, match=r"a tensor of shape \(2, 8\) is not shared alike in both"):
         Copied(live, model(torch.randn(4, 8), apart=True), Rules())
+
+
+@pytest.mark.parametrize("part", [lambda weight: weight.data.t(), lambda weight: weight.data[1:3, 2:4]])
+def test_views_that_are_not_contiguous_must_lie_alike(part):
+    live, standby, apart = (Model({"packed": torch.randn(4, 8)}) for _ in range(3))
+    live.part, standby.part, apart.part = part(live.packed), part(standby.packed), part(apart.packed.clone())
+    Copied(live, standby, Rules()).exchange()
+    assert torch.equal(live.part, standby.part)
+    with pytest.raises(Unlike, match="is not shared alike in both"):
+        Copied(live, apart, Rules())
 
 
 def test_what_may_be_a_handle_is_refused_by_name():

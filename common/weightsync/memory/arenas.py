@@ -74,11 +74,14 @@ def free_bytes(device: torch.device) -> int:
     return _free_host_bytes()
 
 
-def trim() -> None:
-    """Give the system back what this process has freed: glibc keeps it, in pieces that large tensors do not fit in.
+def trim(device: torch.device) -> None:
+    """Give the system back what this process has freed: glibc keeps it, in pieces that large tensors do not fit in, and
+    torch what was freed on a GPU.
 
     Takes some milliseconds, without Python's lock.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)
 

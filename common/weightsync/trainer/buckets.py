@@ -102,7 +102,8 @@ def choose(
     half = max(ALIGN_BYTES, align(-(-stream_bytes // 2)))
     part = min(half, _part(stream_bytes, _FAR_PARTS if far else _PARTS))
     if on_gpu:
-        part = min(half, _part(stream_bytes, _GPU_PARTS, _MAX_GPU_PART_BYTES))
+        parts = max(_GPU_PARTS, -(-stream_bytes // _MAX_GPU_PART_BYTES))  # all of one size, which fill the arena
+        part = min(half, _part(stream_bytes, parts, _MAX_GPU_PART_BYTES))
     times = 2 if keep else 1
     slots = 2
     if shared is not None:

@@ -77,6 +77,8 @@ class Driver:
         self._planner = Planner(self.engines, options, ranks)
         self._options, self._ranks, self._machine = options, ranks, machine
         self._transfer: Transfer | None = None
+        #: The seconds in which the push was planned.
+        self._plan_s = 0.0
         #: Label of the version that was committed last.
         self.served = ""
 
@@ -117,7 +119,7 @@ class Driver:
         start = time.perf_counter()
         payload = self._planned(source, Asked(None, None, ()), deadline, Reading())
         push = self._new_push(self._open_transfer(source), deadline)
-        push.seconds["plan"] = time.perf_counter() - start
+        push.seconds["plan"] = self._plan_s
         with self._shown("rehearsal", payload.nbytes):
             sent = push.rehearse(payload)
         return _seconds(push.seconds, sent, start)
@@ -125,19 +127,20 @@ class Driver:
     def _planned(
         self, source: Source, asked: Asked, deadline: Deadline, reading: Reading, again: bool = False
     ) -> ModelPush:
-        transfer = self._open_transfer(source)
+        transfer, start = self._open_transfer(source), time.perf_counter()
         planner, patterns = self._planner, asked.allow_missing
         if isinstance(source, IteratorSource):
             plan = planner.of_iterator(source, transfer, deadline, patterns)
         else:
             plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns, again, reading.early))
+        self._plan_s = time.perf_counter() - start
         placed = functools.partial(planner.placed, deadline=deadline, allow_missing=patterns)
         return ModelPush(plan, reading, self._ranks, deadline, placed)
 
     def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
         label = self._next_version() if asked.version is None else asked.version
         push = self._new_push(self._open_transfer(payload.plan.source), deadline, asked.expected)
-        push.seconds["plan"] = time.perf_counter() - start
+        push.seconds["plan"] = self._plan_s
         with self._shown(f"push {label}", payload.nbytes):
             sent, commits = push.run(payload, label)
         plan = payload.plan

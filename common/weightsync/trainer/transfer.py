@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -44,6 +45,8 @@ class Transfer:
         self._packed: Packed = {}
         #: What the trainer's other ranks offered with the parameters that ranks read in place.
         self._offered: tuple[str, ...] = ()
+        #: The seconds that arenas took since this was last set.
+        self.arena_s = 0.0
         self.closed = False
 
     def free_bytes(self) -> int:
@@ -68,11 +71,12 @@ class Transfer:
 
         ``shared`` are all tensors, if the ranks read them in place.
         """
-        self._served = None
+        self._served, start = None, time.perf_counter()
         if shared is not None:
             self._share(layout, shared)
         else:
             self._make_arenas(plan, layout)
+        self.arena_s += time.perf_counter() - start
         self._current = Outgoing(self._ends, self._packed, plan, layout, self._arenas[0], self._arenas[1:])
         return self._current
 

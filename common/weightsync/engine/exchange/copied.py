@@ -35,8 +35,7 @@ class Copied(Pairs):
 
     def _pair(self, place: str, one: torch.Tensor, other: torch.Tensor) -> None:
         super()._pair(place, one, other)
-        is_address = one.dtype == torch.int64 and one.device.type == "cpu" and 0 < one.nbytes <= SMALL_BYTES
-        if is_address and id(one) not in self._registered:
+        if one.dtype == torch.int64 and id(one) not in self._registered and one.numel() and _are_addresses(one, other):
             raise Unlike(f"{place} may be a handle, and what it stands for cannot be copied")
         if any(size > 1 and not stride for size, stride in zip(one.shape, one.stride(), strict=True)):
             raise Unlike(f"{place} is expanded, and cannot be written")
@@ -59,22 +58,37 @@ class Copied(Pairs):
         return [(one.data_ptr(), other.data_ptr()) for one, other in self.tensors]
 
     def _parts(self) -> tuple[list[_Both], list[_Both]]:
-        """Both data of each pair, contiguous or not; what lies within another is left out. Raises `Unlike`."""
+        """The pairs that are contiguous, and others; what lies within another is left out. Raises `Unlike`."""
         both = [(one.data, other.data) for one, other in self.tensors]
-        solid: list[_Both] = []
+        solid, rest = list[_Both](), list[_Both]()
         outer = Run(0, 0, 0)
-        for one, other in sorted(both, key=lambda pair: (pair[0].data_ptr(), -pair[0].nbytes)):
-            if not one.is_contiguous():
-                continue
+
+        def place(pair: _Both) -> tuple[int, int, bool]:
+            return pair[0].data_ptr(), -_span(pair[0]), not pair[0].is_contiguous()
+
+        for one, other in sorted(both, key=place):
             run = _run(one, other)
+            overlaps = run.target < outer.target + outer.nbytes
             within = run.target + run.nbytes <= outer.target + outer.nbytes
-            if within and run.source - outer.source != run.target - outer.target:
-                raise Unlike(f"memory of a tensor of shape {tuple(one.shape)} is shared in one of them only")
-            if not within:
+            if overlaps and (not within or run.source - outer.source != run.target - outer.target):
+                raise Unlike(f"memory of a tensor of shape {tuple(one.shape)} is not shared alike in both")
+            if not one.is_contiguous() and not within:
+                rest.append((one, other))
+            elif not within:
                 solid.append((one, other))
                 outer = run
-        return solid, [pair for pair in both if not pair[0].is_contiguous()]
+        return solid, rest
+
+
+def _are_addresses(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these integers, which are no weights, may be addresses: handles on a CPU, or a table for a GPU."""
+    return one.nbytes <= SMALL_BYTES if one.device.type == "cpu" else not torch.equal(one, other)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    return (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
 
 
 def _run(one: torch.Tensor, other: torch.Tensor) -> Run:
-    return Run(other.data_ptr(), one.data_ptr(), one.nbytes)
+    return Run(other.data_ptr(), one.data_ptr(), _span(one))

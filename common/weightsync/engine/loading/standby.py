@@ -78,7 +78,7 @@ class Standby:
         #: Of the last rollback: its identity, and the push before.
         self._back: tuple[str, str] | None = None
         #: Whether any push was loaded into a standby.
-        self._used = False
+        self._used, self._way = False, "exchanged"
         #: The push that is loaded the engine's own way.
         self._passed = ""
         self.why = ""
@@ -101,7 +101,7 @@ class Standby:
     @property
     def way(self) -> str:
         """How what is loaded here gets served, for people."""
-        return "exchanged" if self._set is None or self._set.keeps_before else "copied"
+        return self._way
 
     @property
     def without(self) -> str:
@@ -171,6 +171,7 @@ class Standby:
             raise Unfinished(f"rank {self._adapter.rank} is still loading push {push} into its standby")
         self._model, self._set = self._work.result()
         self._work, self._loaded, self._used, self._tries = None, True, True, _TRIES
+        self._way = "exchanged" if self._set.keeps_before else "copied"
 
     def _lacks(self, layout: Layout) -> set[str]:
         """Tensors that the served model may hold, and a push leaves as they are."""
@@ -217,7 +218,7 @@ class Standby:
                     hooks.load(model, weights())
                 check(found)
                 pairs = _compared(lambda: paired(hooks.model, found, hooks.rules))
-                arenas.trim()  # loaders allocate and free as much as the model takes
+                arenas.trim(self._adapter.device)  # loaders allocate and free as much as the model takes
                 return found, pairs
 
         self._hooks, self._set, self._around = hooks, None, nullcontext
@@ -299,7 +300,7 @@ class Standby:
             # collector frees what they packed. It reads every object of the process.
             if modules is None or any(module() is not None for module in modules):
                 gc.collect()
-            arenas.trim()
+            arenas.trim(self._adapter.device)
 
     def stop(self) -> None:
         """Stop to load; what has been loaded and is not served is no version any more."""
@@ -337,7 +338,7 @@ class Standby:
         return self._set is not None and self._set.is_current()
 
     def exchange(self) -> None:
-        """Serve what is loaded here. An error is raised; all is as before if this still `holds` the push."""
+        """Serve what is loaded here. Raises what that raises; if this then `holds` the push, all is as before."""
         self._swap(self._push, served=True)
 
     def _swap(self, push: str, *, served: bool) -> None:
