@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers import plan_of
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed
+from weightsync.errors import PushTimeout, TransferFailed
 from weightsync.protocol.control import Offer
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Subset
@@ -114,3 +114,14 @@ def test_neither_side_is_taken_for_dead_during_thousands_of_buckets(remote):
             assert rank_session.filled(index).digests == (2**63 + index,) * 3
             rank_session.taken(index)
         push_session.all_taken(buckets - 1)
+
+
+def test_another_trainer_rank_that_times_out_a_moment_earlier_does_not_hide_who_is_missing():
+    with session_pair(remote=False) as (_, push_session, _):
+
+        def check():
+            raise PushTimeout("no answer within 2 s, waiting for bucket 1 to be broadcast by trainer rank 1")
+
+        push_session.watch = check
+        with pytest.raises(PushTimeout, match=r"by trainer rank 1; still missing: rank 0 of http://127\.0\.0\.1:8001$"):
+            push_session.all_taken(0)

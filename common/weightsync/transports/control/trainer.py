@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed, WeightSyncError
+from weightsync.errors import PushTimeout, TransferFailed, WeightSyncError
 from weightsync.memory import forks
 from weightsync.protocol import control, directories
 from weightsync.protocol.control import (
@@ -235,7 +235,7 @@ class PushSession:
         while absent := missing():
             if time.monotonic() - watched > LOOK_UP_S:
                 watched = time.monotonic()
-                self.watch()
+                self._watch(absent)
             if time.monotonic() - probed > SILENCE_S:
                 probed = time.monotonic()
                 for peer in absent & self._identity.keys():
@@ -251,6 +251,13 @@ class PushSession:
             identity, frame = self._control.socket.recv_multipart(zmq.DONTWAIT)[:2]
             with contextlib.suppress(msgspec.MsgspecError):  # not from a peer: a silent peer runs into the deadline
                 self._handle(identity, control.unpack_from_rank(frame))
+
+    def _watch(self, absent: set[Peer]) -> None:
+        try:
+            self.watch()
+        except PushTimeout as error:  # of another trainer rank, a moment before this one's; both waited for ``absent``
+            error.args = (f"{error.message}; still missing: {', '.join(sorted(map(str, absent)))}",)
+            raise
 
     def _handle(self, identity: bytes, message: control.FromRank) -> None:
         if message.push != self._push:
