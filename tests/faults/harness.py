@@ -153,7 +153,8 @@ class Harness:
             self._server = ReferenceEngine(self.folders["A"], env={**os.environ, **env}, port=self.port).__enter__()
             self.url = self._server.url
         else:
-            args = ["--worker-extension-cls", "copied_extension.Extension"] if self._stays else []
+            env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
+            args = ["--worker-extension-cls", "copied_extension.Staying"] if self._stays else []
             self._server = servers.start(self.engine, self.folders["A"], tp=self.tp, port=self.port, args=args, env=env)
             self.url = self._server.url
         self.client = EngineClient(self.url, engine_token())

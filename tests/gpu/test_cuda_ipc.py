@@ -24,11 +24,6 @@ def engine(model_folder):
         yield engine
 
 
-@pytest.fixture
-def trained(model_folder):
-    return models.load_reference(model_folder("llama", 1)).cuda()
-
-
 @pytest.mark.parametrize("bucket_bytes", [None, 65536])
 def test_a_push_from_device_memory_is_served(engine, trained, bucket_bytes):
     with Sender([engine.url], bucket_bytes=bucket_bytes) as sender:

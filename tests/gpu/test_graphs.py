@@ -29,11 +29,6 @@ def engine(request, model_folder):
         yield engine
 
 
-@pytest.fixture
-def trained(model_folder):
-    return models.load_reference(model_folder("llama", 1)).cuda()
-
-
 def change(model):
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,12 +1,8 @@
 """A worker extension with which vLLM on a CPU is as on a GPU: layers stay as loaded, weights where they are."""
 
-from vllm import _custom_ops
-
-from vllm_weightsync import compat_standby
+from benchmarks import staying  # noqa: F401 - packing is off, and addresses stay
 from weightsync.engine.exchange.copied import Copied
 
-_custom_ops._supports_onednn = False
-compat_standby.addresses_stay = lambda worker: True
 _exchange = Copied.exchange
 
 

@@ -1,13 +1,8 @@
 """A worker extension with which vLLM's weights stay where they are, and a standby is copied there."""
 
-from vllm import _custom_ops
+from benchmarks.staying import Staying
+from vllm_weightsync import compat_plans
 
-from vllm_weightsync import WorkerExtension, compat_plans, compat_standby
-
-_custom_ops._supports_onednn = False  # packed layers cannot be copied
-compat_standby.addresses_stay = lambda worker: True
 compat_plans.why_not = lambda worker: "a standby is copied"
 
-
-class Extension(WorkerExtension):
-    """The extension of weightsync."""
+__all__ = ["Staying"]

@@ -241,7 +241,7 @@ class PushSession:
                 for peer in absent & self._identity.keys():
                     self.tell(peer, Heartbeat(push=self._push))
             # Checked on every pass: a flood of meaningless messages must not hold it off.
-            self.deadline.check(f"{what}; still missing: {', '.join(sorted(map(str, absent)))}")
+            self.deadline.check(f"{what}; {_missing(absent)}")
             # Poll briefly: another thread may end the deadline early.
             poll_ms = int(min(self.deadline.left(), look_up_s) * 1000)
             if not self._control.socket.poll(poll_ms):
@@ -256,7 +256,7 @@ class PushSession:
         try:
             self.watch()
         except PushTimeout as error:  # of another trainer rank, a moment before this one's; both waited for ``absent``
-            error.args = (f"{error.message}; still missing: {', '.join(sorted(map(str, absent)))}",)
+            error.args = (f"{error.message}; {_missing(absent)}",)
             raise
 
     def _handle(self, identity: bytes, message: control.FromRank) -> None:
@@ -303,6 +303,10 @@ class PushSession:
         # Ranks with equal subsets share one object, so that its runs are computed once.
         self.needs[peer] = self._control.subsets.setdefault(subset.name, subset)
         return True
+
+
+def _missing(peers: set[Peer]) -> str:
+    return f"still missing: {', '.join(sorted(map(str, peers)))}"
 
 
 @contextlib.contextmanager
