@@ -63,6 +63,10 @@ class WorkerExtension:
         """This worker's part of an `expected.ExpectedReply`."""
         return run(self, "weightsync_expected", payload)
 
+    def weightsync_make_standby(self, payload: str) -> str:
+        """Make this worker's standby before the first push, for an `expected.StandbyRequest`."""
+        return run(self, "weightsync_make_standby", payload)
+
     def weightsync_status(self, payload: str = "{}") -> str:
         """`http.RankStatus` of this worker, for a `http.StatusRequest`."""
         return run(self, "weightsync_status", payload)

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import msgspec
 
 from weightsync.deadline import Deadline
-from weightsync.engine import diagnosis, refusals
+from weightsync.engine import diagnosis, first_push, refusals
 from weightsync.engine.coverage import check_read
 from weightsync.engine.lease import Lease
 from weightsync.engine.metrics import Metrics, Report
@@ -34,7 +34,7 @@ from weightsync.errors import (
 from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
-from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, one_list
+from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.lockstep import Lockstep
 from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.transports import registry
@@ -140,7 +140,7 @@ class FrontEnd:
 
     async def expected(self, asked: ExpectedRequest) -> ExpectedReply:
         """The tensors of a complete push, in the dtypes in which the ranks hold them."""
-        return one_list(collect(await self._call("weightsync_expected", b"{}", asked.timeout_s), ExpectedReply))
+        return await first_push.expected(asked, self._call, self._lease)
 
     async def _introduce_ranks(self, timeout_s: float) -> None:
         self._call.ranks = tuple(collect(await self._call("weightsync_open", b"{}", timeout_s), http.RankInfo))

@@ -13,6 +13,7 @@ from weightsync.engine.loading.standby import Unfinished
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.protocol.diagnosis import DiagnoseRequest, RankReport
+from weightsync.protocol.expected import MAKE_STANDBY, StandbyRequest
 from weightsync.protocol.http import (
     UPDATE,
     AbortRequest,
@@ -45,13 +46,14 @@ def _diagnose(receiver: Receiver, asked: DiagnoseRequest) -> RankReport:
 
 def needs_pushable(method: str) -> bool:
     """Whether ``method`` must be refused while nothing can be pushed into the engine, by its own reason."""
-    return method.startswith(UPDATE) or method in ("weightsync_ready", diagnosis.METHOD)
+    return method.startswith(UPDATE) or method in ("weightsync_ready", MAKE_STANDBY, diagnosis.METHOD)
 
 
 #: For each method, the type of its request, None if it has none, and its function; without a result it replies `Done`.
 _METHODS: Final[dict[str, tuple[type[msgspec.Struct] | None, Callable[[Receiver, Any], object]]]] = {
     "weightsync_open": (None, lambda receiver, _: receiver.info()),
     "weightsync_expected": (None, lambda receiver, _: receiver.expected()),
+    MAKE_STANDBY: (StandbyRequest, lambda receiver, asked: receiver.make_standby(asked)),
     "weightsync_status": (StatusRequest, lambda receiver, asked: receiver.status(asked.digest)),
     diagnosis.METHOD: (DiagnoseRequest, _diagnose),
     "weightsync_ready": (CommitRequest, lambda receiver, asked: receiver.ready(asked)),

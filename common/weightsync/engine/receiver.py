@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from threading import Event
 
 from msgspec import UNSET
 
@@ -18,16 +17,16 @@ from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Adapter
 from weightsync.engine.diagnosis import RankDiagnosis
+from weightsync.engine.job import Job
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.planned import Arriving
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
 from weightsync.errors import ApplyFailed, DigestMismatch, TransferFailed, WrongState
 from weightsync.memory import arenas
 from weightsync.memory.cuda_ipc import device_uuid
 from weightsync.memory.processes import started
-from weightsync.protocol.expected import ExpectedReply
+from weightsync.protocol.expected import ExpectedReply, StandbyRequest
 from weightsync.protocol.http import (
     CommitRequest,
     Handshake,
@@ -42,7 +41,7 @@ from weightsync.protocol.states import ENGINE, Machine
 from weightsync.tensors.layout import listed
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
-from weightsync.transports.base import EngineEnd, Incoming
+from weightsync.transports.base import EngineEnd
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +51,6 @@ _ABORT_WAIT_S = 0.2
 
 class Busy(WrongState):
     """The thread of a cancelled push is still running: nothing was done, ask again after an engine step."""
-
-
-class _Job:
-    """One push on this rank, from prepare to commit or abort."""
-
-    def __init__(self, request: UpdateRequest, end: EngineEnd, subset: Subset, arriving: Arriving | None):
-        self.request, self.transport, self.subset, self.arriving = request, end, subset, arriving
-        self.deadline = Deadline(request.timeout_s)
-        self.cancelled, self.ended = Event(), Event()
-        self.incoming: Incoming | None = None
-        self.staged: Staged | None = None
-
-    def end(self) -> None:
-        """Drop all references to the sender's memory: the push was applied or cancelled."""
-        self.incoming = self.staged = self.arriving = None
-        self.cancelled.set()
 
 
 class Receiver:
@@ -81,9 +64,9 @@ class Receiver:
         self._stages = Stages(adapter.rank, adapter.device)
         self.diagnosis = RankDiagnosis(adapter)
         self._machine: Machine[State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
-        self._job: _Job | None = None
+        self._job: Job | None = None
         #: The job whose thread used the transport last. Two threads must never use it at once.
-        self._last: _Job | None = None
+        self._last: Job | None = None
         self._detail = self._failed = ""
         self._kept = Kept()
         #: Receives one push after the other.
@@ -113,6 +96,11 @@ class Receiver:
         """This rank's part of the list of a complete push."""
         return self._loading.expected()
 
+    def make_standby(self, asked: StandbyRequest) -> None:
+        """See `Ahead.make`; a push makes its own."""
+        if self._job is None:
+            self._loading.ahead.make(asked)
+
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
         kept = self._kept.previous  # the receiving thread may forget it
@@ -127,6 +115,7 @@ class Receiver:
             failed=self._failed,
             loading=self._loading.path,
             model=self._loading.status() or UNSET,
+            longest_call=self._loading.standby.longest_call or UNSET,
         )
 
     def _end(self, transport: str) -> EngineEnd:
@@ -175,7 +164,7 @@ class Receiver:
             self._loading.standby.release()
         ordered = not (request.stream or request.any_order)
         arriving = self._loading.arriving(layout, request.push, request.bucket_bytes) if ordered else None
-        job = _Job(request, end, subset, arriving)
+        job = Job(request, end, subset, arriving)
         with self._lock:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
@@ -183,7 +172,7 @@ class Receiver:
         logger.debug("push %s: rank %d receives it", request.push, self._adapter.rank)
         return self._loading.accepted()
 
-    def _receive(self, job: _Job) -> None:
+    def _receive(self, job: Job) -> None:
         try:
             try:
                 incoming = job.transport.open(job.request, job.subset, self._adapter.rank, job.cancelled)
@@ -219,10 +208,10 @@ class Receiver:
         finally:
             job.ended.set()
 
-    def _expire(self, job: _Job) -> None:
+    def _expire(self, job: Job) -> None:
         self._cancel(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
 
-    def _cancel(self, job: _Job, detail: str) -> None:
+    def _cancel(self, job: Job, detail: str) -> None:
         """Cancel a push that was not applied; one that is being applied runs to its end."""
         with self._lock:
             if self._job is job and self._machine.allows("abort"):
@@ -294,7 +283,7 @@ class Receiver:
         logger.info("push %s: rank %d has loaded version %r in %.3f s", request.push, rank, request.version, took_s)
         return took_s
 
-    def _apply_job(self, job: _Job) -> None:
+    def _apply_job(self, job: Job) -> None:
         if job.staged is not None:
             self._load(job.staged, job.request.push, deep=job.request.verify == "deep")
             return
@@ -304,7 +293,7 @@ class Receiver:
             job.transport.fail(job.request.push, error)
             raise
 
-    def _load(self, what: Staged | _Job | None, push: str = "", *, deep: bool = False) -> None:
+    def _load(self, what: Staged | Job | None, push: str = "", *, deep: bool = False) -> None:
         """Load a staged version, or one that is streamed while it is loaded, or go back to that of the standby."""
         rank = self._adapter.rank
         try:

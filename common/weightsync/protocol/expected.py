@@ -12,12 +12,28 @@ from weightsync.protocol.http import LOOK_S, Message, TensorSpec, Timeout
 
 #: The protocol's minor version from which engines answer `ExpectedRequest`.
 SINCE_MINOR: Final = 1
+#: The method of a rank that handles a `StandbyRequest`.
+MAKE_STANDBY: Final = "weightsync_make_standby"
 
 
 class ExpectedRequest(Message, frozen=True):
-    """Ask for the tensors of a complete push; ``timeout_s``: seconds to wait for the ranks."""
+    """Ask for the tensors of a complete push; ``timeout_s``: seconds to wait for the ranks.
+
+    With ``standby`` the engine also makes what its first push needs, see `StandbyRequest`.
+    """
 
     timeout_s: Timeout = LOOK_S
+    standby: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+class StandbyRequest(Message, frozen=True):
+    """Have a rank record its loader and make its standby, before a push is there, in at most ``timeout_s`` seconds.
+
+    ``name`` tells one request from another.
+    """
+
+    name: Text
+    timeout_s: Timeout
 
 
 class ExpectedReply(Message, frozen=True):
@@ -31,6 +47,12 @@ class ExpectedReply(Message, frozen=True):
     optional: tuple[Text, ...] = ()
     served: dict[Text, Text] = msgspec.field(default_factory=dict)
     why: str = ""
+
+    def likely(self) -> tuple[TensorSpec, ...]:
+        """What every push has, in the dtypes to which a trainer casts."""
+        optional = frozenset(self.optional)
+        required = (spec for spec in self.tensors if spec.name not in optional)
+        return tuple(msgspec.structs.replace(spec, dtype=self.served.get(spec.name, spec.dtype)) for spec in required)
 
 
 def one_list(ranks: Sequence[ExpectedReply]) -> ExpectedReply:

@@ -306,7 +306,8 @@ class RankStatus(Message, frozen=True):
     """What one rank does. ``digest`` is a BLAKE2b hash in hex, empty unless it was asked for; ``previous`` the kept
     version before, ``standby`` the same if it is kept only until the next push is loaded. ``failed`` is the last push
     that ended here without being applied, ``detail`` the reason. ``loading`` says how pushes are loaded, ``model`` what
-    they load.
+    they load. ``longest_call`` is the call of the engine's own, with its time, for which it stood still longer than a
+    slice when its standby was made or loaded last.
     """
 
     rank: int
@@ -319,6 +320,7 @@ class RankStatus(Message, frozen=True):
     loading: str = ""
     model: ModelStatus | msgspec.UnsetType = msgspec.UNSET
     standby: str | msgspec.UnsetType = msgspec.UNSET
+    longest_call: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(Message, frozen=True):

@@ -10,7 +10,7 @@ import torch
 
 from weightsync.errors import UnsupportedOption
 from weightsync.memory.cuda_ipc import device_uuid, gpu_here
-from weightsync.protocol.http import RankInfo
+from weightsync.protocol.http import RankInfo, UpdateRequest
 from weightsync.tensors.layout import ALIGN_BYTES, align
 
 Staging = Literal["full", "none", "auto"]
@@ -72,6 +72,12 @@ def read_in_place(stream_bytes: int, *, on_gpu: bool) -> Choice:
     """The choice for parameters that the ranks read in place."""
     part = _part(stream_bytes, 1, _READ_BYTES) if on_gpu else _part(stream_bytes, _PARTS)
     return Choice(part, max(1, -(-stream_bytes // part)), "full", "the ranks read the parameters where they are")
+
+
+def arenas(of: Choice | UpdateRequest, stream_bytes: int, *, keep: bool) -> tuple[int, int]:
+    """The size of an arena, and how many a sender has: two, if the engines ``keep`` a version in one."""
+    nbytes = of.slots * of.bucket_bytes
+    return nbytes, 2 if keep and stream_bytes <= nbytes else 1
 
 
 def _part(stream_bytes: int, parts: int, most: int = _MAX_PART_BYTES) -> int:

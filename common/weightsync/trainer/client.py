@@ -112,9 +112,10 @@ class EngineClient:
         asked = DiagnoseRequest(_engine_timeout_s(deadline), address, server_key)
         return self._post("diagnose", asked, DiagnoseReply, deadline)
 
-    def expected(self, deadline: Deadline) -> ExpectedReply:
-        """Ask for the tensors of a complete push."""
-        return self._post("expected", ExpectedRequest(timeout_s=_engine_timeout_s(deadline)), ExpectedReply, deadline)
+    def expected(self, deadline: Deadline, *, standby: bool = False) -> ExpectedReply:
+        """Ask for the tensors of a complete push; with ``standby``, have what the first push needs made."""
+        asked = ExpectedRequest(timeout_s=_engine_timeout_s(deadline), standby=standby or msgspec.UNSET)
+        return self._post("expected", asked, ExpectedReply, deadline)
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> http.StatusReply:
         """Return what the engine serves; with ``digest``, every rank hashes its weights."""

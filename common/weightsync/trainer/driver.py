@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from weightsync.errors import (
     WeightSyncError,
     joined,
 )
-from weightsync.memory import arenas
+from weightsync.memory import arenas, cuda_ipc
 from weightsync.protocol import http
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
@@ -39,6 +40,10 @@ from weightsync.trainer.reading import Reading
 from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
+
+#: How many times the memory of arenas must be free if they are made before the first push: that may read
+#: parameters in place, and engines make their standbys.
+_AMPLE: Final = 4
 
 
 class Asked(NamedTuple):
@@ -83,10 +88,24 @@ class Driver:
         self.served = ""
 
     def connect(self, deadline: Deadline) -> None:
-        """Ask engines what they expect; set up process groups and connections, so that the first push need not."""
+        """Do what the first push then need not: ask engines what they expect, have them make standbys, make the arenas,
+        and set up process groups and connections."""
         self.engines.expected(deadline)
+        if self._options.staging != "none":
+            until = Deadline(deadline.left() / 2)  # a rank that does not answer leaves time to find that out
+            standbys = self.engines.asked(lambda client: client.expected(until, standby=True))
+            self._make_arenas(deadline)
+            futures.wait(standbys)  # what an engine could not make, the first push makes
         if not self.engines.local:
             connect(self._open_transfer(None), self.engines, deadline)
+
+    def _make_arenas(self, deadline: Deadline) -> None:
+        """Make the arenas for all that the engines expect, if it is sure where they will be, and memory is ample."""
+        if self._ranks is None and cuda_ipc.gpu_here() is None:
+            transfer = self._open_transfer(None)
+            nbytes, count = self._planner.arenas(transfer, deadline)
+            if 0 < _AMPLE * count * nbytes < transfer.free_bytes():
+                transfer.provide(nbytes, count)
 
     def current_weights(self, deadline: Deadline) -> dict[str, Weights]:
         """What each engine serves now, by URL."""
@@ -278,8 +297,7 @@ class Driver:
         self.engines.close()
 
     def _release(self, urls: Iterable[str], deadline: Deadline) -> None:
-        if self._transfer is not None:
-            release(self._transfer, self.engines, urls, deadline)
+        release(self._transfer, self.engines, urls, deadline)
 
     def _open_transfer(self, source: Source | None) -> Transfer:
         """The transfer, which is kept until the sender closes or a push fails."""

@@ -63,9 +63,8 @@ class Engines:
     def __init__(self, targets: Sequence[Target], token: str, pause: http.PauseMode, pick: Pick, deadline: Deadline):
         self.owner = secrets.token_hex(8)
         self.holder = processes.this_process()
-        self._pause, self._pick = pause, pick
+        self._token, self._pause, self._pick = token, pause, pick
         self._clients = [EngineClient(target, token) for target in targets]
-        self._token = token
         self._threads = DaemonThread("weightsync-engine", _MAX_THREADS)
         self.by_url: dict[str, Engine] = {}
         #: What each engine's ranks hold of the tensors that the last push left as they are, see `Accepted`.
@@ -305,10 +304,10 @@ class Engines:
             engine.unsettled = request.push
 
         def ask(client: EngineClient) -> http.CommitReply:
-            asked = msgspec.structs.replace(request, instance=self.by_url[client.url].hello.instance)
-            return client.commit(asked, deadline)
+            instance = self.by_url[client.url].hello.instance
+            return client.commit(msgspec.structs.replace(request, instance=instance), deadline)
 
-        return [self._threads.submit(asking) for asking in self._each(ask)]
+        return self.asked(ask)
 
     def outcome(self, futures: Sequence[Commit], version: str, deadline: Deadline) -> dict[str, http.CommitReply]:
         """Wait for the replies to `commit`, by URL. Raises the failures as one error, with what each engine serves."""
@@ -339,9 +338,9 @@ class Engines:
         until = _cleanup_deadline(deadline)
         self.try_all(lambda client: client.abort(push, until, self.owner))
 
-    def release(self, addresses: Mapping[str, str], deadline: Deadline) -> None:
-        """Have every engine release this sender, which it knows by its address here. Best effort, as `abort`."""
-        at, until = {url: address for url, address in addresses.items() if address}, _cleanup_deadline(deadline)
+    def release(self, at: Mapping[str, str], deadline: Deadline) -> None:
+        """Have engines release this sender, which each knows by its address ``at`` here. Best effort, as `abort`."""
+        until = _cleanup_deadline(deadline)
         self.try_all(lambda client: client.release(at[client.url], self.owner, until) if client.url in at else None)
 
     def all(self, call: Callable[[EngineClient], _T]) -> list[_T]:
@@ -362,11 +361,12 @@ class Engines:
 
     def try_all(self, call: Callable[[EngineClient], _T]) -> list[_T | WeightSyncError]:
         """Call every engine in parallel; each result is a reply or an error."""
-        return [asked.result() for asked in [self._threads.submit(asking) for asking in self._each(call)]]
+        return [asked.result() for asked in self.asked(call)]
 
-    def _each(self, call: Callable[[EngineClient], _T]) -> list[Callable[[], _T | WeightSyncError]]:
-        """For each engine, a function for a thread; it returns a reply or an error."""
-        return [observe.carried(functools.partial(self._reply_or_error, call, client)) for client in self._clients]
+    def asked(self, call: Callable[[EngineClient], _T]) -> list[Future[_T | WeightSyncError]]:
+        """Call every engine, each in a thread; the futures have replies or errors."""
+        calls = [functools.partial(self._reply_or_error, call, client) for client in self._clients]
+        return [self._threads.submit(observe.carried(each)) for each in calls]
 
     def _reply_or_error(self, call: Callable[[EngineClient], _T], client: EngineClient) -> _T | WeightSyncError:
         try:

@@ -45,12 +45,17 @@ def connect(transfer: Transfer, engines: Engines, deadline: Deadline) -> None:
     transfer.connect(engines.open_replies(), lambda asked: engines.join(asked, deadline), deadline)
 
 
-def release(transfer: Transfer, engines: Engines, urls: Iterable[str], deadline: Deadline) -> None:
+def release(transfer: Transfer | None, engines: Engines, urls: Iterable[str], deadline: Deadline) -> None:
     """Have engines release what they hold for this sender, and its lease. ``deadline`` is that of the whole call."""
     transports = {url: engines.by_url[url].transport for url in urls}
-    engines.release({url: transfer.address(url, transport) for url, transport in transports.items()}, deadline)
-    for url, transport in transports.items():
-        transfer.disconnect(url, transport)
+    at = dict.fromkeys(transports, engines.owner)  # to an engine that knows no address: it may hold a standby
+    if transfer is not None:
+        known = {url: transfer.address(url, transport) for url, transport in transports.items()}
+        at |= {url: address for url, address in known.items() if address}
+    engines.release(at, deadline)
+    if transfer is not None:
+        for url, transport in transports.items():
+            transfer.disconnect(url, transport)
 
 
 def settle(engines: Engines, deadline: Deadline) -> None:

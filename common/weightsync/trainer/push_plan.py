@@ -215,6 +215,15 @@ class Planner:
             request = structs.replace(request, any_order=True, parts=False)
         return PushPlan(source, request, layout, choice, None, None, {}, None, dropped)
 
+    def arenas(self, transfer: Transfer, deadline: Deadline) -> tuple[int, int]:
+        """The size and the number of arenas for a push of what engines expect; 0 bytes if that is unknown."""
+        first = next(iter(self._engines.expected(deadline).values()))
+        if not first.tensors:
+            return 0, 0
+        layout = self._layout_of(first.likely(), False)
+        choice = self._choose(transfer, layout)
+        return buckets.arenas(choice, layout.nbytes, keep=self._options.keep)
+
     def _check_in_turn(self, allow_missing: Sequence[str]) -> None:
         """Raise `UnsupportedOption` if tensors cannot be sent in the order in which they come."""
         if allow_missing:

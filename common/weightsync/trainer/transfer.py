@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ from weightsync.protocol import http
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import ALIGN_BYTES, Layout
+from weightsync.trainer import buckets
 from weightsync.trainer.outgoing import Outgoing, Packed
 from weightsync.transports import registry
 from weightsync.transports.base import PeerRanks, TrainerEnd
@@ -103,16 +104,18 @@ class Transfer:
             self._offered = offered
 
     def _make_arenas(self, plan: UpdateRequest, layout: Layout) -> None:
-        nbytes = plan.slots * plan.bucket_bytes
-        count = 2 if plan.keep and layout.nbytes <= nbytes else 1
+        nbytes, count = buckets.arenas(plan, layout.nbytes, keep=plan.keep)
         if layout.table:  # ranks keep versions in stages of their own
             nbytes, count = max(layout.domain_bytes(0), ALIGN_BYTES), 1
-        sizes = [layout.domain_bytes(domain) for domain in range(1, len(layout.table))]
+        self.provide(nbytes, count, [layout.domain_bytes(domain) for domain in range(1, len(layout.table))])
+
+    def provide(self, nbytes: int, count: int, sizes: Sequence[int] = ()) -> None:
+        """Make ``count`` arenas of ``nbytes``, unless they are there; ``sizes`` are those of the other domains'."""
         same = len(self._arenas) == count and self._arenas[0].bytes.numel() == nbytes and self.shared is None
-        if same and sizes == self._sizes and all(map(arenas.reachable, self._arenas)):
+        if same and list(sizes) == self._sizes and all(map(arenas.reachable, self._arenas)):
             return
         self._free()
-        self._sizes = sizes
+        self._sizes = list(sizes)
         for _ in range(count):
             self._arenas.append(arenas.make(nbytes, self.device, in_part=self._helpers is not None))
 

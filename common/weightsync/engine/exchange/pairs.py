@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from weightsync.engine.exchange.swap import Link, Swap
+
+_S = TypeVar("_S", bound=Swap)
 
 #: What is compared. A number that differs may be of the weights, or of what the engine has seen while it served.
 PLAIN: Final = (
@@ -167,3 +169,20 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _short(found: object) -> str:
     text = repr(found)
     return text if len(text) < 60 else f"a {type(found).__name__}"
+
+
+def compared(make: Callable[[], _S]) -> _S:
+    """What is to be exchanged, as ``make`` finds it. Raises `Unlike` also for what it did not expect."""
+    try:
+        return make()
+    except (Unlike, MemoryError):
+        raise
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        raise Unlike(f"it cannot be walked through: {type(error).__name__}: {error}") from error
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an error says that there is no memory, of which there may be more later."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

@@ -78,7 +78,7 @@ class Sliced(Generic[_R]):
         self._result: list[_R] = []
         self._error: BaseException | None = None
         #: Seconds in which the engine stood still for the longest slice; the longest call that could not be
-        #: interrupted and did not go on alone, and its seconds.
+        #: interrupted and did not go on alone, with its seconds, and these.
         self.longest_s, self.longest_call, self.call_s = 0.0, "", 0.0
 
     def advance(self, seconds: float) -> bool:
@@ -180,11 +180,14 @@ class Sliced(Generic[_R]):
             if left:
                 self._wait()
             elif took_s > self.call_s:
-                self.longest_call, self.call_s = getattr(function, "__name__", str(function)), took_s
+                name, self.call_s = getattr(function, "__name__", str(function)), took_s
+                self.longest_call = f"{name}, {took_s:.3f} s"
 
 
 class Steps(Generic[_R]):
     """As `Sliced`, for work that yields wherever it may stop, and sets nothing for the process."""
+
+    longest_call, call_s = "", 0.0  # each is short
 
     def __init__(self, work: Generator[None, None, _R]):
         self._work, self._result = work, list[_R]()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from weightsync.engine.exchange.pairs import PLAIN, Rules, parts, slots
 from weightsync.engine.exchange.swap import Link, Swap
+
+#: Bytes that are written to at once; where pages are new that takes some milliseconds.
+_TOUCHED_BYTES: Final = 4 << 20
 
 
 class Storages(Swap):
@@ -49,6 +52,18 @@ class Storages(Swap):
         with torch.inference_mode(False), torch.no_grad():
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             return empty.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def touch(self) -> Iterator[None]:
+        """Write to all of the standby's memory, which the system provides only then; little between two yields.
+
+        What the standby held is lost.
+        """
+        storages = [other.untyped_storage() for _, other in self.tensors]
+        for storage in {each.data_ptr(): each for each in storages}.values():
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for part in torch.split(whole, _TOUCHED_BYTES):
+                part.zero_()
+                yield
 
     def free(self) -> None:
         """Give back the memory of the standby's tensors, which nobody uses any more."""

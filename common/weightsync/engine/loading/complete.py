@@ -67,6 +67,13 @@ class Complete:
             return ExpectedReply(served=served)
         return ExpectedReply(found.specs, tuple(sorted(found.optional)), served)
 
+    def likely(self) -> tuple[TensorSpec, ...]:
+        """See `ExpectedReply.likely`; empty if that is unknown."""
+        found = self.known()
+        if isinstance(found, ManifestMismatch):
+            return ()
+        return ExpectedReply(found.specs, tuple(found.optional), self._served(found)).likely()
+
     def _served(self, expected: Expected) -> dict[str, str]:
         hooks = self._adapter.loader_hooks()
         if not isinstance(hooks, LoaderHooks):

@@ -85,8 +85,7 @@ class LoadPlan:
 
     def __init__(self, loader_hooks: LoaderHooks, layout: Layout, device: torch.device):
         self.layout, self._device = layout, device
-        specs = [entry.spec for entry in layout.entries]
-        self.recording = found = record(loader_hooks, specs, device)
+        self.recording = found = record(loader_hooks, layout.specs, device)
         _refuse_conflicts(found)
         self.fallen = {owner.name: why for owner, why in found.fallen.items()}
         self.loader = frozenset(found.unfollowed).union(*(found.touched[owner] for owner in found.fallen))
@@ -96,9 +95,19 @@ class LoadPlan:
                 f"{owner.name}: {found.fallen[owner]}, and it is unknown which tensors it is loaded from"
             )
         self._check_loader_alone(loader_hooks)
+        self._lay(layout)
+
+    def _lay(self, layout: Layout) -> None:
+        self.layout = layout
         self._place()
         self._followed = [entry.spec for entry in layout.entries if entry.spec.name not in self.loader]
         self._common = _Common(Subset(layout, dict(self._read(run_cost(math.inf)))))
+
+    def relaid(self, layout: Layout) -> LoadPlan:
+        """The plan for a layout that has the same tensors in another order."""
+        other = shallow(self)
+        other._lay(layout)
+        return other
 
     def _place(self) -> None:
         """Determine what follows from where the recording says that the weights lie."""
@@ -156,10 +165,8 @@ class LoadPlan:
         """Read no more than pays off over a link of this speed. Only the first call has an effect: another subset takes
         new transfers."""
         if not self._common.fitted:
-            self._common.fitted, self._common.subset = (
-                True,
-                Subset(self.layout, dict(self._read(run_cost(bytes_per_s)))),
-            )
+            subset = Subset(self.layout, dict(self._read(run_cost(bytes_per_s))))
+            self._common.fitted, self._common.subset = True, subset
 
     def _read(self, run_bytes: int) -> Iterator[tuple[int, Box]]:
         """For every tensor that is not read as a whole, its number and the box that is read; see `widened`."""

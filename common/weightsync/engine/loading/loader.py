@@ -19,6 +19,7 @@ import torch
 from msgspec import structs
 
 from weightsync.engine.adapter import Adapter, LoaderHooks, Sealed
+from weightsync.engine.loading.ahead import Ahead
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
@@ -58,6 +59,7 @@ class Loading:
         self._adapter = adapter
         self._complete = Complete(adapter)
         self.standby = Standby(adapter, self._complete)
+        self.ahead = Ahead(adapter, self._complete, self.standby, lambda: self._plan)
         self._hooks: LoaderHooks | None = None
         #: What the last push left as the engine had it.
         self._kept: tuple[str, ...] = ()
@@ -94,8 +96,6 @@ class Loading:
         if self._layout is None:
             return None
         return structs.replace(self._filled, pushes=self._pushes, compared=tuple(self._compared.values()))
-
-    # --- what is complete
 
     def accept(
         self,
@@ -158,7 +158,7 @@ class Loading:
                 self._machine.move("sealed")
                 return
             with uncollected():
-                self._plan = LoadPlan(hooks, layout, self._adapter.device)
+                self._plan = self.ahead.plan(hooks, layout)
                 self._accepted, self._filled = self._complete.left_out(self._plan)
             self._hooks = hooks
             self._machine.move("recorded")
@@ -265,8 +265,6 @@ class Loading:
         """See `Standby.arriving`, for a push that was accepted."""
         plan = self._trusted(layout)
         return None if plan is None else self.standby.arriving(push, plan, bucket_bytes)
-
-    # --- loading
 
     def load(self, staged: Staged, push: str = "") -> None:
         """Load a version. Raises whatever the engine raises, and as `Staged.check`."""

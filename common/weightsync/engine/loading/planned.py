@@ -100,6 +100,11 @@ class Planned(Storages):
         #: For each of them, what `Arriving` prepares.
         self._prepared: list[_Prepared] = [{}, {}]
 
+    def follow(self, plan: LoadPlan) -> None:
+        """Be filled by ``plan``, if that is the same recording as the plan so far, of another layout."""
+        if plan is not self.plans[0] and plan.recording is self.plans[0].recording:
+            self.plans, self._prepared = [plan, plan.moved(self.other)], [{}, {}]
+
     def arriving(self, push: str, bucket_bytes: int) -> Arriving:
         """What fills the standby while a push arrives."""
         return Arriving(push, self.plans[1], bucket_bytes, self._prepared[1])

@@ -12,21 +12,21 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, StandbyHooks
-from weightsync.engine.exchange.copied import Copied
-from weightsync.engine.exchange.pairs import Pairs, Unlike
+from weightsync.engine.exchange.pairs import Unlike, lacks_memory
 from weightsync.engine.exchange.slices import Sliced, Steps
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned, nbytes_of
+from weightsync.engine.loading.works import Made, filled, loaded
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WeightSyncError, WrongState
 from weightsync.memory import arenas
@@ -34,10 +34,6 @@ from weightsync.tensors.layout import Layout, listed
 from weightsync.tensors.scattered import Stream
 
 logger = logging.getLogger(__name__)
-
-_S = TypeVar("_S", bound=Swap)
-#: The second model, if it is one; and what is exchanged.
-_Made = tuple[torch.nn.Module | None, Swap]
 
 #: Seconds of one slice.
 _SLICE_S: Final = 0.02
@@ -69,7 +65,7 @@ class Standby:
         #: Context in which it is exchanged.
         self._around: Callable[[], AbstractContextManager[object]] = nullcontext
         self._began = 0.0
-        self._work: Sliced[_Made] | Steps[_Made] | None = None
+        self._work: Sliced[Made] | Steps[Made] | None = None
         #: The push that is being loaded, or that was; whether all of it has been; whether it is what is served. The
         #: standby holds the version before then.
         self._push, self._loaded, self._served = "", False, False
@@ -87,6 +83,8 @@ class Standby:
         self._tries = _TRIES
         self.seconds = 0.0
         """In which the engine stood still for slices since this was last set."""
+        self.longest_call = ""
+        """See `http.RankStatus`."""
 
     @property
     def push(self) -> str:
@@ -127,6 +125,38 @@ class Standby:
         """As `load`, by ``plan``, which fits the served model."""
         arrived = self._arriving if self._arriving is not None and self._arriving.push == push else None
         self._advance(push, lambda: self._begin_to_fill(plan, hooks, staged, arrived), timeout_s)
+
+    def make(self, name: str, begin: Callable[[], str | None], timeout_s: float) -> None:
+        """Make the standby before any push is there, as `load` does; ``name`` stands for that of a push.
+
+        It then holds no version. A failure is not counted: the next push may have more luck.
+        """
+        if self._work is None and (self._set is not None or self._model is not None):
+            return
+        before = self._used, self._tries, self.why
+        try:
+            self._advance(name, begin, timeout_s)
+        finally:
+            self._used, self._tries, self.why = before
+        self.forget()
+
+    def make_model(self, name: str, layout: Layout, timeout_s: float) -> None:
+        """`make` a second model, of zeros."""
+
+        def zeros() -> Iterator[tuple[str, torch.Tensor]]:
+            for entry in layout.entries:
+                yield entry.spec.name, torch.zeros(entry.spec.shape, dtype=entry.dtype, device=self._adapter.device)
+
+        self.make(name, lambda: self._begin_to_load(layout, zeros, lambda model: None), timeout_s)
+
+    def make_memory(self, name: str, plan: LoadPlan, hooks: LoaderHooks, timeout_s: float) -> None:
+        """`make` a second set of the memory that ``plan`` writes."""
+        self.make(name, lambda: self._begin_to_fill(plan, hooks, None, None), timeout_s)
+
+    def follow(self, plan: LoadPlan) -> None:
+        """See `Planned.follow`."""
+        if isinstance(self._set, Planned):
+            self._set.follow(plan)
 
     def arriving(self, push: str, plan: LoadPlan, bucket_bytes: int) -> Arriving | None:
         """What fills the standby while ``push`` arrives; None if it is to be filled by `fill` alone.
@@ -169,6 +199,7 @@ class Standby:
             self.seconds += time.perf_counter() - start
         if not ended:
             raise Unfinished(f"rank {self._adapter.rank} is still loading push {push} into its standby")
+        self.longest_call = self._work.longest_call if self._work.call_s > _SLICE_S else ""
         self._model, self._set = self._work.result()
         self._work, self._loaded, self._used, self._tries = None, True, True, _TRIES
         self._way = "exchanged" if self._set.keeps_before else "copied"
@@ -209,17 +240,8 @@ class Standby:
         if model is None and (lack := self._no_room(hooks.nbytes, hooks.ranks)):
             return lack
 
-        paired = Copied if hooks.stays else Pairs
-
-        def work() -> _Made:
-            with arenas.selected(self._adapter.device):  # in a thread of its own
-                found = hooks.make(weights()) if model is None else model
-                if model is not None:
-                    hooks.load(model, weights())
-                check(found)
-                pairs = _compared(lambda: paired(hooks.model, found, hooks.rules))
-                arenas.trim(self._adapter.device)  # loaders allocate and free as much as the model takes
-                return found, pairs
+        def work() -> Made:
+            return loaded(hooks, model, weights, check, self._adapter.device)
 
         self._hooks, self._set, self._around = hooks, None, nullcontext
         # Also if the push is called off: its tensors may be in the standby by then.
@@ -228,9 +250,9 @@ class Standby:
         return None
 
     def _begin_to_fill(
-        self, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, arrived: Arriving | None
+        self, plan: LoadPlan, hooks: LoaderHooks, staged: Staged | None, arrived: Arriving | None
     ) -> str | None:
-        """Begin to `fill`; why not, or an empty text, if the plan is to be replayed in the pause."""
+        """Begin to `fill`, or only to make the memory; why not, or an empty text, if there can be none."""
         movable = hooks.movable
         if isinstance(movable, str):
             return movable
@@ -245,13 +267,8 @@ class Standby:
             if lack := self._no_room(nbytes, movable.ranks):
                 return lack
 
-        def work() -> Generator[None, None, _Made]:
-            made = found or _compared(lambda: Planned(plan, movable.rules))
-            yield from made.fill(staged.data, arrived)
-            staged.check()
-            return None, made
-
-        self._around, self._work = hooks.around, Steps(work())
+        self._around = hooks.around
+        self._work = Steps(filled(plan, movable.rules, found, staged, arrived))
         self._note_names(plan.layout)
         return None
 
@@ -276,7 +293,7 @@ class Standby:
         """After an error in the work: where there can be no standby, go the engine's own way, else raise."""
         rank, text = self._adapter.rank, f"{type(error).__name__}: {error}"
         if made or isinstance(error, Unlike):
-            self._tries -= not _lacks_memory(error)
+            self._tries -= not lacks_memory(error)
             self._passed, self.why = self._push, text
             self._drop()
             logger.warning("rank %d has no standby, and loads in the pause: %s", rank, text)
@@ -369,20 +386,3 @@ class Standby:
             logger.exception("rank %d could not go back to the version before", self._adapter.rank)
             return False
         return True
-
-
-def _compared(make: Callable[[], _S]) -> _S:
-    """What is to be exchanged, as ``make`` finds it. Raises `Unlike` also for what it did not expect."""
-    try:
-        return make()
-    except (Unlike, MemoryError):
-        raise
-    except Exception as error:
-        if _lacks_memory(error):
-            raise
-        raise Unlike(f"it cannot be walked through: {type(error).__name__}: {error}") from error
-
-
-def _lacks_memory(error: Exception) -> bool:
-    """Whether an error says that there is no memory, of which there may be more later."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

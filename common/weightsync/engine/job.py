@@ -1,0 +1,28 @@
+"""One push on one rank."""
+
+from __future__ import annotations
+
+from threading import Event
+
+from weightsync.deadline import Deadline
+from weightsync.engine.loading.planned import Arriving
+from weightsync.engine.stage import Staged
+from weightsync.protocol.http import UpdateRequest
+from weightsync.tensors.subset import Subset
+from weightsync.transports.base import EngineEnd, Incoming
+
+
+class Job:
+    """One push on this rank, from prepare to commit or abort."""
+
+    def __init__(self, request: UpdateRequest, end: EngineEnd, subset: Subset, arriving: Arriving | None):
+        self.request, self.transport, self.subset, self.arriving = request, end, subset, arriving
+        self.deadline = Deadline(request.timeout_s)
+        self.cancelled, self.ended = Event(), Event()
+        self.incoming: Incoming | None = None
+        self.staged: Staged | None = None
+
+    def end(self) -> None:
+        """Drop all references to the sender's memory: the push was applied or cancelled."""
+        self.incoming = self.staged = self.arriving = None
+        self.cancelled.set()

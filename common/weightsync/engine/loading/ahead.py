@@ -1,0 +1,63 @@
+"""What the first push of a rank needs, made before it: the recording of the loader, and the standby."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from weightsync.engine.adapter import Adapter, LoaderHooks
+from weightsync.engine.loading.complete import Complete
+from weightsync.engine.loading.load_plan import LoadPlan
+from weightsync.engine.loading.recording import uncollected
+from weightsync.engine.loading.standby import Standby
+from weightsync.protocol.expected import StandbyRequest
+from weightsync.tensors.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+
+class Ahead:
+    """``plan()`` is the load plan of the pushes so far, if there is one. All methods belong to the engine's loop."""
+
+    def __init__(self, adapter: Adapter, complete: Complete, standby: Standby, plan: Callable[[], LoadPlan | None]):
+        self._adapter, self._complete, self._standby, self._plan = adapter, complete, standby, plan
+        #: The request that is being handled, and what the first push is likely to have.
+        self._name, self._layout = "", Layout(())
+        self._recorded: LoadPlan | None = None
+
+    def make(self, asked: StandbyRequest) -> None:
+        """Record the loader, and make the standby, for the time of a slice. Raises `standby.Unfinished`.
+
+        What is not made here, the first push makes.
+        """
+        hooks, plan = self._adapter.loader_hooks(), self._plan()
+        if isinstance(hooks, str):
+            return
+        if asked.name != self._name:
+            self._name, self._layout = asked.name, Layout(self._complete.likely())
+            if isinstance(hooks, LoaderHooks) and plan is None:
+                self._recorded = self._record(hooks)
+        plan = plan or self._recorded
+        if isinstance(hooks, LoaderHooks) and plan is not None:
+            self._standby.make_memory(asked.name, plan, hooks, asked.timeout_s)
+        elif self._layout.specs:
+            self._standby.make_model(asked.name, self._layout, asked.timeout_s)
+
+    def _record(self, hooks: LoaderHooks) -> LoadPlan | None:
+        try:
+            with uncollected():
+                return LoadPlan(hooks, self._layout, self._adapter.device) if self._layout.specs else None
+        except Exception as error:
+            logger.info("the loader cannot be recorded before the first push: %s", error)
+            return None
+
+    def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:
+        """The plan for a push: as recorded before, if that has the same tensors, or now. Raises as `LoadPlan`."""
+        found, self._recorded = self._recorded, None
+        if found is None or set(found.layout.specs) != set(layout.specs):
+            return LoadPlan(hooks, layout, self._adapter.device)
+        if found.memory.model is not hooks.model or not found.memory.is_unmoved():
+            return LoadPlan(hooks, layout, self._adapter.device)
+        plan = found.relaid(layout)
+        self._standby.follow(plan)
+        return plan
