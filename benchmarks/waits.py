@@ -1,9 +1,10 @@
-"""Measure how long a trainer waits in `Sender.push_async`, and what casting adds to packing: `make bench-waits`.
+"""Measure how long a trainer waits in `Sender.push_async`, and what conversions add to packing: `make bench-waits`.
 
 One trainer, which is this process, and a reference engine, on this machine's CPU, with a model of 300 tensors. Every
 round has memcpys of its bytes, a push in the background of private parameters, one of parameters in shared memory, and
-two packings into an arena: of parameters in bfloat16, and of float32 masters that are cast to it. Exit code 0 if
-everything was served.
+three packings into an arena: of parameters in bfloat16, of float32 masters that are cast to it, and of parameters that
+are quantised to FP8 in blocks, beside a loop of torch's operations that does the same. Exit code 0 if everything was
+served.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ from benchmarks import bare, report
 from benchmarks.blocks import Blocks, engine
 from benchmarks.trainer import MEMCPYS, ROOT
 from weightsync import Sender
+from weightsync.tensors.conversion import Conversion, Conversions
+from weightsync.tensors.formats import formats_of
 from weightsync.tensors.layout import Layout, spec_of
+from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
 
 MIN_ROUNDS, WARM_UP, TENSORS, NBYTES = 7, 3, 300, 1_190_000_000
 #: As buckets of a model of that size are.
 BUCKET_BYTES = 64 << 20
-#: The aims: memcpys that a trainer waits, and the time of a packing with casts over that of one without.
-WAIT_AIM, CAST_AIM = 1.3, 1.5
+#: The aims: memcpys that a trainer waits, the time of a packing with casts over that of one without, and memcpys by as
+#: many threads that quantising takes.
+WAIT_AIM, CAST_AIM, QUANTISE_AIM = 1.3, 1.5, 2.0
 PRIVATE, IN_PLACE = "push_async, private memory", "push_async, shared memory"
 PACKED, CAST = "packing bfloat16", "packing float32 masters as bfloat16"
+QUANTISED, LOOP = "packing bfloat16 as FP8 in blocks", "torch's loop, FP8 in blocks"
+#: The columns of the weights that are quantised, and their blocks.
+COLUMNS, SIDE = 2048, 128
 Sample = dict[str, float]
 
 
@@ -53,13 +61,46 @@ def measure(nbytes: int, rounds: int) -> tuple[dict[str, list[Sample]], bool]:
     masters = [tensor.float() for tensor in plain]
     layout = Layout(tuple(spec_of(str(number), tensor) for number, tensor in enumerate(plain)))
     arena = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    plans = {PACKED: _plan(layout, arena, plain), CAST: _plan(layout, arena, masters)}
+    casts = {number: Conversion(spec_of(str(number), master)) for number, master in enumerate(masters)}
+    plans = {PACKED: _plan(layout, arena, plain, {}), CAST: _plan(layout, arena, masters, casts)}
     for _ in range(rounds):
         for way, plan in plans.items():
             samples.setdefault(way, []).append({"memcpy": _memcpy(buffers), "seconds": _seconds(plan)})
             served &= all(torch.equal(e.view(arena), t) for e, t in zip(layout.entries, plain, strict=True))
             arena.zero_()
-    return samples, served
+    return samples, _quantise(plain, buffers, rounds, samples) and served
+
+
+def _quantise(plain: list[torch.Tensor], buffers: list[torch.Tensor], rounds: int, samples: dict[str, Any]) -> bool:
+    """Add to ``samples`` what quantising takes, and memcpys by as many threads; whether torch's loop gives the same."""
+    (how,) = formats_of({"quant_method": "fp8", "weight_block_size": [SIDE, SIDE]})
+    rows = plain[0].numel() // COLUMNS // SIDE * SIDE
+    weights = [tensor.view(-1)[: rows * COLUMNS].view(rows, COLUMNS) for tensor in plain]
+    conversions = {2 * number: Conversion(spec_of(str(number), one), how) for number, one in enumerate(weights)}
+    layout = Layout([spec for each in conversions.values() for spec in how.made_of(each.source)])
+    arena = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    plan = _plan(layout, arena, weights, conversions)
+    run = Run(buffers[1].data_ptr(), buffers[0].data_ptr(), sum(one.nbytes for one in weights))
+    copies, made = Copies([run]), [torch.empty_like(one, dtype=torch.float8_e4m3fn) for one in weights]
+    for _ in range(rounds):
+        for way, act in ((QUANTISED, lambda: _seconds(plan)), (LOOP, lambda: _loop(weights, made))):
+            start = time.perf_counter()
+            copies.make()
+            memcpy = time.perf_counter() - start
+            samples.setdefault(way, []).append({"memcpy": memcpy, "seconds": act()})
+    pairs = zip(layout.entries[::2], made, strict=True)
+    return all(torch.equal(entry.raw(arena), one.view(-1).view(torch.uint8)) for entry, one in pairs)
+
+
+def _loop(weights: list[torch.Tensor], made: list[torch.Tensor]) -> float:
+    """Quantise each tensor as transformers does; the seconds."""
+    start, most = time.perf_counter(), torch.finfo(torch.float8_e4m3fn).max
+    for source, target in zip(weights, made, strict=True):
+        blocks = source.float().view(-1, SIDE, COLUMNS // SIDE, SIDE)
+        largest = blocks.abs().amax((1, 3), keepdim=True)
+        factors = torch.where(largest > 0, most / torch.where(largest > 0, largest, 1.0), 1.0)
+        target.copy_((blocks * factors).clamp(-most, most).view(source.shape))
+    return time.perf_counter() - start
 
 
 def _memcpy(buffers: list[torch.Tensor]) -> float:
@@ -75,13 +116,12 @@ def _waited(sender: Sender, module: Blocks, buffers: list[torch.Tensor]) -> Samp
     return {"memcpy": memcpy, "seconds": waited, "push": time.perf_counter() - start}
 
 
-def _plan(layout: Layout, arena: torch.Tensor, tensors: list[torch.Tensor]) -> PackPlan:
+def _plan(layout: Layout, arena: torch.Tensor, tensors: list[torch.Tensor], conversions: Conversions) -> PackPlan:
     """Packs and hashes all of the tensors, in buckets as a push has them."""
-    sources = {n: t.dtype for n, t in enumerate(tensors) if t.dtype != layout.entries[n].dtype}
     slots = -(-layout.nbytes // BUCKET_BYTES)
     whole, addresses = Wanted([Subset(layout, {})]), [tensor.data_ptr() for tensor in tensors]
-    plan = pack_plan(layout, arena, BUCKET_BYTES, slots, "xxh3_64", whole, addresses, sources)
-    assert plan is not None, "these tensors can be packed by a plan"
+    plan = pack_plan(layout, arena, BUCKET_BYTES, slots, "xxh3_64", whole, addresses, conversions)
+    assert isinstance(plan, PackPlan), "these tensors can be packed by a plan"
     return plan
 
 
@@ -106,9 +146,11 @@ def table(record: report.Record) -> str:
     ratio = statistics.median(
         cast["seconds"] / plain["seconds"] for cast, plain in zip(samples[CAST], samples[PACKED], strict=True)
     )
+    quantising = statistics.median(one["seconds"] / one["memcpy"] for one in samples[QUANTISED])
     for what, value, aim in (
         ("a trainer waits in push_async, in memcpys", waited, WAIT_AIM),
         ("packing with casts, in packings without", ratio, CAST_AIM),
+        ("quantising, in memcpys by as many threads", quantising, QUANTISE_AIM),
     ):
         lines.append(f"aim: {what}: at most {aim:g}: {value:.2f}: {'met' if value <= aim else 'MISSED'}")
     lines.append(f"served: {'yes' if record['served'] else 'NO'}")

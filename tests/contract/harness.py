@@ -98,7 +98,7 @@ class Harness:
                 send(outgoing, self.sources, iter(tensors), deadline)
             else:
                 place = Order()
-                pairs = ((place.placed(layout.entries[number]), tensors[number]) for number in order)
+                pairs = (((place.placed(layout.entries[number]),), tensors[number]) for number in order)
                 outgoing.send_pairs(pairs, {}, lambda sent: None)
         except BaseException as error:
             self.transfer.cancel(error)

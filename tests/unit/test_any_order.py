@@ -34,7 +34,7 @@ def test_a_rank_gets_every_bit(made):
     stage = torch.zeros(layout.nbytes, dtype=torch.uint8)
     packer = Packer(layout, arena, bucket_bytes, slots, "xxh3_64", Wanted([Subset(layout, {})]))
     arrival, place, ended, count = Arrival(layout), Order(), [], 0
-    pairs = ((place.placed(layout.entries[number]), tensors[number]) for number in order)
+    pairs = (((place.placed(layout.entries[number]),), tensors[number]) for number in order)
     for bucket in packer.fill_pairs(pairs, lambda number: None):
         assert bucket.number == count
         count += 1

@@ -12,6 +12,7 @@ from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.casting import cast
+from weightsync.tensors.conversion import Conversion
 from weightsync.tensors.layout import CASTABLE, DTYPES, Layout, digest_of, spec_of
 from weightsync.tensors.subset import Subset, Wanted
 from weightsync.testing import ReferenceEngine
@@ -140,7 +141,7 @@ def expected(*specs, served=None):
 
 def planned(dtype, *engines):
     found = fit([TensorSpec("w", dtype, (2,))], {f"http://{at}": engine for at, engine in enumerate(engines)})
-    return found.manifest[0].dtype, dict(found.sources)
+    return found.manifest[0].dtype, {at: DTYPES[each.source.dtype] for at, each in found.conversions.items()}
 
 
 @pytest.mark.parametrize("dtype", sorted(CASTABLE - {"bfloat16"}))
@@ -180,14 +181,14 @@ def test_packing_again_by_a_plan_gives_the_same_bytes_and_digests(wide, bucket_b
     tensors = [torch.randn(size, dtype=dtype) for size in (0, 7, 40_000, 700_001) for dtype in (wide, torch.bfloat16)]
     tensors[4][5] = math.nan
     layout = Layout([spec_of(str(at), tensor.to(torch.bfloat16)) for at, tensor in enumerate(tensors)])
-    sources = {at: tensor.dtype for at, tensor in enumerate(tensors) if tensor.dtype is not torch.bfloat16}
+    conversions = {at: Conversion(spec_of(str(at), t)) for at, t in enumerate(tensors) if t.dtype is not torch.bfloat16}
     slots = layout.buckets(bucket_bytes)
     arenas = [torch.zeros(slots * bucket_bytes, dtype=torch.uint8) for _ in range(2)]
     demand = Wanted([Subset(layout, {})])
     how = [bucket_bytes, slots, "xxh3_64", demand]
-    plan = pack_plan(layout, arenas[1], *how, [tensor.data_ptr() for tensor in tensors], sources)
+    plan = pack_plan(layout, arenas[1], *how, [tensor.data_ptr() for tensor in tensors], conversions)
     for turn in range(2):
-        packer = Packer(layout, arenas[0], *how, sources)
+        packer = Packer(layout, arenas[0], *how, conversions)
         for one, other in zip(packer.fill(tensors, id), plan.fill(id), strict=True):
             assert (one.number, one.nbytes) == (other.number, other.nbytes)
             assert all(one.digests.get(name, ()) == other.digests.get(name, ()) for name in demand.names)

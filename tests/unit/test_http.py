@@ -23,6 +23,11 @@ GOLDEN_JSON = [
         b'{"tensors":[["w","float32",[2,3]]],"optional":["o"],"served":{"w":"bfloat16"},"why":"why"}',
     ),
     (
+        ExpectedReply(quantization={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        b'{"tensors":[],"optional":[],"served":{},"why":"",'
+        b'"quantization":{"quant_method":"fp8","weight_block_size":[128,128]}}',
+    ),
+    (
         DiagnoseRequest(timeout_s=1.5, address="tcp://10.0.0.1:7", server_key="k"),
         b'{"timeout_s":1.5,"address":"tcp://10.0.0.1:7","server_key":"k"}',
     ),

@@ -6,6 +6,7 @@ import torch
 from weightsync.memory import arenas
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box
+from weightsync.tensors.conversion import Conversion
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Subset, Wanted
 from weightsync.trainer.packing import Packer
@@ -26,8 +27,8 @@ def packed(algorithm, tensors, bucket_bytes, dtype=torch.float32):
     layout = Layout([spec_of(f"t{number}", tensor.to(dtype)) for number, tensor in enumerate(TENSORS)])
     demand = Wanted([Subset(layout, {}), Subset(layout, {4: COLUMNS})])
     arena = torch.zeros(2 * bucket_bytes, dtype=torch.uint8)
-    sources = {} if dtype == torch.float32 else dict.fromkeys(range(len(TENSORS)), torch.float32)
-    packer = Packer(layout, arena, bucket_bytes, 2, algorithm, demand, sources)
+    casts = {number: Conversion(spec_of(f"t{number}", tensor)) for number, tensor in enumerate(TENSORS)}
+    packer = Packer(layout, arena, bucket_bytes, 2, algorithm, demand, {} if dtype == torch.float32 else casts)
     found = [bucket.digests for bucket in packer.fill(tensors, lambda _: None)]
     return [[value for digests in found for value in digests.get(name, ())] for name in demand.names]
 

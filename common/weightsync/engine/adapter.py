@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,10 +14,14 @@ from weightsync.protocol.http import TensorSpec
 
 
 class Expected(NamedTuple):
-    """The complete checkpoint of an engine's model; ``optional`` names may be left out (tied weights)."""
+    """The complete checkpoint of an engine's model; ``optional`` names may be left out (tied weights).
+
+    ``quantization`` is the ``quantization_config`` of its ``config.json``, if that has one.
+    """
 
     specs: tuple[TensorSpec, ...]
     optional: frozenset[str] = frozenset()
+    quantization: dict[str, Any] | None = None
 
 
 class Movable(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from weightsync.engine.adapter import Expected
 from weightsync.errors import ManifestMismatch, SourceError
-from weightsync.sources.checkpoint import local_folder, optional_names, read_specs
+from weightsync.sources.checkpoint import local_folder, optional_names, quantization, read_specs
 from weightsync.sources.from_config import specs_from_config
 
 
@@ -20,7 +20,7 @@ def expected_of(model: str, revision: str | None, dtype: object) -> Expected:
     try:
         folder = local_folder(model, revision)
         if any(folder.glob("*.safetensors")):
-            return Expected(read_specs(folder), optional_names(folder))
+            return Expected(read_specs(folder), optional_names(folder), quantization(folder))
         return Expected(specs_from_config(folder, dtype=str(dtype).removeprefix("torch.")))
     except SourceError as error:
         raise ManifestMismatch(

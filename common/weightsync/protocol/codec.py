@@ -55,8 +55,14 @@ def from_json(body: bytes | str, kind: type[M]) -> M:
 
 def from_query(fields: Mapping[str, str], kind: type[M]) -> M:
     """Read a message of type ``kind`` from the parameters of a URL. Raises as `from_json`."""
+    return from_plain(dict(fields), kind, strict=False)
+
+
+def from_plain(values: Mapping[str, Any], kind: type[M], *, strict: bool = True) -> M:
+    """Read a struct of type ``kind`` from JSON that was decoded; text may stand for numbers if not ``strict``. Raises
+    as `from_json`."""
     json_decoder(kind)  # which has msgspec learn the type
-    return readable(lambda: msgspec.convert(dict(fields), kind, strict=False))
+    return readable(lambda: msgspec.convert(values, kind, strict=strict))
 
 
 def readable(decode: Callable[[], M]) -> M:

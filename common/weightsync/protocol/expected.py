@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -41,12 +41,14 @@ class ExpectedReply(Message, frozen=True):
 
     ``optional`` may be left out. ``served`` has the dtype of the parameter, by the tensor's name, where it is another
     and the tensor is only copied there. Without such a checkpoint ``tensors`` is empty, and ``why`` says why.
+    ``quantization`` is the ``quantization_config`` of its ``config.json``, if that has one.
     """
 
     tensors: tuple[TensorSpec, ...] = ()
     optional: tuple[Text, ...] = ()
     served: dict[Text, Text] = msgspec.field(default_factory=dict)
     why: str = ""
+    quantization: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
     def likely(self) -> tuple[TensorSpec, ...]:
         """What every push has, in the dtypes to which a trainer casts."""
@@ -63,4 +65,4 @@ def one_list(ranks: Sequence[ExpectedReply]) -> ExpectedReply:
         for name, dtype in rank.served.items():
             served.setdefault(name, set()).add(dtype)
     alike = {name: dtype for name, dtypes in served.items() for dtype in dtypes if len(dtypes) == 1}
-    return ExpectedReply(first.tensors, first.optional, alike, first.why)
+    return msgspec.structs.replace(first, served=alike)

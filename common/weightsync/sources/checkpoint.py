@@ -45,6 +45,10 @@ _DTYPES: Final[dict[str, str]] = {
 _TIED: Final = frozenset({"lm_head.weight", "language_model.lm_head.weight"})
 
 
+#: The modules that are not quantised, in a ``quantization_config``: the tensors of the checkpoint say so too.
+_MODULES: Final = frozenset({"ignore", "modules_to_not_convert"})
+
+
 class CheckpointSource(Whole):
     """The tensors of a folder, as `read_specs` describes them.
 
@@ -105,11 +109,27 @@ def optional_names(path: str | Path) -> frozenset[str]:
     transformers' default for the model type. Empty without a ``config.json``. Raises `SourceError` if that file cannot
     be read as JSON.
     """
-    config = _read_json(Path(path) / "config.json") if (Path(path) / "config.json").is_file() else {}
+    config = _config(path)
     nested = [part for part in config.values() if isinstance(part, dict)]
     declared = [part["tie_word_embeddings"] for part in (config, *nested) if "tie_word_embeddings" in part]
     tied = any(declared) if declared else bool(config) and _ties_by_default(path)
     return _TIED if tied else frozenset()
+
+
+def quantization(path: str | Path) -> dict[str, Any] | None:
+    """How the folder's checkpoint is quantised: ``quantization_config`` of ``config.json``, without its lists of names.
+
+    None without one. Raises `SourceError` as `optional_names`.
+    """
+    config = _config(path)
+    nested = [part for part in config.values() if isinstance(part, dict)]
+    found = next((part["quantization_config"] for part in (config, *nested) if "quantization_config" in part), None)
+    return {key: value for key, value in found.items() if key not in _MODULES} if isinstance(found, dict) else None
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    file = Path(path) / "config.json"
+    return _read_json(file) if file.is_file() else {}
 
 
 def _ties_by_default(path: str | Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +14,20 @@ from weightsync.protocol.http import TensorSpec
 from weightsync.sources.base import describe, text
 from weightsync.sources.dtensor import is_dtensor
 from weightsync.tensors.any_order import Order
-from weightsync.tensors.casting import cast
+from weightsync.tensors.conversion import Conversion
 from weightsync.tensors.held import HeldShards
-from weightsync.tensors.layout import CASTABLE, Entry, Layout, listed
+from weightsync.tensors.layout import Entry, Layout, listed
+
+Fitting = Callable[[TensorSpec], tuple[Sequence[TensorSpec], Conversion | None]]
+"""What crosses of a tensor as a trainer yields it, and how that is made, if not by copying it."""
 
 
 class Placed(NamedTuple):
-    """What an iterator has yielded: the tensors' ``specs`` as they lie in the arena, in the layout's order, and the
-    trainer's dtypes of those that were cast. ``not_finite``: infinite and NaN elements in these."""
+    """What an iterator has yielded: ``specs`` of what lies in the arena, in the layout's order, and the conversions of
+    the trainer's tensors. ``not_finite``: infinite and NaN elements in these."""
 
     specs: tuple[TensorSpec, ...]
-    sources: dict[str, torch.dtype]
+    conversions: Sequence[Conversion]
     not_finite: int
     seconds: float
 
@@ -58,23 +61,25 @@ class IteratorSource:
             pass
 
     @torch.no_grad()
-    def place(self, layout: Layout, arena: torch.Tensor) -> Placed:
-        """Copy every tensor to its place in ``arena``, which holds all of ``layout``, as it comes; cast it if needed.
+    def place(self, layout: Layout, arena: torch.Tensor, fitting: Fitting) -> Placed:
+        """Put every tensor in its place in ``arena``, which holds all of ``layout``, as it comes, converted if needed.
 
         What did not come leaves no gap. At most one tensor is held. Raises `SourceError` for what is no tensor, or
         comes twice, and `ManifestMismatch` for a tensor that is not in the layout, or does not fit.
         """
         start, not_finite = time.perf_counter(), 0
         came: set[int] = set()
-        sources: dict[str, torch.dtype] = {}
-        for entry, tensor in self._come(layout):
-            target = entry.view(arena)
-            if tensor.dtype != entry.dtype:
-                sources[entry.spec.name] = tensor.dtype
-                not_finite += cast(entry.spec.name, target, tensor)
+        conversions: list[Conversion] = []
+        for entries, conversion, tensor in self._come(layout, fitting):
+            if conversion is None:
+                arenas.copy(entries[0].view(arena), tensor)
             else:
-                arenas.copy(target, tensor)
-            came.add(entry.number)
+                conversions.append(conversion)
+                making = conversion.begin(tensor)
+                for which, entry in enumerate(entries):
+                    not_finite += making.write(which, 0, entry.view(arena).view(-1))
+                del making
+            came.update(entry.number for entry in entries)
             del tensor  # before the next is made
         arenas.synchronize(arena.device)
         there = [entry for entry in layout.entries if entry.number in came]
@@ -82,39 +87,44 @@ class IteratorSource:
         if len(there) < len(layout.entries):
             for old, new in zip(there, Layout(specs).entries, strict=True):
                 new.raw(arena).copy_(old.raw(arena).clone())
-        return Placed(specs, sources, not_finite, time.perf_counter() - start)
+        return Placed(specs, conversions, not_finite, time.perf_counter() - start)
 
     def in_turn(
-        self, layout: Layout, sources: dict[int, torch.dtype], dropped: Set[str]
-    ) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Every tensor as it comes, and its place in a stream of this order; none is held when the next is made.
+        self, layout: Layout, fitting: Fitting, conversions: dict[int, Conversion], dropped: Set[str]
+    ) -> Iterator[tuple[tuple[Entry, ...], torch.Tensor]]:
+        """Every tensor as it comes, and the places of what it becomes in a stream of this order; none is held when the
+        next is made.
 
-        The dtypes of those to be cast are added to ``sources``, by their number; those in ``dropped`` are passed over.
-        Raises as `place`, and `ManifestMismatch` if the iterator ends without a tensor of ``layout``.
+        Those to be converted are added to ``conversions``; those in ``dropped`` are passed over. Raises as `place`, and
+        `ManifestMismatch` if the iterator ends without a tensor of ``layout``.
         """
         order, missing = Order(), {entry.number for entry in layout.entries}
-        for entry, tensor in self._come(layout, dropped):
-            missing.remove(entry.number)
-            if tensor.dtype != entry.dtype:
-                sources[entry.number] = tensor.dtype
-            yield order.placed(entry), tensor
+        for entries, conversion, tensor in self._come(layout, fitting, dropped):
+            missing.difference_update(entry.number for entry in entries)
+            if conversion is not None:
+                conversions[entries[0].number] = conversion
+            yield tuple(map(order.placed, entries)), tensor
             del tensor
         if missing:
             names = [layout.entries[number].spec.name for number in sorted(missing)]
             raise ManifestMismatch(f"the iterator ended without {listed(names)}")
 
-    def _come(self, layout: Layout, dropped: Set[str] = frozenset()) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def _come(
+        self, layout: Layout, fitting: Fitting, dropped: Set[str] = frozenset()
+    ) -> Iterator[tuple[tuple[Entry, ...], Conversion | None, torch.Tensor]]:
         entries = {entry.spec.name: entry for entry in layout.entries}
         came: set[str] = set()
         self.begun = True
         while (pair := next(self._pairs, None)) is not None:
             found, tensor = _read(pair)
             del pair
-            if found.name in came:
-                raise SourceError(f"the iterator yielded {found.name} twice; every tensor needs a unique name")
-            came.add(found.name)
+            crossing, conversion = fitting(found)
+            for spec in crossing:
+                if spec.name in came:
+                    raise SourceError(f"the iterator yielded {spec.name} twice; every tensor needs a unique name")
+                came.add(spec.name)
             if found.name not in dropped:
-                yield _entry(found, entries), tensor
+                yield tuple(_entry(spec, found, entries) for spec in crossing), conversion, tensor
             del tensor
 
 
@@ -127,11 +137,10 @@ def _read(pair: Any) -> tuple[TensorSpec, torch.Tensor]:
     return describe(name, tensor), tensor.detach()
 
 
-def _entry(found: TensorSpec, entries: dict[str, Entry]) -> Entry:
-    if found.name not in entries:
+def _entry(crossing: TensorSpec, found: TensorSpec, entries: dict[str, Entry]) -> Entry:
+    if crossing.name not in entries:
         raise ManifestMismatch(f"{found.name}: the iterator yielded it, and the engines expect no such tensor")
-    entry = entries[found.name]
-    castable = CASTABLE.issuperset((found.dtype, entry.spec.dtype)) or found.dtype == entry.spec.dtype
-    if found.shape != entry.spec.shape or not castable:
+    entry = entries[crossing.name]
+    if crossing != entry.spec:
         raise ManifestMismatch(f"the iterator yielded {text(found)}, and the engines expect {text(entry.spec)}")
     return entry

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -14,11 +13,22 @@ from weightsync.errors import SourceError
 #: Elements cast at a time on a CPU: few enough that torch does it in the calling thread.
 _ELEMENTS: Final = 1 << 15
 
-#: The trainer's dtypes of the tensors that are cast, by their number, where none is.
-NO_CASTS: Final[Mapping[int, torch.dtype]] = {}
+#: By the bytes of an element: integers of that size, of torch and unsigned ones of NumPy.
+INTEGERS: Final = {2: (torch.int16, "uint16"), 4: (torch.int32, "uint32"), 8: (torch.int64, "uint64")}
 
-#: By the bytes of an element: integers of that size, signed and unsigned.
-_INTEGERS: Final = {2: (torch.int16, "uint16"), 4: (torch.int32, "uint32"), 8: (torch.int64, "uint64")}
+
+class Casting:
+    """Casts ``tensor``, called ``name``; see `conversion.Making`."""
+
+    def __init__(self, name: str, tensor: torch.Tensor):
+        self._name, self._flat = name, tensor.reshape(-1)
+
+    def restart(self) -> None:
+        """Nothing is kept of the values before."""
+
+    def write(self, which: int, start: int, target: torch.Tensor) -> int:
+        """Cast elements from ``start`` on into ``target``, 1-D; see `cast`."""
+        return cast(self._name, target, self._flat[start : start + len(target)])
 
 
 @torch.no_grad()
@@ -32,7 +42,7 @@ def cast(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
         target.copy_(source)
     else:  # one call for all pieces
         torch._foreach_copy_(torch.split(target.view(-1), _ELEMENTS), torch.split(source.view(-1), _ELEMENTS))
-    return 0 if _is_finite(target) else _not_finite(name, target, source)
+    return 0 if _is_finite(target) else not_finite(name, target, source)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -44,7 +54,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return math.isfinite(float(low)) and math.isfinite(float(high))
     # As integers, in which whatever is not finite is largest: among positive numbers if they have a sign, among all if
     # not. NumPy does that at the speed of memory.
-    signed, unsigned = _INTEGERS[tensor.itemsize]
+    signed, unsigned = INTEGERS[tensor.itemsize]
     least = _infinity(tensor.dtype)
     bits = tensor.detach().view(-1).view(signed).numpy()
     return bool(bits.max() < least and bits.view(unsigned).max() < least + (1 << 8 * tensor.itemsize - 1))
@@ -53,10 +63,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _infinity(dtype: torch.dtype) -> int:
     """The bits of infinity, which are those of an integer that only NaNs exceed among the positive ones."""
-    return int(torch.tensor(math.inf, dtype=dtype).view(_INTEGERS[dtype.itemsize][0]))
+    return int(torch.tensor(math.inf, dtype=dtype).view(INTEGERS[dtype.itemsize][0]))
 
 
-def _not_finite(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
+def not_finite(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
+    """How many elements of ``source`` are not finite. Raises as `cast`, of which ``target`` is the result."""
     before, after = (~torch.isfinite(tensor) for tensor in (source, target))
     if made := int((after & ~before).sum()):
         worst = float(source[after & ~before].abs().max())

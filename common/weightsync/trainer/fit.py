@@ -1,41 +1,47 @@
-"""Fits a push to what the engines expect: which tensors are cast, and which stay as the engines have them.
+"""Fits a push to what the engines expect: which tensors are converted, and which stay as the engines have them.
 
-A tensor is cast to the dtype in which the engines take it at least cost.
+A tensor is cast to the dtype in which the engines take it at least cost, or quantised as their checkpoint is.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-import torch
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
-from weightsync.tensors.layout import CASTABLE, DTYPES, WIDER, listed
+from weightsync.tensors.conversion import NO_CONVERSIONS, Conversion, Conversions
+from weightsync.tensors.formats import Format, formats_of
+from weightsync.tensors.layout import CASTABLE, WIDER, listed
+
+Crossing = tuple[tuple[TensorSpec, ...], Conversion | None]
+"""What crosses of one of the trainer's tensors, and how it is made; None: it is copied."""
 
 
 class Fit(NamedTuple):
-    """``manifest`` describes the tensors as they cross; ``sources`` has the trainer's dtype of those that are cast, by
-    their number in it. ``kept`` are names that stay as the engines have them."""
+    """``manifest`` describes the tensors as they cross; ``kept`` are names that stay as the engines have them."""
 
     manifest: tuple[TensorSpec, ...]
-    sources: Mapping[int, torch.dtype]
+    conversions: Conversions
     kept: tuple[str, ...] = ()
 
 
 def fit(manifest: Sequence[TensorSpec], engines: Mapping[str, ExpectedReply], allow_missing: Sequence[str] = ()) -> Fit:
     """Fit a push of ``manifest`` to what each engine expects, by its URL.
 
-    Names that match a pattern of ``allow_missing`` and are not in the manifest stay as the engines have them. Raises
-    `ManifestMismatch` for a pattern that matches no name of any engine, and for tensors that two engines need in
-    different dtypes.
+    Names that match a pattern of ``allow_missing`` and do not cross stay as the engines have them. Raises
+    `ManifestMismatch` for a pattern that matches no name of any engine, for tensors that two engines need in different
+    forms, and for those that cannot be quantised as an engine needs them.
     """
-    cast = _casts(manifest, engines)
-    return cast._replace(kept=_kept({spec.name for spec in manifest}, engines, allow_missing))
+    converted = _converted(manifest, engines)
+    return converted._replace(kept=_kept({spec.name for spec in converted.manifest}, engines, allow_missing))
 
 
 def _kept(pushed: Set[str], engines: Mapping[str, ExpectedReply], patterns: Sequence[str]) -> tuple[str, ...]:
@@ -73,47 +79,135 @@ def agree(kept: Mapping[str, Sequence[Mapping[str, str]]]) -> tuple[str, ...]:
     return tuple(unverified)
 
 
-def _casts(manifest: Sequence[TensorSpec], engines: Mapping[str, ExpectedReply]) -> Fit:
-    """The casts of a push.
+def fitting(engines: Mapping[str, ExpectedReply]) -> Expecting:
+    """What crosses of each tensor that is placed where the engines' lists have it.
 
-    A tensor is cast to the dtype of the parameter it is copied to, or to that of the engine's checkpoint; one that has
-    the checkpoint's dtype already is left to the loader if that only widens it. Raises `ManifestMismatch` for tensors
-    that two engines need in different dtypes.
+    Raises `ManifestMismatch` if two engines quantise differently.
     """
-    by_engine = {url: {spec.name: spec.dtype for spec in reply.tensors} for url, reply in engines.items()}
-    wanted = {
-        url: [_wanted(spec, listed_as, engines[url].served) for spec in manifest]
-        for url, listed_as in by_engine.items()
-        if listed_as
-    }
-    if not wanted:
-        return Fit(tuple(manifest), {})
-    first = next(iter(wanted))
-    for url, dtypes in wanted.items():
-        if differing := [at for at, dtype in enumerate(dtypes) if dtype != wanted[first][at]]:
-            names = listed(f"{manifest[at].name} ({wanted[first][at]} and {dtypes[at]})" for at in differing)
-            raise ManifestMismatch(
-                f"{first} and {url} need tensors in different dtypes: {names}; push to them with one sender each"
-            )
-    crossing = tuple(
-        spec if spec.dtype == dtype else structs.replace(spec, dtype=dtype)
-        for spec, dtype in zip(manifest, wanted[first], strict=True)
-    )
-    return Fit(
-        crossing,
-        {
-            number: DTYPES[spec.dtype]
-            for number, (spec, cast) in enumerate(zip(manifest, crossing, strict=True))
-            if spec.dtype != cast.dtype
-        },
-    )
+    (first, reply), *others = engines.items()
+    for url, other in others:
+        if other.quantization != reply.quantization:
+            raise ManifestMismatch(f"{first} and {url} serve models that are quantised differently; {_APART}")
+    return Expecting(first, reply, as_served=True)
 
 
-def _wanted(spec: TensorSpec, listed_as: Mapping[str, str], served: Mapping[str, str]) -> str:
-    checkpoint = listed_as.get(spec.name, "")
-    if not CASTABLE.issuperset((spec.dtype, checkpoint)):
-        return spec.dtype
-    parameter = served.get(spec.name, checkpoint)
-    if spec.dtype == checkpoint and (checkpoint, parameter) in WIDER:
-        return checkpoint
-    return parameter
+def _converted(manifest: Sequence[TensorSpec], engines: Mapping[str, ExpectedReply]) -> Fit:
+    found = {url: [*map(Expecting(url, reply).crossing, manifest)] for url, reply in engines.items() if reply.tensors}
+    if not found:
+        return Fit(tuple(manifest), NO_CONVERSIONS)
+    (first, ours), *others = found.items()
+    for url, theirs in others:
+        if differing := [at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other]:
+            names = listed(f"{manifest[at].name} ({_form(ours[at])} and {_form(theirs[at])})" for at in differing)
+            raise ManifestMismatch(f"{first} and {url} need tensors in different forms: {names}; {_APART}")
+    crossing: list[TensorSpec] = []
+    conversions: dict[int, Conversion] = {}
+    for specs, conversion in ours:
+        if conversion is not None:
+            conversions[len(crossing)] = conversion
+        crossing += specs
+    if len(crossing) > len(manifest):
+        twice = [name for name, count in Counter(spec.name for spec in crossing).items() if count > 1]
+        if twice:
+            raise ManifestMismatch(f"{listed(twice)}: a push makes these of the weights; leave them out")
+    return Fit(tuple(crossing), conversions)
+
+
+_APART = "push to them with one sender each"
+
+
+def _form(crossing: Crossing) -> str:
+    (first, *_), conversion = crossing
+    quantised = conversion.format if conversion is not None else None
+    return first.dtype if quantised is None else f"{first.dtype}, {quantised.text}"
+
+
+class Expecting:
+    """What the engine at ``url`` expects: in which form it takes the trainer's tensors.
+
+    ``as_served``: a tensor that the engine copies comes in the dtype of the parameter even if that is only wider.
+    """
+
+    def __init__(self, url: str, reply: ExpectedReply, as_served: bool = False):
+        self._url, self._reply, self._as_served = url, reply, as_served
+        self._listed = {spec.name: spec for spec in reply.tensors}
+
+    def crossing(self, spec: TensorSpec) -> Crossing:
+        """What crosses of a tensor. Raises `ManifestMismatch` if it cannot be quantised as the engine needs it."""
+        there = self._listed.get(spec.name)
+        unlike = spec.dtype in CASTABLE and (there is None or there.dtype not in CASTABLE)
+        if unlike and self._reply.quantization is not UNSET and (made := self._quantised(spec)) is not None:
+            return made
+        dtype = self._dtype(spec)
+        if dtype == spec.dtype:
+            return (spec,), None
+        return (structs.replace(spec, dtype=dtype),), Conversion(spec)
+
+    def _dtype(self, spec: TensorSpec) -> str:
+        """The dtype of the parameter that a tensor is copied to, or that of the engine's checkpoint.
+
+        A tensor that has the checkpoint's dtype already is left to the loader if that only widens it.
+        """
+        there = self._listed.get(spec.name)
+        if there is None or not CASTABLE.issuperset((spec.dtype, there.dtype)):
+            return spec.dtype
+        parameter = self._reply.served.get(spec.name, there.dtype)
+        if spec.dtype == there.dtype and (there.dtype, parameter) in WIDER and not self._as_served:
+            return there.dtype
+        return parameter
+
+    @functools.cached_property
+    def _formats(self) -> tuple[Format, ...] | str:
+        """The formats of the engine's checkpoint; or why a push cannot quantise to them."""
+        try:
+            return formats_of(self._reply.quantization or {})
+        except ManifestMismatch as error:
+            return str(error)
+
+    def _quantised(self, spec: TensorSpec) -> Crossing | None:
+        """What crosses of a weight that is quantised; None if the engine's checkpoint has none of that name."""
+        formats = self._formats
+        if isinstance(formats, str):
+            raise self._cannot(spec, formats)
+        why = ""
+        for how in formats if len(spec.shape) > 1 else ():
+            if spec.name + how.names[0] not in self._listed:
+                continue
+            made = self._fits(spec, how)
+            if not isinstance(made, str):
+                return made
+            why = why or made
+        if why:
+            raise self._cannot(spec, why)
+        return None
+
+    def _cannot(self, spec: TensorSpec, why: str) -> ManifestMismatch:
+        return ManifestMismatch(
+            f"{spec.name} cannot be quantised as {self._url} expects it: {why}; push what its checkpoint has, or start "
+            "it from a checkpoint in bfloat16, or in a format to which a push quantises (docs/quantised.md)"
+        )
+
+    def _fits(self, weight: TensorSpec, how: Format) -> Crossing | str:
+        """What crosses of a weight in this format; or why the engine's checkpoint has it otherwise."""
+        try:
+            values, *others = how.made_of(weight)
+        except ManifestMismatch as error:
+            return str(error)
+        crossing = [values]
+        for made in (values, *others):
+            there = self._listed.get(made.name)
+            if there is None:
+                return f"its checkpoint has no {made.name}, which belongs to {how.text}"
+            scalar = math.prod(made.shape) == math.prod(there.shape) == 1
+            if there.shape != made.shape and not scalar:
+                return f"{made.name} has shape {list(there.shape)}, and {list(made.shape)} in {how.text}"
+            if made is others[0] and there.dtype in how.scales:
+                work = how.work or there.dtype
+                how = how._replace(work=work)
+                scales = structs.replace(there, dtype=work)
+                crossing.append(structs.replace(there, dtype=self._dtype(scales)) if there.dtype in CASTABLE else there)
+            elif there.dtype != made.dtype:
+                return f"{made.name} is {there.dtype}, which does not belong to {how.text}"
+            elif made is not values:
+                crossing.append(there)
+        return tuple(crossing), Conversion(weight, how)

@@ -13,6 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import SourceError
 from weightsync.memory import arenas
 from weightsync.sources.iterator import IteratorSource, Placed
+from weightsync.tensors.conversion import Conversion
 from weightsync.tensors.layout import listed
 from weightsync.trainer.outgoing import Outgoing, Sent
 from weightsync.trainer.push_plan import PushPlan
@@ -110,7 +111,8 @@ class ModelPush:
     def _read(self, source: IteratorSource, outgoing: Outgoing) -> Placed:
         arena = outgoing.arena.bytes
         assert isinstance(arena, torch.Tensor), "an iterator's tensors are not read in place"
-        return self._together(source, functools.partial(source.place, outgoing.layout, arena))
+        assert self.plan.fitting is not None, "the plan of an iterator says what crosses of each tensor"
+        return self._together(source, functools.partial(source.place, outgoing.layout, arena, self.plan.fitting))
 
     def _together(self, source: IteratorSource, read: Callable[[], _T]) -> _T:
         """Read an iterator; every other rank of the trainer reads its own meanwhile."""
@@ -131,7 +133,7 @@ class ModelPush:
         if plan.ranks is not None:
             return outgoing.copy_filled(plan.ranks, plan.source, self._deadline)
         arenas.synchronize(plan.source.device)
-        return outgoing.copy(plan.source.tensors(), plan.identity, plan.sources)
+        return outgoing.copy(plan.source.tensors(), plan.identity, plan.conversions)
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
@@ -154,13 +156,14 @@ class ModelPush:
             return outgoing.send_filled(plan.ranks, plan.source, deadline, progress)
         arenas.synchronize(plan.source.device)
         tensors = plan.source.tensors() if plan.shared is None else plan.shared
-        return outgoing.send(tensors, progress, plan.identity, plan.sources)
+        return outgoing.send(tensors, progress, plan.identity, plan.conversions)
 
     def _send_in_turn(self, source: IteratorSource, outgoing: Outgoing, progress: Progress) -> Sent:
-        sources: dict[int, torch.dtype] = {}
-        pairs = source.in_turn(outgoing.layout, sources, self.plan.dropped)
-        sent = self._together(source, lambda: outgoing.send_pairs(pairs, sources, progress))
-        self.plan = self.plan._replace(sources=sources)
+        assert self.plan.fitting is not None, "the plan of an iterator says what crosses of each tensor"
+        conversions: dict[int, Conversion] = {}
+        pairs = source.in_turn(outgoing.layout, self.plan.fitting, conversions, self.plan.dropped)
+        sent = self._together(source, lambda: outgoing.send_pairs(pairs, conversions, progress))
+        self.plan = self.plan._replace(conversions=conversions)
         return sent
 
     def check_unchanged(self, then: str) -> None:

@@ -14,7 +14,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
-from weightsync.tensors.casting import NO_CASTS
+from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions, by_source
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.scattered import key
 from weightsync.tensors.subset import Digests, Wanted
@@ -31,7 +31,7 @@ Packed = dict[int, tuple[tuple[object, ...], PackPlan | GpuPackPlan | None, bool
 
 class Sent(NamedTuple):
     """Seconds that sending took: ``gather_s`` for copying the trainer's tensors, ``digest_s`` for hashing them, and
-    ``verify_s`` for hashing at the slowest rank. ``not_finite``: infinite and NaN elements among those cast."""
+    ``verify_s`` for hashing at the slowest rank. ``not_finite``: infinite and NaN elements among those converted."""
 
     gather_s: float
     digest_s: float
@@ -88,17 +88,17 @@ class Outgoing:
         tensors: Iterable[torch.Tensor],
         progress: Progress,
         identity: object | None = None,
-        sources: Mapping[int, torch.dtype] = NO_CASTS,
+        conversions: Conversions = NO_CONVERSIONS,
     ) -> Sent:
         """Pack and send the stream; return once every rank has received and verified it.
 
         If ``identity``, see `Source.identity`, is that of the push before, ``tensors`` need not be read again.
-        ``sources`` as in `packing.Packer`. Raises `SourceError` for a tensor that has changed or cannot be cast,
+        ``conversions`` as in `packing.Packer`. Raises `SourceError` for a tensor that has changed or cannot be cast,
         `TransferFailed` or `PushTimeout`.
         """
         if isinstance(self.arena, SharedParameters) and not self.plan.digest:  # nothing to copy or hash
             return Sent(0.0, 0.0, self._announce_all(progress))
-        packing = _Packing(self, self._packed, self.plan.digest, identity, sources)
+        packing = _Packing(self, self._packed, self.plan.digest, identity, conversions)
         self.announced = []
         for bucket in packing.fill(tensors, self._acquire):
             self._announce(bucket.number, bucket.digests)
@@ -109,11 +109,16 @@ class Outgoing:
         return sent
 
     def send_pairs(
-        self, pairs: Iterable[tuple[Entry, torch.Tensor]], sources: Mapping[int, torch.dtype], progress: Progress
+        self, pairs: Iterable[tuple[tuple[Entry, ...], torch.Tensor]], conversions: Conversions, progress: Progress
     ) -> Sent:
-        """As `send`, in the order of ``pairs``: tensors, and where each lies in the stream. ``sources`` may grow."""
+        """As `send`, in the order of ``pairs``: tensors, and where what they become lies in the stream.
+
+        ``conversions`` may grow.
+        """
         plan = self.plan
-        packer = Packer(self.layout, self.arena.bytes, plan.bucket_bytes, plan.slots, plan.digest, self.demand, sources)
+        packer = Packer(
+            self.layout, self.arena.bytes, plan.bucket_bytes, plan.slots, plan.digest, self.demand, conversions
+        )
         for bucket in packer.fill_pairs(pairs, self._acquire):
             self._announce(bucket.number, bucket.digests, bucket.begins)
             progress(bucket.nbytes)
@@ -123,10 +128,10 @@ class Outgoing:
         self,
         tensors: Iterable[torch.Tensor],
         identity: object | None = None,
-        sources: Mapping[int, torch.dtype] = NO_CASTS,
+        conversions: Conversions = NO_CONVERSIONS,
     ) -> Sent:
         """Pack the stream into an arena that holds all of it, for `resend`, before any engine is asked. As `send`."""
-        packing = _Packing(self, self._packed, "", identity, sources)
+        packing = _Packing(self, self._packed, "", identity, conversions)
         self.announced = [bucket.digests for bucket in packing.fill(tensors, lambda bucket: None)]
         packing.remember()
         return packing.sent
@@ -215,11 +220,11 @@ class _Packing:
         packed: Packed,
         algorithm: str,
         identity: object | None,
-        sources: Mapping[int, torch.dtype],
+        conversions: Conversions,
     ):
         self._how = push.layout, push.arena.bytes, push.plan.bucket_bytes, push.plan.slots, algorithm, push.demand
-        self._sources, self._packed, self._key = sources, packed, key(push.arena.bytes)
-        self._known = (identity, push.layout, *self._how[2:5], frozenset(push.demand.names))
+        self._conversions, self._packed, self._key = conversions, packed, key(push.arena.bytes)
+        self._known = (identity, push.layout, *self._how[2:5], frozenset(push.demand.names), conversions)
         before, plan, self._planned = packed.get(self._key, ((), None, False))
         self._same = identity is not None and before == self._known
         self._plan = plan if self._same else None
@@ -232,7 +237,7 @@ class _Packing:
             packer: PackPlan | GpuPackPlan | Packer = self._plan
             yield from self._plan.fill(acquire)
         else:
-            packer = Packer(*self._how, self._sources)
+            packer = Packer(*self._how, self._conversions)
             noted = _noting_addresses(tensors, self._addresses, self._how[1].device)
             yield from packer.fill(noted, acquire)
         self.sent = Sent(packer.gather_s, packer.digest_s, 0.0, packer.not_finite)
@@ -240,8 +245,8 @@ class _Packing:
     def remember(self) -> None:
         """Make the plan for the next packing, if this was the second of the same memory: it will pay off."""
         if self._same and not self._planned:
-            all_there = len(self._addresses) == len(self._how[0].entries)
-            repeated = pack_plan(*self._how, self._addresses, self._sources) if all_there else None
+            all_there = len(self._addresses) == sum(1 for _ in by_source(self._how[0], self._conversions))
+            repeated = pack_plan(*self._how, self._addresses, self._conversions) if all_there else None
             self._packed[self._key] = self._known, repeated, True
         elif not self._same:
             self._packed[self._key] = self._known, None, False

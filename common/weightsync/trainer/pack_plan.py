@@ -9,8 +9,9 @@ Everything else goes through `packing`.
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import xxhash
 
 from weightsync.tensors import gpu_copy, native_copy
 from weightsync.tensors.boxes import Box
-from weightsync.tensors.casting import NO_CASTS, cast
+from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions, Making, by_source
 from weightsync.tensors.layout import Layout, Piece
 from weightsync.tensors.native_copy import Copies, Hashes, Run
 from weightsync.tensors.scattered import Stream
@@ -35,25 +36,26 @@ class _Group(NamedTuple):
     hashes: Hashes
 
 
-class _Cast(NamedTuple):
-    """A part of the tensor ``name`` that is cast from ``source`` to ``target``, both 1-D."""
+class _Made(NamedTuple):
+    """A part of what a conversion makes: ``target``, 1-D, from element ``first`` on; see `Making.write`."""
 
-    name: str
-    source: torch.Tensor
+    making: Making
+    which: int
+    first: int
     target: torch.Tensor
 
     def make(self, start: int, nbytes: int) -> int:
-        """Cast what becomes ``nbytes`` bytes of the target, from byte ``start`` on; see `casting.cast`."""
+        """Make ``nbytes`` bytes of the target, from byte ``start`` on."""
         size = self.target.itemsize
         part = slice(start // size, (start + nbytes) // size)
-        return cast(self.name, self.target[part], self.source[part])
+        return self.making.write(self.which, self.first + part.start, self.target[part])
 
 
 class _Part(NamedTuple):
     """The bytes, in one bucket, of a tensor that is large or crosses buckets.
 
     With a ``hasher`` the whole tensor is hashed while it is copied. ``rest`` hashes boxes of it, after its ``last``
-    part was copied. With a ``cast`` nothing is copied but the result of the cast, and that is hashed.
+    part was copied. With ``made`` nothing is copied: that is made in its place, and hashed there.
     """
 
     number: int
@@ -62,11 +64,11 @@ class _Part(NamedTuple):
     first: bool
     last: bool
     rest: Hashes | None
-    cast: _Cast | None
+    made: _Made | None
 
 
 class _Done(NamedTuple):
-    """The digests of one step, the seconds it spent copying and hashing, and the infinite and NaN elements it cast."""
+    """The digests of one step, the seconds it spent copying and hashing, and infinite and NaN elements it converted."""
 
     number: int
     digests: list[int]
@@ -87,8 +89,9 @@ class _Bucket(NamedTuple):
 class PackPlan:
     """Packs contiguous tensors at ``addresses`` in host memory into ``arena``; see `packing.Packer`.
 
-    Holds for one layout, arena and demand, and hashes with XXH3 or not at all. ``sources``, ``gather_s``, ``digest_s``
-    and ``not_finite`` are as in `packing.Packer`. Use `pack_plan` to make one: it checks what can be planned.
+    Holds for one layout, arena and demand, and hashes with XXH3 or not at all. ``conversions``, ``gather_s``,
+    ``digest_s`` and ``not_finite`` are as in `packing.Packer`. Use `pack_plan` to make one: it checks what can be
+    planned.
     """
 
     def __init__(
@@ -100,13 +103,23 @@ class PackPlan:
         slots: int,
         boxes: Sequence[Sequence[tuple[Box | None, native_copy.Block]]],
         demand: Wanted,
-        sources: Mapping[int, torch.dtype],
+        conversions: Conversions,
     ):
         self._layout, self._bucket_bytes, self._copies = layout, bucket_bytes, isinstance(arena, torch.Tensor)
         self.gather_s = self.digest_s = 0.0
         self.not_finite = 0
-        self._sources = sources
-        self._addresses, self._boxes = addresses, boxes
+        self._boxes = boxes
+        self._addresses: dict[int, int] = {}
+        #: By the number of what they make: conversions, and which of what they make that is.
+        self._makings: dict[int, tuple[Making, int]] = {}
+        for entries, address in zip(by_source(layout, conversions), addresses, strict=True):
+            conversion = conversions.get(entries[0].number)
+            if conversion is None:
+                self._addresses[entries[0].number] = address
+            elif any(entry.nbytes for entry in entries):
+                source = _elements(address, math.prod(conversion.source.shape), conversion.dtype)
+                making = conversion.begin(source.view(conversion.source.shape))
+                self._makings.update((entry.number, (making, which)) for which, entry in enumerate(entries))
         self._hashers: dict[int, Any] = {}
         self._buckets = []
         start = arena.data_ptr() if isinstance(arena, torch.Tensor) else 0
@@ -117,8 +130,8 @@ class PackPlan:
             steps = list(self._steps(pieces, base))
             groups = [step for step in steps if isinstance(step, _Group)]
             parts = [step for step in steps if isinstance(step, _Part)]
-            large = [part for part in parts if part.run.nbytes >= native_copy.LARGE_BYTES]
-            small = [part for part in parts if part.run.nbytes < native_copy.LARGE_BYTES]
+            large = [part for part in parts if _is_large(part)]
+            small = [part for part in parts if not _is_large(part)]
             self._buckets.append(_Bucket(groups, large, small, demand.picks(keys)))
         del self._addresses, self._boxes, self._hashers
 
@@ -139,7 +152,7 @@ class PackPlan:
 
     def _is_grouped(self, piece: Piece, hashed: bool) -> bool:
         whole = piece.nbytes == piece.entry.nbytes and piece.nbytes < native_copy.LARGE_BYTES
-        return piece.entry.number not in self._sources and (whole or not hashed)
+        return piece.entry.number not in self._makings and (whole or not hashed)
 
     def _group(self, number: int, pieces: Sequence[Piece], base: int) -> _Group:
         runs = [self._run(piece, base) for piece in pieces] if self._copies else []
@@ -152,17 +165,12 @@ class PackPlan:
         hasher = self._hashers.setdefault(which, xxhash.xxh3_64()) if wanted else None
         rest = [at for box, at in boxes if box is not None] if piece.last else []
         hashes, first = Hashes(rest) if rest else None, piece.start == 0
-        if which not in self._sources:
+        if which not in self._makings:
             return _Part(number, self._run(piece, base), hasher, first, piece.last, hashes, None)
-        at = base + piece.at
-        run = Run(at, at, piece.nbytes)
-        return _Part(number, run, hasher, first, piece.last, hashes, self._cast(piece, at))
-
-    def _cast(self, piece: Piece, at: int) -> _Cast:
-        entry, dtype = piece.entry, self._sources[piece.entry.number]
-        elements, skipped = piece.nbytes // entry.dtype.itemsize, piece.start // entry.dtype.itemsize
-        address = self._addresses[entry.number] + skipped * dtype.itemsize
-        return _Cast(entry.spec.name, _elements(address, elements, dtype), _elements(at, elements, entry.dtype))
+        at, size = base + piece.at, piece.entry.dtype.itemsize
+        target = _elements(at, piece.nbytes // size, piece.entry.dtype)
+        made = _Made(*self._makings[which], piece.start // size, target)
+        return _Part(number, Run(at, at, piece.nbytes), hasher, first, piece.last, hashes, made)
 
     def _run(self, piece: Piece, base: int) -> Run:
         return Run(self._addresses[piece.entry.number] + piece.start, base + piece.at, piece.nbytes)
@@ -171,11 +179,13 @@ class PackPlan:
         """See `packing.Packer.fill`."""
         self.gather_s = self.digest_s = 0.0
         self.not_finite = 0
+        for making, _ in self._makings.values():
+            making.restart()
         for number, bucket in enumerate(self._buckets):
             acquire(number)
             start = time.perf_counter()
-            small = [*map(_run_group, bucket.groups), *map(self._run_part, bucket.small)]
-            done = sorted([*small, *native_copy.each(self._run_part, bucket.large)])
+            large = native_copy.each(self._run_part, bucket.large)
+            done = sorted([*large, *map(_run_group, bucket.groups), *map(self._run_part, bucket.small)])
             self._add_seconds(time.perf_counter() - start, done)
             self.not_finite += sum(step.not_finite for step in done)
             found = [digest for step in done for digest in step.digests]
@@ -199,8 +209,8 @@ class PackPlan:
             part.run, native_copy.SHARE_BYTES if part.hasher is None else native_copy.LARGE_BYTES
         ):
             start = time.perf_counter()
-            if part.cast is not None:
-                not_finite += part.cast.make(run.target - part.run.target, run.nbytes)
+            if part.made is not None:
+                not_finite += part.made.make(run.target - part.run.target, run.nbytes)
             elif self._copies:
                 native_copy.copy(run)
             copied = time.perf_counter()
@@ -212,6 +222,11 @@ class PackPlan:
         found = [part.hasher.intdigest()] if part.last and part.hasher is not None else []
         found += part.rest.make() if part.rest is not None else []
         return _Done(part.number, found, gather_s, digest_s + time.perf_counter() - start, not_finite)
+
+
+def _is_large(part: _Part) -> bool:
+    """Whether threads share it with others. What follows from values is made in order, after all that are large."""
+    return part.run.nbytes >= native_copy.LARGE_BYTES and (part.made is None or part.made.which == 0)
 
 
 def _run_group(group: _Group) -> _Done:
@@ -229,28 +244,29 @@ def pack_plan(
     algorithm: str,
     demand: Wanted,
     addresses: Sequence[int],
-    sources: Mapping[int, torch.dtype] = NO_CASTS,
+    conversions: Conversions = NO_CONVERSIONS,
 ) -> PackPlan | GpuPackPlan | None:
     """A plan; None if the arena or the algorithm rules it out, or a box to be hashed is not contiguous."""
     on_gpu = gpu_copy.available(arena.device)
     if not (on_gpu or arena.device.type == "cpu") or algorithm not in ("", "mix64" if on_gpu else "xxh3_64"):
         return None
-    if sources and on_gpu:
+    if conversions and on_gpu:
         return None
-    if sources and (not isinstance(arena, torch.Tensor) or layout.nbytes > slots * bucket_bytes):
-        return None  # the result of a cast is hashed, and has to lie in one piece
+    if conversions and (not isinstance(arena, torch.Tensor) or layout.nbytes > slots * bucket_bytes):
+        return None  # the result of a conversion is hashed, and has to lie in one piece
     boxes: list[list[tuple[Box | None, native_copy.Block]]] = []
-    for entry, read_at in zip(layout.entries, addresses, strict=True):
-        address = entry.raw(arena).data_ptr() if entry.number in sources else read_at
-        wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
-        found = [(box, place(entry, box, address)) for box in wanted]
-        there = [(box, at) for box, at in found if at is not None]
-        if len(there) < len(found) or (on_gpu and not gpu_copy.aligned(at for _, at in there)):
-            return None
-        boxes.append(there)
+    for entries, read_at in zip(by_source(layout, conversions), addresses, strict=True):
+        for entry in entries:
+            address = entry.raw(arena).data_ptr() if entries[0].number in conversions else read_at
+            wanted = sorted(demand.boxes(entry.number), key=lambda box: box or ()) if algorithm and entry.nbytes else []
+            found = [(box, place(entry, box, address)) for box in wanted]
+            there = [(box, at) for box, at in found if at is not None]
+            if len(there) < len(found) or (on_gpu and not gpu_copy.aligned(at for _, at in there)):
+                return None
+            boxes.append(there)
     if on_gpu:
         return GpuPackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand)
-    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand, sources)
+    return PackPlan(layout, addresses, arena, bucket_bytes, slots, boxes, demand, conversions)
 
 
 def _elements(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

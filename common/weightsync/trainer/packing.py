@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from weightsync.errors import SourceError
 from weightsync.memory import arenas
 from weightsync.tensors import digest
 from weightsync.tensors.boxes import Box, narrowed
-from weightsync.tensors.casting import NO_CASTS, cast
+from weightsync.tensors.conversion import NO_CONVERSIONS, Conversion, Conversions, Making, by_source
 from weightsync.tensors.digest import Hasher
 from weightsync.tensors.layout import Entry, Layout, dtype_name
 from weightsync.tensors.scattered import Scattered, Stream
@@ -37,9 +37,9 @@ class Packer:
     """Packs one stream into ``arena``, 1-D uint8, whose ``slots`` buckets of ``bucket_bytes`` are filled in turn.
 
     The digests that ``demand`` asks for are those of the trainer's own tensors where possible, so that a fault in
-    packing shows too. A scattered arena is the tensors' own memory, and nothing is copied into it. ``sources`` has the
-    dtype of each tensor that is cast, by its number. Afterwards ``gather_s`` and ``digest_s`` are the seconds spent
-    copying and hashing, and ``not_finite`` is the number of infinite and NaN elements among those that were cast.
+    packing shows too; of what is converted, those of the result. A scattered arena is the tensors' own memory, and
+    nothing is copied into it. Afterwards ``gather_s`` and ``digest_s`` are the seconds spent copying and hashing, and
+    ``not_finite`` is the number of infinite and NaN elements among those that were converted.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Packer:
         slots: int,
         algorithm: str,
         demand: Wanted,
-        sources: Mapping[int, torch.dtype] = NO_CASTS,
+        conversions: Conversions = NO_CONVERSIONS,
     ):
         self._layout, self._arena, self._bucket_bytes, self._slots = layout, arena, bucket_bytes, slots
-        self._sources = sources
+        self._conversions = conversions
         self._copies = not isinstance(arena, Scattered)
         self._algorithm, self._demand = algorithm, demand
         self.gather_s = self.digest_s = 0.0
@@ -65,46 +65,45 @@ class Packer:
         Raises `SourceError` that names a tensor whose shape or dtype is not what was planned, or of which a finite
         element would become infinite.
         """
-        return self.fill_pairs(zip(self._layout.entries, tensors, strict=True), acquire)
+        return self.fill_pairs(zip(by_source(self._layout, self._conversions), tensors, strict=True), acquire)
 
     @torch.no_grad()
     def fill_pairs(
-        self, pairs: Iterable[tuple[Entry, torch.Tensor]], acquire: Callable[[int], None]
+        self, pairs: Iterable[tuple[tuple[Entry, ...], torch.Tensor]], acquire: Callable[[int], None]
     ) -> Iterator[Packed]:
-        """As `fill`, with the place of each tensor in the stream. No tensor is held when the next is asked for."""
+        """As `fill`, with the places in the stream of what each tensor becomes. No tensor is held when the next is
+        asked for."""
         bucket, size, finished, begins = -1, self._bucket_bytes, _Hashing(), list[int]()
-        for entry, tensor in pairs:
-            planned = self._sources.get(entry.number, entry.dtype)
-            if tensor.shape != torch.Size(entry.spec.shape) or tensor.dtype != planned:
-                raise SourceError(
-                    f"{entry.spec.name} changed while it was sent: {dtype_name(planned)} {entry.spec.shape} became "
-                    f"{tensor.dtype} {tuple(tensor.shape)}"
-                )
-            flat = tensor.reshape(-1) if entry.number in self._sources else None
-            raw = self._raw(entry, tensor) if flat is None else None
-            boxes = self._demand.boxes(entry.number) if self._algorithm and entry.nbytes else set()
-            hasher = digest.ALGORITHMS[self._algorithm]() if None in boxes else None
-            done = 0
-            while done < entry.nbytes:
-                wanted = (entry.offset + done) // size
-                if wanted != bucket:
-                    if bucket >= 0:
-                        yield self._full(bucket, finished, begins)
-                    bucket = wanted
-                    acquire(bucket)
-                if not done:
-                    begins.append(entry.number)
-                if flat is None:
-                    done += self._copy(entry, tensor, raw, done, hasher)
-                else:
-                    done += self._cast(entry, flat, done, hasher)
-            if hasher is not None:
-                if self._copies and hasher.deferred:
-                    self._settle(hasher)  # the tensor may be gone when the next one is there
-                finished[entry.number, None] = hasher
-            if boxes - {None}:
-                finished |= self._boxes(entry, tensor, boxes)
-            del tensor, flat, raw
+        for entries, tensor in pairs:
+            conversion = self._conversions.get(entries[0].number)
+            _check(entries[0], conversion, tensor)
+            making = conversion.begin(tensor) if conversion is not None else None
+            for which, entry in enumerate(entries):
+                raw = self._raw(entry, tensor) if making is None else None
+                boxes = self._demand.boxes(entry.number) if self._algorithm and entry.nbytes else set()
+                hasher = digest.ALGORITHMS[self._algorithm]() if None in boxes else None
+                done = 0
+                while done < entry.nbytes:
+                    wanted = (entry.offset + done) // size
+                    if wanted != bucket:
+                        if bucket >= 0:
+                            yield self._full(bucket, finished, begins)
+                        bucket = wanted
+                        acquire(bucket)
+                    if not done:
+                        begins.append(entry.number)
+                    if making is None:
+                        done += self._copy(entry, tensor, raw, done, hasher)
+                    else:
+                        done += self._make(entry, tensor.device, making, which, done, hasher)
+                if hasher is not None:
+                    if self._copies and hasher.deferred:
+                        self._settle(hasher)  # the tensor may be gone when the next one is there
+                    finished[entry.number, None] = hasher
+                if boxes - {None}:
+                    finished |= self._boxes(entry, _result(entry, tensor, making, which), boxes)
+                del raw
+            del tensor, making
         if bucket < 0:
             acquire(0)
         yield self._full(max(bucket, 0), finished, begins)
@@ -116,14 +115,16 @@ class Packer:
             return None
         return (tensor if whole else tensor.resolve_neg().contiguous()).view(-1).view(torch.uint8)
 
-    def _cast(self, entry: Entry, flat: torch.Tensor, done: int, hasher: Hasher | None) -> int:
-        """As `_copy`, casting; what is hashed is the result."""
+    def _make(
+        self, entry: Entry, device: torch.device, making: Making, which: int, done: int, hasher: Hasher | None
+    ) -> int:
+        """As `_copy`, of what a conversion makes of a tensor on ``device``; that is hashed."""
         start, hashing_s = time.perf_counter(), 0.0
-        target, size = self._window(entry, done).view(entry.dtype), entry.dtype.itemsize
-        out_of = flat[done // size : done // size + target.numel()]
-        step = digest.CHUNK_BYTES // size if flat.device.type == "cpu" else max(1, target.numel())
-        for into, piece in zip(torch.split(target, step), torch.split(out_of, step), strict=True):
-            self.not_finite += cast(entry.spec.name, into, piece)
+        target, at = self._window(entry, done).view(entry.dtype), done // entry.dtype.itemsize
+        step = digest.CHUNK_BYTES // entry.dtype.itemsize if device.type == "cpu" else max(1, target.numel())
+        for into in torch.split(target, step):
+            self.not_finite += making.write(which, at, into)
+            at += into.numel()
             if hasher is not None:
                 hash_start = time.perf_counter()
                 hasher.update(into.view(torch.uint8))
@@ -168,9 +169,9 @@ class Packer:
         return nbytes
 
     def _boxes(self, entry: Entry, tensor: torch.Tensor, boxes: Iterable[Box | None]) -> _Hashing:
-        """Hash boxes of a tensor."""
+        """Hash boxes of a tensor as it crosses."""
         hash_start = time.perf_counter()
-        resolved = tensor.resolve_neg().to(entry.dtype)
+        resolved = tensor.resolve_neg()
         found: _Hashing = {}
         for box in boxes:
             if box is not None:
@@ -197,6 +198,25 @@ class Packer:
         begun = tuple(begins)
         begins.clear()
         return Packed(bucket, digests, min((bucket + 1) * self._bucket_bytes, self._layout.nbytes), begun)
+
+
+def _check(entry: Entry, conversion: Conversion | None, tensor: torch.Tensor) -> None:
+    """Raise `SourceError` unless the tensor of which ``entry`` is the first that crosses is what was planned."""
+    planned, dtype = (entry.spec, entry.dtype) if conversion is None else (conversion.source, conversion.dtype)
+    if tensor.shape != torch.Size(planned.shape) or tensor.dtype != dtype:
+        raise SourceError(
+            f"{planned.name} changed while it was sent: {dtype_name(dtype)} {planned.shape} became "
+            f"{tensor.dtype} {tuple(tensor.shape)}"
+        )
+
+
+def _result(entry: Entry, tensor: torch.Tensor, making: Making | None, which: int) -> torch.Tensor:
+    """All of a tensor as it crosses: the trainer's own, or what a conversion makes of it."""
+    if making is None:
+        return tensor
+    made = torch.empty(entry.spec.shape, dtype=entry.dtype, device=tensor.device)
+    making.write(which, 0, made.view(-1))
+    return made
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Final, NamedTuple, get_args
 
 import torch
@@ -18,15 +18,16 @@ from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
 from weightsync.sources.checkpoint import CheckpointSource
-from weightsync.sources.iterator import IteratorSource, Placed
+from weightsync.sources.iterator import Fitting, IteratorSource, Placed
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
+from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions
 from weightsync.tensors.domains import layout_of
 from weightsync.tensors.layout import ALIGN_BYTES, Layout, Table, listed
 from weightsync.trainer import buckets
 from weightsync.trainer.buckets import Choice, Staging, choose
 from weightsync.trainer.engines import Engines
-from weightsync.trainer.fit import Fit, fit
+from weightsync.trainer.fit import Fit, fit, fitting
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.ranks.assignment import Plan
@@ -84,9 +85,9 @@ class PushPlan(NamedTuple):
     """A push of ``source``.
 
     ``shared`` are its tensors if engines read them in place, else None. ``identity`` is that of `Source.identity`.
-    ``sources`` has the trainer's dtype of each tensor that is cast, by its number. ``ranks`` coordinates the trainer's
-    ranks if they fill one arena together, else it is None. ``dropped`` are names that an iterator may yield, and that
-    are not sent.
+    ``conversions`` are those of the trainer's tensors, by the number of the first tensor that crosses. ``ranks``
+    coordinates the trainer's ranks if they fill one arena together, else it is None. ``dropped`` are names that an
+    iterator may yield, and that are not sent; ``fitting`` says what crosses of each tensor that it yields.
     """
 
     source: Source
@@ -95,9 +96,10 @@ class PushPlan(NamedTuple):
     choice: Choice
     shared: list[torch.Tensor] | None
     identity: object | None
-    sources: Mapping[int, torch.dtype]
+    conversions: Conversions
     ranks: Coordinator | None
     dropped: Set[str] = frozenset()
+    fitting: Fitting | None = None
 
 
 class Planner:
@@ -114,7 +116,7 @@ class Planner:
         #: The layout of what the last iterator yielded, if that was not everything.
         self._placed = Layout(())
         #: The last fit, and the manifest, patterns and engines' lists that it was worked out from.
-        self._last_fit = Fit((), {})
+        self._last_fit = Fit((), NO_CONVERSIONS)
         self._fit_for: tuple[tuple[http.TensorSpec, ...], tuple[str, ...], tuple[ExpectedReply, ...]] = ((), (), ())
         #: The identity of the last source checked for sharing, the arenas' device then, and its tensors if shareable.
         self._checked: tuple[object | None, torch.device | None, list[torch.Tensor] | None] = (None, None, None)
@@ -156,16 +158,20 @@ class Planner:
             manifest = split.manifest
         if not manifest:
             raise SourceError("the mapping holds no tensors; there is nothing to send")
-        manifest, sources, kept = self._fit(manifest, allow_missing, deadline)
+        manifest, conversions, kept = self._fit(manifest, allow_missing, deadline)
+        if assembled:
+            _check_one_process(conversions)
         identity = None if assembled else source.identity()
         shared, table = None, Table()
         if not assembled:
-            shared = None if sources else self._share(source, transfer, identity)
+            shared = None if conversions else self._share(source, transfer, identity)
         elif self._ranks is not None and split is not None:
             # A copied push and one that is read in place have other layouts, each with a load plan of its own.
             self._early |= early
             offer = (
-                None if sources or self._early else self._share_parts(self._ranks, split, source, transfer, deadline)
+                None
+                if conversions or self._early
+                else self._share_parts(self._ranks, split, source, transfer, deadline)
             )
             shared, table = offer if offer is not None else (None, self._ranks.domains.divided(split))
         layout = self._layout_of(manifest, assembled, table)
@@ -177,7 +183,8 @@ class Planner:
         if table and shared is None:
             self._check_domains(choice)
         request = self._request(transfer, source, layout, choice, kept)
-        return PushPlan(source, request, layout, choice, shared, identity, sources, self._ranks if assembled else None)
+        ranks = self._ranks if assembled else None
+        return PushPlan(source, request, layout, choice, shared, identity, conversions, ranks)
 
     def of_iterator(
         self, source: IteratorSource, transfer: Transfer, deadline: Deadline, allow_missing: Sequence[str] = ()
@@ -213,7 +220,8 @@ class Planner:
         request = self._request(transfer, source, layout, choice, ())
         if in_turn:
             request = structs.replace(request, any_order=True, parts=False)
-        return PushPlan(source, request, layout, choice, None, None, {}, None, dropped)
+        found = fitting(lists).crossing
+        return PushPlan(source, request, layout, choice, None, None, NO_CONVERSIONS, None, dropped, found)
 
     def arenas(self, transfer: Transfer, deadline: Deadline) -> tuple[int, int]:
         """The size and the number of arenas for a push of what engines expect; 0 bytes if that is unknown."""
@@ -253,7 +261,7 @@ class Planner:
         if found.specs != layout.specs:
             self._placed = layout = self._placed if self._placed.specs == found.specs else Layout(found.specs)
         request = structs.replace(plan.request, manifest=layout.specs, known=layout.name, kept=kept)
-        return plan._replace(request=request, layout=layout, sources=dict(enumerate(found.sources.values())))
+        return plan._replace(request=request, layout=layout, conversions=dict(enumerate(found.conversions)))
 
     def _check_kept(self, kept: tuple[str, ...]) -> None:
         if kept and self._options.verify == "deep":
@@ -358,4 +366,14 @@ class Planner:
             parts=choice.staging != "none" and options.verify != "deep",
             kept=kept,
             domains=layout.table,
+        )
+
+
+def _check_one_process(conversions: Conversions) -> None:
+    """Raise `UnsupportedOption` if processes that fill an arena together would have to quantise."""
+    if names := [each.source.name for each in conversions.values() if each.format is not None]:
+        raise UnsupportedOption(
+            f"the engines' checkpoint is quantised ({listed(names)}), and several processes of a trainer cannot "
+            "quantise together yet: push an iterator of names and full tensors, or start the engines from a "
+            "checkpoint in bfloat16"
         )

@@ -42,9 +42,9 @@ class PushResult:
     and ``digest`` (in transfer, packing and hashing on the trainer) and ``verify`` (in transfer, hashing at the slowest
     rank).
 
-    ``cast`` is the number of tensors that were cast to another dtype, ``not_finite`` the number of infinite and NaN
-    elements in these. ``kept`` are the names that ``allow_missing`` left as the engines have them; those in
-    ``unverified`` could not be compared between the engines.
+    ``cast`` is the number of tensors that were cast to another dtype, ``quantised`` that of weights that were
+    quantised, and ``not_finite`` the number of infinite and NaN elements in these. ``kept`` are the names that
+    ``allow_missing`` left as the engines have them; those in ``unverified`` could not be compared between the engines.
 
     ``read`` is how the trainer's tensors were read: they were ``"copied"`` before any engine was asked (`push_async`),
     read while they were ``"sent"``, or read by the engines ``"in place"`` until they had committed.
@@ -61,6 +61,7 @@ class PushResult:
     staging: Staging
     staging_reason: str
     cast: int = 0
+    quantised: int = 0
     not_finite: int = 0
     kept: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()

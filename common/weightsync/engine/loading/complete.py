@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks
 from weightsync.engine.coverage import packed, passed_over
@@ -65,7 +65,8 @@ class Complete:
         served = self._served(found)
         if self._adapter.rank:
             return ExpectedReply(served=served)
-        return ExpectedReply(found.specs, tuple(sorted(found.optional)), served)
+        quantization = UNSET if found.quantization is None else found.quantization
+        return ExpectedReply(found.specs, tuple(sorted(found.optional)), served, quantization=quantization)
 
     def likely(self) -> tuple[TensorSpec, ...]:
         """See `ExpectedReply.likely`; empty if that is unknown."""

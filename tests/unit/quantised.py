@@ -1,0 +1,104 @@
+"""An engine that serves a quantised checkpoint, in this process, and what quantising makes of a tensor."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weightsync.engine.adapter import Expected, Sealed
+from weightsync.tensors.formats import formats_of
+from weightsync.tensors.layout import DTYPES, spec_of
+from weightsync.tensors.quantising import Quantising
+from weightsync.testing import ModelAdapter, ReferenceFrontEnd, ReferenceInProcess
+
+FINE = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def compressed(stored, kind, bits, strategy, **more):
+    """The ``quantization_config`` of a model of compressed-tensors."""
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **more}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+
+
+CONFIGS = {
+    "fine-grained": FINE,
+    "fine-grained, powers of two": {**FINE, "scale_fmt": "ue8m0"},
+    "fp8, tensor": compressed("float-quantized", "float", 8, "tensor"),
+    "fp8, channel": compressed("float-quantized", "float", 8, "channel"),
+    "fp8, block": compressed("float-quantized", "float", 8, "block", block_structure=[128, 128]),
+    "int8, channel": compressed("int-quantized", "int", 8, "channel"),
+    "int4, group": compressed("pack-quantized", "int", 4, "group", group_size=128),
+}
+
+
+def format_of(config, work="bfloat16"):
+    """The format of a configuration, with the dtype of the scales of the engine's checkpoint."""
+    (how,) = formats_of(config)
+    return how._replace(work=how.work or work)
+
+
+def made(how, name, tensor, cut=0):
+    """What quantising makes of a tensor, by its names, if ``cut`` elements are asked for at a time."""
+    quantising, found = Quantising(name, tensor, how), {}
+    for which, spec in enumerate(how.made_of(spec_of(name, tensor))):
+        found[spec.name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        flat = found[spec.name].view(-1)
+        for start in range(0, flat.numel(), cut or flat.numel()):
+            quantising.write(which, start, flat[start : start + (cut or flat.numel())])
+    return found
+
+
+def same(one, other):
+    """Whether two tensors are equal in every bit."""
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
+class Tensors(nn.Module):
+    """A model that is a checkpoint: each tensor is a buffer of its name."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            module, _, own = name.rpartition(".")
+            for part in filter(None, (module,)):
+                self._module(part).register_buffer(own, torch.zeros_like(tensor))
+
+    def _module(self, name):
+        found = self
+        for part in name.split("."):
+            if part not in dict(found.named_children()):
+                found.add_module(part, nn.Module())
+            found = found.get_submodule(part)
+        return found
+
+
+class Adapter(ModelAdapter):
+    """An engine's rank that holds such a checkpoint. ``sealed``: only its loader can load."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensors, config, sealed=False):
+        self.model, self._config, self._sealed = Tensors(tensors), config, sealed
+        self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+
+    def expected(self):
+        return Expected(self._specs, frozenset(), self._config)
+
+    def loader_hooks(self):
+        return Sealed(self.model, "it packs layers") if self._sealed else super().loader_hooks()
+
+
+class Engine(ReferenceInProcess):
+    """The reference engine with such a rank."""
+
+    def __init__(self, tensors, config, sealed=False):
+        adapter = Adapter(tensors, config, sealed)
+        self._serve(ReferenceFrontEnd(adapter, Path("quantised"), False))
+        self.model = adapter.model
+
+    @property
+    def served(self):
+        """What it serves."""
+        return self.model.state_dict()
