@@ -1,5 +1,7 @@
 """What a first push needs is made before it: the recording of the loader, and a standby that holds no version."""
 
+import re
+
 import pytest
 import torch
 
@@ -66,6 +68,12 @@ def test_it_is_made_in_slices_while_the_engine_serves_what_it_did(adapter, slice
         push(loading, content)
         assert adapter.holds() == content
     assert loading.standby.holds_before()
+
+
+def test_the_longest_call_is_named(slices):
+    loading = Loading(Packs())
+    make(loading)
+    assert re.fullmatch(r"\d+\.\d+ s in \w+", loading.standby.longest_call)
 
 
 def test_a_first_push_makes_no_second_model():

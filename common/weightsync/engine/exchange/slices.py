@@ -181,7 +181,7 @@ class Sliced(Generic[_R]):
                 self._wait()
             elif took_s > self.call_s:
                 name, self.call_s = getattr(function, "__name__", str(function)), took_s
-                self.longest_call = f"{name}, {took_s:.3f} s"
+                self.longest_call = f"{took_s:.3f} s in {name}"
 
 
 class Steps(Generic[_R]):
