@@ -34,6 +34,16 @@ _ALONE: Final = frozenset(
 )
 
 
+#: ``sliced``: the work that this thread does.
+_here: Final = threading.local()
+
+
+def stop_if_over() -> None:
+    """Let work stop here if its slice is over, as at a function of torch. In any other thread this does nothing."""
+    if (sliced := getattr(_here, "sliced", None)) is not None:
+        sliced.stop_if_over()
+
+
 class Setting(NamedTuple):
     """Something that is set for a whole process."""
 
@@ -146,6 +156,7 @@ class Sliced(Generic[_R]):
                 _use_all_cores()
             gc.disable()
             gc.collect = _collect_nothing
+            _here.sliced = self
             with _Calls(self):
                 self._result.append(self._work())
         except BaseException as error:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
+
+from weightsync.tensors.native_copy import SHARE_BYTES, Run, chunks
 
 #: Bytes that are compared at once.
 _COMPARED_BYTES: Final = 64 << 20
@@ -16,6 +19,16 @@ PIECE_BYTES: Final = 64 << 10
 memcmp: Final = ctypes.CDLL(None).memcmp
 memcmp.restype = ctypes.c_int
 memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def alike(runs: Iterable[Run], between: Callable[[], None]) -> bool:
+    """Whether every run has been made; ``between`` is called every few milliseconds."""
+    for run in runs:
+        for part in chunks(run, SHARE_BYTES):
+            if memcmp(*part):
+                return False
+            between()
+    return True
 
 
 def sample(count: int, turn: int, most: int) -> range:

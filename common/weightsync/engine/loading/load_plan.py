@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import torch
 
 from weightsync.engine.adapter import LoaderHooks
-from weightsync.engine.loading.comparing import PIECE_BYTES, memcmp, rows_of, same, sample
+from weightsync.engine.loading.comparing import PIECE_BYTES, alike, memcmp, rows_of, same, sample
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.model_memory import overlap
 from weightsync.engine.loading.recorded import Copy, Recording, is_contiguous
@@ -320,12 +320,12 @@ class LoadPlan:
             for copy, entry in bound.gathered:
                 copy.target.copy_(copy.part(stage, entry))
 
-    def differs(self, stage: Stream) -> str:
+    def differs(self, stage: Stream, between: Callable[[], None] = lambda: None) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if there is none."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
-        alike = all(memcmp(*run) == 0 for run in self.runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
-            for copy in [copy for copy, _ in self.strided] if alike else self.copies:
+            for copy in [copy for copy, _ in self.strided] if alike(self.runs_from(stage), between) else self.copies:
+                between()
                 source = copy.part(stage, entries[copy.name])
                 if not same(source, copy.target):
                     return copy.name

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from weightsync.engine.exchange.pairs import Rules
+from weightsync.engine.exchange.pairs import Rules, Unlike
 from weightsync.engine.exchange.storages import Storages
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.tensors.gpu_copy import TensorCopies
-from weightsync.tensors.layout import cut_run, listed
+from weightsync.tensors.layout import cut_run
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.scattered import Stream, key
 
-
-def described(plan: LoadPlan, way: str, own: str) -> str:
-    """How a plan loads, for people; ``own`` stands for the loader of what the plan does not load."""
-    rest = [f"{name} ({why})" for name, why in plan.fallen.items()] or sorted(plan.loader)
-    subset = plan.subset
-    share = f", reads {100 * subset.nbytes / subset.layout.payload_bytes:.0f} % of a push" if subset.name else ""
-    return f"load plan, {len(plan.copies)} copies{share}{way}" + (f"; {own} for {listed(rest)}" if rest else "")
+logger = logging.getLogger(__name__)
 
 
 def nbytes_of(plan: LoadPlan) -> int:
@@ -97,6 +93,8 @@ class Planned(Storages):
         super().__init__(plan.memory.model, plan.written(), rules)
         #: For what is served, and for the standby.
         self.plans = [plan, plan.moved(self.other)]
+        self.turned = False
+        """Whether the standby's memory is in the place of the model's, see `turn`."""
         #: For each of them, what `Arriving` prepares.
         self._prepared: list[_Prepared] = [{}, {}]
 
@@ -126,6 +124,25 @@ class Planned(Storages):
         super().exchange()
         self.plans.reverse()
         self._prepared.reverse()
+
+    def turn(self, turned: bool) -> None:
+        """Have the standby's memory in the place of the model's, where the engine's own loader writes, or no more.
+
+        What else the loader has replaced in the model by then is put back, and `Unlike` raised.
+        """
+        if turned == self.turned:
+            return
+        try:
+            self.exchange()
+        except BaseException:
+            if self.torn:
+                # The engine serves, and nothing else would keep it from doing so with weights of two versions.
+                logger.critical("the weights of two versions are mixed, and the engine has to be restarted")
+                os._exit(1)
+            raise
+        self.turned = turned
+        if not turned and self.put_back():
+            raise Unlike("the engine's loader replaces parts of the model")
 
     def is_current(self) -> bool:
         """See `Swap.is_current`."""

@@ -8,7 +8,8 @@ import torch
 
 from weightsync.engine.adapter import StandbyHooks
 from weightsync.engine.exchange.copied import Copied
-from weightsync.engine.exchange.pairs import Pairs, Rules, compared
+from weightsync.engine.exchange.pairs import Pairs, Rules, Unlike, compared
+from weightsync.engine.exchange.slices import TORCH, Setting, Sliced, stop_if_over
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned
@@ -55,3 +56,40 @@ def filled(
         yield from planned.fill(staged.data, arrived)
         staged.check()
     return None, planned
+
+
+def proving(
+    plan: LoadPlan,
+    rules: Rules,
+    made: Planned | None,
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    staged: Staged,
+    check: Callable[[torch.nn.Module], None],
+) -> Sliced[Made]:
+    """Work that has the engine's own loader load ``staged``, as ``weights``, into what was ``made`` for ``plan``, or is
+    made first. That is compared with what the plan would do.
+
+    The work raises what the loader or ``check`` raises, `Unlike` for a difference, and as `Planned` and `Staged.check`.
+    """
+    held = [made] if made is not None else []
+
+    def turn(turned: bool) -> None:
+        for planned in held:
+            planned.turn(turned)
+
+    def work() -> Made:
+        if not held:
+            held.append(compared(lambda: Planned(plan, rules)))
+        of_standby = held[0].plans[1]
+        turn(True)
+        with torch.inference_mode(False), torch.no_grad():
+            load(weights())
+        check(plan.memory.model)
+        if name := of_standby.differs(staged.data, stop_if_over):
+            raise Unlike(f"{name} is not what was recorded: it is processed after loading")
+        staged.check()
+        return None, held[0]
+
+    # Between two slices the engine serves what it did.
+    return Sliced(work, (*TORCH, Setting(lambda: any(planned.turned for planned in held), turn)))
