@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from weightsync.engine.adapter import StandbyHooks
 from weightsync.engine.exchange.copied import Copied
 from weightsync.engine.exchange.pairs import Pairs, Rules, Unlike, compared
-from weightsync.engine.exchange.slices import TORCH, Setting, Sliced, stop_if_over
+from weightsync.engine.exchange.slices import Sliced, stop, stop_if_over
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned
@@ -72,24 +73,30 @@ def proving(
 
     The work raises what the loader or ``check`` raises, `Unlike` for a difference, and as `Planned` and `Staged.check`.
     """
-    held = [made] if made is not None else []
+    begun: list[Planned] = []
 
-    def turn(turned: bool) -> None:
-        for planned in held:
-            planned.turn(turned)
+    @contextmanager
+    def turned() -> Iterator[None]:
+        """Between two slices the engine serves what it did."""
+        for planned in begun:
+            planned.turn(True)
+        try:
+            yield
+        finally:
+            for planned in begun:
+                planned.turn(False)
 
     def work() -> Made:
-        if not held:
-            held.append(compared(lambda: Planned(plan, rules)))
-        of_standby = held[0].plans[1]
-        turn(True)
+        planned = made or compared(lambda: Planned(plan, rules))
+        of_standby = planned.plans[1]
+        begun.append(planned)
+        stop()  # until a slice begins, with the memory turned
         with torch.inference_mode(False), torch.no_grad():
             load(weights())
         check(plan.memory.model)
         if name := of_standby.differs(staged.data, stop_if_over):
             raise Unlike(f"{name} is not what was recorded: it is processed after loading")
         staged.check()
-        return None, held[0]
+        return None, planned
 
-    # Between two slices the engine serves what it did.
-    return Sliced(work, (*TORCH, Setting(lambda: any(planned.turned for planned in held), turn)))
+    return Sliced(work, around=turned)
