@@ -2,9 +2,10 @@
 
 For each engine one server runs on this machine's CPU. In every round each path is measured once, one after the other: a
 memcpy of the model's bytes, building a sender, its first push, pushes after that (warm), the engine's own ways, pushes
-without verification, and pushes of parameters in shared memory. Each push carries the other of two sets of weights. Of warm pushes, and of the engine's own ways, the second of two in a row counts (of the latter with the same
-set again). The first round checks what the engine serves after each push; the end checks that its weights are, bit by
-bit, those that it loaded itself when it started.
+without verification, and pushes of parameters in shared memory. Each push carries the other of two sets of weights. Of
+warm pushes, and of the engine's own ways, the second of two in a row counts (of the latter with the same set again).
+The first round checks what the engine serves after each push; the end checks that its weights are, bit by bit, those
+that it loaded itself when it started.
 
 Times are wall-clock seconds in the process that waits for the weights to be served; only vLLM's in-worker reload is
 timed inside vLLM. Exit code 0 if the engine serves everything that was pushed.
