@@ -55,6 +55,7 @@ class Prepared:
 
     def __init__(self, stage: Stream, subset: Subset, request: UpdateRequest):
         self._subset, self._settings = subset, (request.bucket_bytes, request.digest, stage.device)
+        self._on_cpu = stage.device.type == "cpu" and request.digest == "xxh3_64"
         self._hashed: list[list[Hashed] | None] = []
         for bucket in range(subset.layout.buckets(request.bucket_bytes)):
             ended = [piece.entry for piece in subset.layout.pieces(bucket, request.bucket_bytes) if piece.last]
@@ -74,9 +75,8 @@ class Prepared:
 
         None for an algorithm or a device that has none, and for something in several pieces or not aligned.
         """
-        _, algorithm, device = self._settings
-        on_cpu = device.type == "cpu" and algorithm == "xxh3_64"
-        if on_cpu and taking is not None and (found := taking.passing(stage, bucket, self._hashed)) is not None:
+        found = taking.passing(stage, bucket, self._hashed) if self._on_cpu and taking is not None else None
+        if found is not None:
             return found
         if bucket not in self._hashes:
             hashed = self._hashed[bucket]
@@ -85,7 +85,7 @@ class Prepared:
 
     def _made(self, blocks: Sequence[Block]) -> Hashes | None:
         _, algorithm, device = self._settings
-        if device.type == "cpu" and algorithm == "xxh3_64":
+        if self._on_cpu:
             return native_copy.Hashes(blocks)
         if gpu_copy.available(device) and algorithm == "mix64" and gpu_copy.aligned(blocks):
             return gpu_copy.Hashes(blocks, device)
@@ -95,9 +95,11 @@ class Prepared:
 def _hashed(stage: Stream, entry: Entry, box: Box | None) -> Hashed | None:
     """Where a box of a tensor lies, None for all of it; None if it is not contiguous."""
     found = block(stage, entry, box)
-    if found is None or isinstance(stage, Divided):
-        return None if found is None else Hashed(None, found)
-    return Hashed(entry.offset + found.address - entry.raw(stage).data_ptr(), found)
+    if found is None:
+        return None
+    if isinstance(stage, Divided):
+        return Hashed(None, found)
+    return Hashed(entry.offset + (0 if box is None else found.address - entry.raw(stage).data_ptr()), found)
 
 
 class Check:

@@ -34,7 +34,7 @@ def in_passing(
     bucket's ``runs`` that it does not copy. ``hashed`` as in `verifying.Taking`."""
     pieces = _pieces(hashed, bucket_bytes)
     able = [ended is not None and _pays_off(own) for ended, own in zip(hashed, pieces, strict=True)]
-    #: What cannot be hashed piece by piece, as a bucket in between is verified another way.
+    # What cannot be hashed piece by piece, as a bucket in between is verified another way.
     torn = {piece.number for may, own in zip(able, pieces, strict=True) if not may for piece in own}
     hashers: dict[int, Any] = {}
     found: list[tuple[OnePass | None, list[Run]]] = []
