@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,11 +37,16 @@ class LoaderHooks(NamedTuple):
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], object]
     """The loader without any step around it, for any subset of the checkpoint's tensors."""
     around: Callable[[], AbstractContextManager[None]]
-    """Context in which something other than the engine's loader may write the weights."""
+    """Context in which something other than the engine's loader may write the weights; `nullcontext` if any may."""
     movable: Movable | str = ""
     """Whether the weights may lie elsewhere after a push; or why not, empty where an engine never moves them."""
     standby: Callable[[], StandbyHooks | str] = str
     """See `Sealed.standby`; used if no load plan is possible."""
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing of the engine's runs before or after something else writes the weights."""
+        return self.around is nullcontext
 
 
 class StandbyHooks(NamedTuple):
