@@ -1,9 +1,9 @@
 """Loading in one rank: what a complete push is, and whether a load plan or the engine's own loader loads it.
 
-At prepare and before each commit a plan is compared with the model's addresses, the simple values of its modules and
-the environment, and in samples with what the loader does. If anything differs, the loader is recorded again, and loads
-that push. After a replay, 4 MiB of the parameters are compared with the stage; if they differ, the loader loads the
-push, and the plan is dropped.
+Before each commit, and at prepare where not all tensors come in full, a plan is compared with the model's addresses,
+the simple values of its modules and the environment, and in samples with what the loader does. If anything differs, the
+loader is recorded again, and loads that push. After a replay, 4 MiB of the parameters are compared with the stage; if
+they differ, the loader loads the push, and the plan is dropped.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Loading:
         layout = self._layout
         if layout is not None and (tuple(manifest), kept, domains) != (layout.specs, self._kept, layout.table):
             layout = None
-        if layout is not None and not self._record_if_changed(layout, push):
+        # A rank that gets all tensors in full can load any push: it is checked before the commit.
+        later = not kept and (plan := self._trusted(layout)) is not None and not plan.subset.name
+        if layout is not None and (later or not self._record_if_changed(layout, push)):
             return layout
         self._layout = None
         if layout is None:
@@ -175,9 +177,8 @@ class Loading:
 
         ``commits``: this is the check before the commit.
         """
-        if not self._unmoved():
-            why = "the model's memory has moved"
-        elif not (why := self._find_change(push, sample, commits)):
+        why = self._find_change(push, sample, commits) if self._unmoved() else "the model's memory has moved"
+        if not why:
             return False
         logger.warning("rank %d: %s; its load plan is recorded again", self._adapter.rank, why)
         self._record(layout)
@@ -202,8 +203,7 @@ class Loading:
         before, accepted = self._plan, self._accepted
         if self._layout is not None and not self.standby.loads(push):
             # Some engines call this twice for a push.
-            first = push != self._checked_push or not push
-            self._record_if_changed(self._layout, push, sample=first, commits=True)
+            self._record_if_changed(self._layout, push, sample=push != self._checked_push or not push, commits=True)
             self._checked_push = push
         worse = self._accepted.unwritten.keys() - accepted.unwritten.keys()
         if before is not None and before is not self._plan and not before.subset.name and not worse:
@@ -237,7 +237,7 @@ class Loading:
     def _weights(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
         return staged.tensors(cloned=self._loads_clones)
 
-    def _trusted(self, layout: Layout) -> LoadPlan | None:
+    def _trusted(self, layout: Layout | None) -> LoadPlan | None:
         """The load plan, if it may load a push of this layout."""
         plan = self._plan
         return plan if plan is not None and plan.layout is layout and self._machine.allows("replay") else None
@@ -332,8 +332,7 @@ class Loading:
         assert self._hooks is not None
         with self._hooks.around():
             # The steps around a load may have moved memory since the check.
-            moved = not plan.memory.is_unmoved()
-            if not moved:
+            if not (moved := not plan.memory.is_unmoved()):
                 plan.replay(staged.data)
                 if plan.loader:
                     self._hooks.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
