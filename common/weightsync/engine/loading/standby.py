@@ -324,12 +324,11 @@ class Standby:
             self._set.free()
         self._work = self._model = self._set = self._hooks = None
         self._push, self._loaded, self._served, self._back = "", False, False, None
-        if made:
-            # Layers and their weight loaders refer to each other: if the engine has not parted them, only the garbage
-            # collector frees what they packed. It reads every object of the process.
-            if modules is None or any(module() is not None for module in modules):
-                gc.collect()
-            arenas.trim(self._adapter.device)
+        # Layers and their weight loaders refer to each other: if the engine has not parted them, only the garbage
+        # collector frees what they packed. It reads every object of the process.
+        if made and (modules is None or any(module() is not None for module in modules)):
+            gc.collect()
+        arenas.trim(self._adapter.device)
 
     def stop(self) -> None:
         """Stop to load; what has been loaded and is not served is no version any more."""
