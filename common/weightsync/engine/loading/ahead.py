@@ -78,9 +78,8 @@ class Ahead:
     def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:
         """The plan for a push: as recorded before, if that has the same tensors, or now. Raises as `LoadPlan`."""
         found, self._recorded = self._recorded, None
-        if found is None or set(found.layout.specs) != set(layout.specs):
-            return LoadPlan(hooks, layout, self._adapter.device)
-        if found.memory.model is not hooks.model or not found.memory.is_unmoved():
+        holds = found is not None and found.memory.model is hooks.model and found.memory.is_unmoved()
+        if found is None or not holds or set(found.layout.specs) != set(layout.specs):
             return LoadPlan(hooks, layout, self._adapter.device)
         plan = found.relaid(layout)
         self._standby.follow(plan)

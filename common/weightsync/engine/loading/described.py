@@ -17,7 +17,7 @@ def described(plan: LoadPlan | None, *, trusted: bool, why: str, standby: Standb
         return f"{_OWN}: {why}{standby.without}" if why else ""
     if not trusted:
         return f"{_OWN}: the load plan is checked by the first push that commits"
-    rest = [f"{name} ({why})" for name, why in plan.fallen.items()] or sorted(plan.loader)
+    rest = [f"{name} ({reason})" for name, reason in plan.fallen.items()] or sorted(plan.loader)
     subset = plan.subset
     share = f", reads {100 * subset.nbytes / subset.layout.payload_bytes:.0f} % of a push" if subset.name else ""
     way = ", into a standby" if standby.used else ""
