@@ -1,11 +1,11 @@
 """Measure pushes into real engines next to a memcpy and to the engines' own ways: `make bench`.
 
 For each engine one server runs on this machine's CPU. In every round each path is measured once, one after the other: a
-memcpy of the model's bytes, a push by a new sender (cold), pushes by the same sender (warm), the engine's own ways,
-pushes without verification, and pushes of parameters in shared memory. Each push carries the other of two sets of
-weights. Of warm pushes, and of the engine's own ways, the second of two in a row counts (of the latter with the same
-set again). The first round checks what the engine serves after each push; the end checks that its weights are, bit by
-bit, those that it loaded itself when it started.
+memcpy of the model's bytes, building a sender, its first push, pushes after that (warm), the engine's own ways, pushes
+without verification, and pushes of parameters in shared memory. Each push carries the other of two sets of weights. Of
+warm pushes, and of the engine's own ways, the second of two in a row counts (of the latter with the same set again).
+The first round checks what the engine serves after each push; the end checks that its weights are, bit by bit, those
+that it loaded itself when it started.
 
 Times are wall-clock seconds in the process that waits for the weights to be served; only vLLM's in-worker reload is
 timed inside vLLM. Exit code 0 if the engine serves everything that was pushed.
@@ -78,14 +78,12 @@ class Bench:
 
     def _round(self, *, check: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"load_before": os.getloadavg()[0], "memcpy": self._trainer.memcpys()}
-        self._turn()
         start = time.perf_counter()
         with Sender([self._server.url]) as sender:
-            opened = time.perf_counter() - start
-            found["cold push"] = {"open": opened, **_flat(sender.push(self._trainer.module))}
-            found["cold push"]["seconds"] = time.perf_counter() - start
+            found[report.BUILT] = {"seconds": time.perf_counter() - start}
+            found["first push"] = self._push(sender)
             if check:
-                self._check("cold push")
+                self._check("first push")
             # The second one counts: it does nothing for the first time.
             found["first warm push"] = self._push(sender)
             found["warm push"] = self._push(sender)

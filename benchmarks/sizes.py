@@ -30,7 +30,7 @@ from weightsync.protocol.http import Verify
 MIN_ROUNDS = 7
 SMALL, NOTHING, TENSORS = 15 << 10, 16, 300
 #: The share of a memcpy's speed to reach with many small tensors.
-AIM, CONTROL_AIM_S, IN_PROCESS_AIM_S = 0.70, 0.005, 0.002
+AIM, CONTROL_AIM_S, IN_PROCESS_AIM_S = 0.50, 0.005, 0.002
 PHASES = ("look", "prepare", "gather", "digest", "verify", "commit", "rest")
 
 

@@ -160,8 +160,9 @@ def _text(client: EngineClient, status: http.StatusReply) -> str:
 
 def _rank(rank: http.RankStatus) -> Iterator[str]:
     before = rank.previous and f"can go back to {rank.previous!r}"
+    longest = rank.longest_call and f"stood still for {rank.longest_call} while its standby was loaded"
     yield f"  rank {rank.rank}: {rank.state}" + "".join(
-        f", {word}" for word in (rank.push, rank.detail, rank.loading, before) if word
+        f", {word}" for word in (rank.push, rank.detail, rank.loading, longest, before) if word
     )
     model = rank.model
     if isinstance(model, msgspec.UnsetType):

@@ -13,13 +13,6 @@ from weightsync.memory import arenas
 from weightsync.protocol import http
 from weightsync.protocol.expected import MAKE_STANDBY, ExpectedRequest
 from weightsync.tensors.layout import digest_of
-from weightsync.testing import ReferenceEngine
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
 
 
 @pytest.fixture

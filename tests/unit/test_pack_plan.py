@@ -123,6 +123,19 @@ def cast(model):
     model.parts[1].weight.requires_grad_(False).data = model.parts[1].weight.data.view(torch.int32)
 
 
+def negate(model):
+    model.parts[1].weight.data = torch._neg_view(model.parts[1].weight.data)
+
+
+def reorder(model):
+    model.parts._modules["1"] = model.parts._modules.pop("1")
+
+
+def rename(model):
+    for key in list(model.parts._modules):  # in the same order
+        model.parts._modules[f"{key}0"] = model.parts._modules.pop(key)
+
+
 def add(model):
     model.parts[1].bias = nn.Parameter(torch.zeros(8))
 
@@ -155,13 +168,20 @@ def hide(model):
     model.parts[1].state_dict = dict
 
 
-@pytest.mark.parametrize(
-    "change", [exchange, move, turn, cast, add, take_away, buffer, child, replace, hook, pre_hook, hide]
-)
-def test_a_changed_module_is_noticed(change):
+CHANGES = (exchange, move, turn, cast, negate, reorder, rename, add, take_away, buffer, child, replace)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, hook, pre_hook, hide])
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_changed_module_is_noticed(change, quick, monkeypatch):
+    if not quick:
+        monkeypatch.setattr("weightsync.sources.fingerprint._guards", lambda tensors: None)
     model = Many(3)
     fingerprint = Fingerprint(model)
+    assert (fingerprint._identities._guards is not None) == quick
     assert fingerprint.holds()
+    with torch.inference_mode():
+        assert fingerprint.holds()
     model.parts[0].weight.data.add_(1)  # a step of the optimiser
     model.parts[0].weight.grad = torch.ones(8, 8)
     model.train()

@@ -74,13 +74,12 @@ def test_pushes_fill_a_second_set_while_the_first_is_served(slices):
     loading, served = Loading(adapter), []
     held = dict(adapter.model.named_parameters())
     push(loading, 0)
-    assert "standby" not in loading.path, "the loader has loaded the first push"
     for content in (1, 2, 3, 4):
         before = len(served)
         push(loading, content, between=lambda: served.append(adapter.holds()))
         assert adapter.holds() == content
         assert set(served[before:]) == {content - 1}
-    assert adapter.loads == 1
+    assert adapter.loads == 0
     assert dict(adapter.model.named_parameters()) == held
     assert loading.path.endswith("copies, into a standby")
     assert loading.status().pushes == 4
@@ -100,7 +99,7 @@ def test_the_version_before_comes_back(slices):
         loading.go_back(rollback)
         assert (adapter.holds(), loading.standby.holds_before()) == (content, True)
     push(loading, 4)
-    assert (adapter.holds(), adapter.loads) == (4, 1)
+    assert (adapter.holds(), adapter.loads) == (4, 0)
 
 
 def test_an_exchange_that_fails_changes_nothing(monkeypatch):
@@ -129,7 +128,7 @@ def test_an_exchange_that_fails_changes_nothing(monkeypatch):
     loading.load(staged, "push 3")
     assert adapter.holds() == 3
     push(loading, 4)
-    assert (adapter.holds(), adapter.loads) == (4, 1)
+    assert (adapter.holds(), adapter.loads) == (4, 0)
 
 
 def test_steps_around_the_exchange_that_fail_are_undone():
@@ -182,7 +181,7 @@ def test_weights_that_are_processed_after_the_exchange_are_loaded_by_the_loader(
     staged = stage_of(loading, 3, "push 3")
     ready(loading, staged)
     loading.load(staged, "push 3")
-    assert adapter.loads == 2
+    assert adapter.loads == 1
     assert all(bits(tensor) == bits(adapter.model.get_parameter(name)) for name, tensor in checkpoint(3).items())
     assert "processed after loading" in loading.path or "moves" in loading.path
     assert not loading.standby.holds_before()
@@ -250,12 +249,12 @@ def test_what_holds_no_weights_may_be_opaque():
 def test_a_standby_that_finds_no_memory_is_given_up_for_that_push(monkeypatch):
     adapter = Moves()
     loading = Loading(adapter)
-    push(loading, 1)
     with monkeypatch.context() as patch:
         patch.setattr(arenas, "free_bytes", lambda device: 100)
-        push(loading, 2)
-        assert adapter.holds() == 2
-        assert "and 100 are free" in loading.path
+        for content in (1, 2):
+            push(loading, content)
+            assert adapter.holds() == content
+            assert "and 100 are free" in loading.path
     push(loading, 3)
     assert (adapter.holds(), loading.path.endswith("into a standby")) == (3, True)
 
@@ -282,7 +281,7 @@ def test_memory_is_given_back_whichever_set_is_served():
         assert adapter.holds() == pushes - 1
         push(loading, 5)
         push(loading, 6)
-        assert (adapter.holds(), adapter.loads) == (6, 1)
+        assert (adapter.holds(), adapter.loads) == (6, 0)
 
 
 def test_a_loader_that_changes_gets_another_plan_and_standby():
@@ -296,7 +295,7 @@ def test_a_loader_that_changes_gets_another_plan_and_standby():
     for content in (4, 5, 6, 7, 8, 9):
         push(loading, content)
     assert bits(adapter.model.layer_1) == bits(checkpoint(9)["layer_2"])
-    assert adapter.loads == 2
+    assert adapter.loads == 0
     assert loading.path.endswith("into a standby")
 
 
@@ -342,4 +341,4 @@ def test_tensors_in_separate_memory_fill_it_too(slices):
         ready(loading, staged)
         loading.load(staged, staged.push)
         assert adapter.holds() == content
-    assert adapter.loads == 1
+    assert adapter.loads == 0

@@ -38,12 +38,6 @@ from weightsync.trainer.client import EngineClient
 PROMPT = list(b"reference")
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder):
-    with ReferenceEngine(model_folder("llama", 0)) as engine:
-        yield engine
-
-
 @pytest.fixture
 def trained(model_folder):
     return models.load_reference(model_folder("llama", 1))

@@ -1,6 +1,8 @@
 """The memory of a standby: how it is given back, and what happens where there is none, or no standby."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -168,3 +170,51 @@ def test_an_engine_that_never_has_one_loads_in_the_pause(hooks):
         assert adapter.holds() == content
     assert adapter.loads["live"] == 2
     assert "standby" not in loading.path
+
+
+GIVES_BACK = """
+import contextlib
+
+import psutil
+import torch
+
+from tests.unit.loaders import AdapterOf, Model, by_name
+from tests.unit.standbys import ready
+from weightsync.engine.adapter import LoaderHooks, Movable
+from weightsync.engine.loading.loader import Loading
+from weightsync.engine.stage import Staged
+from weightsync.tensors.layout import spec_of
+from weightsync.tensors.subset import Subset
+
+
+def checkpoint(content):
+    return {f"layer_{number}": torch.full((512, 512), content) for number in range(40)}
+
+
+class Moves(AdapterOf):
+    def loader_hooks(self):
+        return LoaderHooks(self.model, self.load, contextlib.nullcontext, Movable())
+
+
+torch.empty(30 << 20, dtype=torch.uint8)  # freed: from now on the C library keeps pieces of up to this size
+specs = [spec_of(*pair) for pair in checkpoint(0.0).items()]
+loading = Loading(Moves(Model(checkpoint(0.0)), by_name, specs))
+stage = torch.zeros(40 << 20, dtype=torch.uint8)
+for content in (1.0, 2.0, 3.0):
+    staged = Staged(f"push {content}", Subset(loading.accept(specs), {}), stage)
+    for entry in staged.layout.entries:
+        entry.view(stage).fill_(content)
+    ready(loading, staged)
+    loading.load(staged, staged.push)
+last = torch.zeros(1 << 20, dtype=torch.uint8)  # behind what is to be freed
+held = psutil.Process().memory_info().rss
+loading.keep(())
+loading.standby.release()
+print((held - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+def test_the_system_gets_the_memory_back():
+    run = subprocess.run([sys.executable, "-c", GIVES_BACK], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) >= 36, "MiB, of 40"

@@ -82,6 +82,15 @@ def test_the_trainer_takes_over_if_its_arena_holds_everything(taken, changes):
     assert all(suppliers.of[change.receiver] is None for change in changes)
 
 
+def test_ranks_that_stop_at_once_are_each_given_one_other_supplier():
+    """Two changes for one rank would have the trainer write to it twice."""
+    suppliers, has = chain(), {ONE: 5, TWO: 4, THREE: 3}
+    suppliers.changes(0.0, 9, has.get)
+    assert suppliers.changes(LONG_S, 9, has.get) == [Change(TWO, ONE, None), Change(THREE, TWO, None)]
+    assert suppliers.of == {ONE: None, TWO: None, THREE: None}
+    assert suppliers.changes(LONG_S + 1.0, 9, has.get) == [], "they have just begun"
+
+
 def test_a_slow_link_is_no_stuck_one():
     suppliers = Suppliers({TWO: ONE}, True, 9 * LONG_S, 0.0)
     assert suppliers.changes(0.0, 0, {ONE: -1, TWO: -1}.get) == []

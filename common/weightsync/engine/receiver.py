@@ -182,8 +182,8 @@ class Receiver:
             self._kept.forget(incoming.arena)
             staged, verify_s = None, 0.0
             if not job.request.stream:
-                take = job.arriving.take if job.arriving is not None else None
-                staged, verify_s = self._stages.fill(incoming, job.request, job.subset, self._kept.current, take)
+                how = job.request, job.subset, self._kept.current, job.arriving
+                staged, verify_s = self._stages.fill(incoming, *how)
             # Load plans bound to arenas that are no longer in use are dropped, and with them the memory.
             self._loading.keep(one.data for one in (staged, *self._kept) if one is not None)
             with self._lock:

@@ -306,8 +306,8 @@ class RankStatus(Message, frozen=True):
     """What one rank does. ``digest`` is a BLAKE2b hash in hex, empty unless it was asked for; ``previous`` the kept
     version before, ``standby`` the same if it is kept only until the next push is loaded. ``failed`` is the last push
     that ended here without being applied, ``detail`` the reason. ``loading`` says how pushes are loaded, ``model`` what
-    they load. ``longest_call`` is the call of the engine's own, with its time, for which it stood still longer than a
-    slice when its standby was made or loaded last.
+    they load. ``longest_call`` is the longest call for which the engine stood still when its standby was made or loaded
+    last, with its seconds, if these are more than a slice takes.
     """
 
     rank: int

@@ -87,7 +87,7 @@ class Remembered:
     def __init__(self, weights: dict[Any, torch.Tensor], source: MappingSource):
         self.held, self.specs, self.device = source.held, source.specs, source.device
         self._names = list(weights)
-        self._identities = list(fingerprint.identities(list(weights.values())))
+        self._identities = fingerprint.Identities(list(weights.values()))
 
     def matches(self, weights: Mapping[Any, Any]) -> bool:
         """Whether ``weights`` has the same names, shapes and addresses as the remembered mapping.
@@ -100,7 +100,7 @@ class Remembered:
         if not fingerprint.are_plain(values) or not all(map(operator.eq, weights, self._names)):
             return False
         try:
-            return all(map(operator.eq, fingerprint.identities(values), self._identities))
+            return self._identities.hold(values)
         except RuntimeError:  # a tensor without strides or memory
             return False
 

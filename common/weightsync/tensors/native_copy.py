@@ -125,6 +125,11 @@ def each(act: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
     return [results[index] for index in range(len(items))]
 
 
+def most_threads() -> int:
+    """How many threads share work here, if there is enough."""
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MOST_THREADS)
+
+
 def grouped(items: Iterable[_T], nbytes: Any) -> Iterator[list[_T]]:
     """Group neighbouring items up to `LARGE_BYTES` together; an item of that size or more is a group by itself.
 
@@ -232,7 +237,7 @@ def _share(act: Callable[..., object], items: Sequence[tuple[Any, ...]]) -> None
     """Call ``act`` with the arguments of every item, in several threads if that can help."""
     threads = 1
     if len(items) > 1 and not getattr(_thread, "sharing", False):
-        threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MOST_THREADS, len(items))
+        threads = min(most_threads(), len(items))
     if threads == 1:
         return _run(itertools.starmap(act, items))
     shared = _Shared(act, items)

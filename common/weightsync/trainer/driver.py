@@ -43,7 +43,7 @@ from weightsync.transports import registry
 
 #: How many times the memory of arenas must be free if they are made before the first push: that may read
 #: parameters in place, and engines make their standbys.
-_AMPLE: Final = 4
+_AMPLE: Final = 3
 
 
 class Asked(NamedTuple):

@@ -70,7 +70,8 @@ class Sender:
       hundredth (``"first"``), or at each (``"always"``).
 
     Building a sender contacts every engine and raises what would make a push fail: `EngineUnreachable`,
-    `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch` or `UnsupportedOption`. The first push takes the
+    `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch` or `UnsupportedOption`. It makes what the first push
+    would take longer for, such as the engines' standbys, while the engines generate. The first push takes the
     engines' leases (building does if a transport has something to set up) and `close` gives them back. Not meant for
     several threads: their calls run one after the other.
 

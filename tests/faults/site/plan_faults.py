@@ -53,11 +53,27 @@ def patches(at, around, here):
             counted.end()
 
     def planned(module):
+        def counted(arriving, stage):
+            if not hasattr(arriving, "fault_count"):
+                arriving.fault_count = Counted(arriving.plan, stage)
+            return arriving.fault_count
+
+        class CountedWork:
+            def __init__(self, work, count):
+                self.work, self.count = work, count
+
+            def make(self):
+                with self.count:
+                    return self.work.make()
+
+        @around(module.Arriving, "passing")
+        def passing(original, self, stage, bucket, hashed):
+            work = original(self, stage, bucket, hashed)
+            return None if work is None else CountedWork(work, counted(self, stage))
+
         @around(module.Arriving, "take")
         def take(original, self, stage, bucket):
-            if not hasattr(self, "fault_count"):
-                self.fault_count = Counted(self.plan, stage)
-            with self.fault_count:
+            with counted(self, stage):
                 original(self, stage, bucket)
 
         @around(module.Arriving, "steps")

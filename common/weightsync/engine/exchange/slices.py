@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -32,6 +33,21 @@ _CANCEL_S: Final = 60.0
 _ALONE: Final = frozenset(
     (torch.Tensor.copy_, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.to, torch.clone)
 )
+
+
+#: ``sliced``: the work that this thread does.
+_here: Final = threading.local()
+
+
+def stop_if_over() -> None:
+    """Let work stop here if its slice is over, as at a function of torch. In any other thread this does nothing."""
+    if (sliced := getattr(_here, "sliced", None)) is not None:
+        sliced.stop_if_over()
+
+
+def stop() -> None:
+    """Let work go on in the next slice."""
+    _here.sliced.wait()
 
 
 class Setting(NamedTuple):
@@ -62,11 +78,17 @@ class Cancelled(BaseException):
 class Sliced(Generic[_R]):
     """``work``, to be run in slices. All methods belong to the engine's loop.
 
-    ``settings`` are kept apart for the work; it begins with their values at the first slice.
+    ``settings`` are kept apart for the work; it begins with their values at the first slice. ``around`` makes the
+    context of each slice.
     """
 
-    def __init__(self, work: Callable[[], _R], settings: Sequence[Setting] = TORCH):
-        self._work, self._settings = work, (*settings, *_COLLECTOR)
+    def __init__(
+        self,
+        work: Callable[[], _R],
+        settings: Sequence[Setting] = TORCH,
+        around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ):
+        self._work, self._settings, self._around = work, (*settings, *_COLLECTOR), around
         self._inside: list[Any] | None = None
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         #: Guards the three below: what the thread calls that may go on alone, and whether it was left in it.
@@ -108,7 +130,7 @@ class Sliced(Generic[_R]):
             if not self._back.acquire(timeout=seconds):
                 return  # still in a call that goes on alone
             self._left = False
-        with self._set():
+        with self._around(), self._set():
             self._end = start + seconds
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weightsync-standby", daemon=True)
@@ -146,6 +168,7 @@ class Sliced(Generic[_R]):
                 _use_all_cores()
             gc.disable()
             gc.collect = _collect_nothing
+            _here.sliced = self
             with _Calls(self):
                 self._result.append(self._work())
         except BaseException as error:
@@ -157,9 +180,10 @@ class Sliced(Generic[_R]):
     def stop_if_over(self) -> None:
         """Wait for the next slice if this one is over. Raises `Cancelled`, once."""
         if time.perf_counter() >= self._end and not _imports():
-            self._wait()
+            self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the next slice. Raises as `stop_if_over`."""
         self._back.release()
         self._go.acquire()
         if self._cancelled and not self._told:
@@ -178,10 +202,10 @@ class Sliced(Generic[_R]):
             with self._lock:
                 self._alone, left = False, self._left
             if left:
-                self._wait()
+                self.wait()
             elif took_s > self.call_s:
                 name, self.call_s = getattr(function, "__name__", str(function)), took_s
-                self.longest_call = f"{name}, {took_s:.3f} s"
+                self.longest_call = f"{took_s:.3f} s in {name}"
 
 
 class Steps(Generic[_R]):

@@ -42,6 +42,13 @@ class Swap:
         """Whether everything that was reached through names of the served model is still there."""
         return all(held.get(key) is value for held, key, value in self.links)
 
+    def put_back(self) -> bool:
+        """Put everything that was reached through names of the served model back there; returns whether it was not."""
+        gone = [link for link in self.links if link.held.get(link.key) is not link.value]
+        for held, key, value in gone:
+            held[key] = value
+        return bool(gone)
+
     def exchange(self) -> None:
         """Exchange what is paired. If that fails, all is as before, and the error is raised; or it is `torn`."""
         both = [(one, one.data, other, other.data) for one, other in self.tensors]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import torch
 
 from weightsync.engine.adapter import Adapter, LoaderHooks
+from weightsync.engine.exchange.pairs import Rules
+from weightsync.engine.exchange.slices import Steps
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
+from weightsync.engine.loading.planned import Planned
 from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.standby import Standby
+from weightsync.engine.loading.works import Made, filled
 from weightsync.protocol.expected import StandbyRequest
 from weightsync.tensors.layout import Layout
 
@@ -39,9 +45,27 @@ class Ahead:
                 self._recorded = self._record(hooks)
         plan = plan or self._recorded
         if isinstance(hooks, LoaderHooks) and plan is not None:
-            self._standby.make_memory(asked.name, plan, hooks, asked.timeout_s)
+            self._make_memory(asked, plan, hooks)
         elif self._layout.specs:
-            self._standby.make_model(asked.name, self._layout, asked.timeout_s)
+            self._make_model(asked)
+
+    def _make_memory(self, asked: StandbyRequest, plan: LoadPlan, hooks: LoaderHooks) -> None:
+        def touched(made: Planned | None, rules: Rules) -> Steps[Made]:
+            return Steps(filled(plan, rules, made, None, None))
+
+        self._standby.make(asked.name, lambda: self._standby.begin_to_fill(plan, hooks, touched), asked.timeout_s)
+
+    def _make_model(self, asked: StandbyRequest) -> None:
+        device, layout = self._adapter.device, self._layout
+
+        def zeros() -> Iterator[tuple[str, torch.Tensor]]:
+            for entry in layout.entries:
+                yield entry.spec.name, torch.zeros(entry.spec.shape, dtype=entry.dtype, device=device)
+
+        def begin() -> str | None:
+            return self._standby.begin_to_load(layout, zeros, lambda model: None)
+
+        self._standby.make(asked.name, begin, asked.timeout_s)
 
     def _record(self, hooks: LoaderHooks) -> LoadPlan | None:
         try:
@@ -54,9 +78,8 @@ class Ahead:
     def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:
         """The plan for a push: as recorded before, if that has the same tensors, or now. Raises as `LoadPlan`."""
         found, self._recorded = self._recorded, None
-        if found is None or set(found.layout.specs) != set(layout.specs):
-            return LoadPlan(hooks, layout, self._adapter.device)
-        if found.memory.model is not hooks.model or not found.memory.is_unmoved():
+        holds = found is not None and found.memory.model is hooks.model and found.memory.is_unmoved()
+        if found is None or not holds or set(found.layout.specs) != set(layout.specs):
             return LoadPlan(hooks, layout, self._adapter.device)
         plan = found.relaid(layout)
         self._standby.follow(plan)

@@ -44,6 +44,8 @@ class Complete:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._expected: Expected | ManifestMismatch | None = None
+        #: What `reply` has found last; it may take a recording.
+        self._listed: ExpectedReply | None = None
 
     def known(self) -> Expected | ManifestMismatch:
         """The engine's checkpoint; or why it cannot be determined."""
@@ -62,18 +64,16 @@ class Complete:
         found = self.known()
         if isinstance(found, ManifestMismatch):
             return ExpectedReply(why=str(found))
-        served = self._served(found)
-        if self._adapter.rank:
-            return ExpectedReply(served=served)
         quantization = UNSET if found.quantization is None else found.quantization
-        return ExpectedReply(found.specs, tuple(sorted(found.optional)), served, quantization=quantization)
+        optional, served = tuple(sorted(found.optional)), self._served(found)
+        self._listed = ExpectedReply(found.specs, optional, served, quantization=quantization)
+        return ExpectedReply(served=served) if self._adapter.rank else self._listed
 
     def likely(self) -> tuple[TensorSpec, ...]:
         """See `ExpectedReply.likely`; empty if that is unknown."""
-        found = self.known()
-        if isinstance(found, ManifestMismatch):
-            return ()
-        return ExpectedReply(found.specs, tuple(found.optional), self._served(found)).likely()
+        if self._listed is None:
+            self.reply()
+        return self._listed.likely() if self._listed is not None else ()
 
     def _served(self, expected: Expected) -> dict[str, str]:
         hooks = self._adapter.loader_hooks()

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import torch
 
 from weightsync.engine.adapter import LoaderHooks
-from weightsync.engine.loading.comparing import PIECE_BYTES, memcmp, rows_of, same, sample
+from weightsync.engine.loading.comparing import PIECE_BYTES, alike, memcmp, rows_of, same, sample, share_of
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.model_memory import overlap
 from weightsync.engine.loading.recorded import Copy, Recording, is_contiguous
@@ -38,10 +38,6 @@ from weightsync.tensors.subset import Subset, run_cost, widened
 _SAMPLE_BYTES: Final = 4 << 20
 _SAMPLES: Final = 512
 _STRIDED_SAMPLES: Final = 8
-#: A sample of what the loader does takes one in `_SHARES` of the tensors, but at least `_SHARE` of them, others each
-#: time. There are two in a push, so every tensor has its turn within 16 pushes; it costs 10 microseconds a tensor.
-_SHARES: Final = 32
-_SHARE: Final = 16
 
 
 class _Bound(NamedTuple):
@@ -320,12 +316,12 @@ class LoadPlan:
             for copy, entry in bound.gathered:
                 copy.target.copy_(copy.part(stage, entry))
 
-    def differs(self, stage: Stream) -> str:
+    def differs(self, stage: Stream, between: Callable[[], None] = lambda: None) -> str:
         """Name of a tensor that is not, bit by bit, where `replay` would have put it; empty if there is none."""
         entries = {entry.spec.name: entry for entry in self.layout.entries}
-        alike = all(memcmp(*run) == 0 for run in self.runs_from(stage))
         with torch.inference_mode(False), torch.no_grad():
-            for copy in [copy for copy, _ in self.strided] if alike else self.copies:
+            for copy in [copy for copy, _ in self.strided] if alike(self.runs_from(stage), between) else self.copies:
+                between()
                 source = copy.part(stage, entries[copy.name])
                 if not same(source, copy.target):
                     return copy.name
@@ -373,7 +369,7 @@ class LoadPlan:
             return self.recording.differs(record(loader_hooks, specs, self._device, self.memory))
         count = len(self._followed)
         turns = range(self._common.recorded, self._common.recorded + samples)
-        sampled = {at for turn in turns for at in sample(count, turn, max(_SHARE, count // _SHARES))}
+        sampled = {at for turn in turns for at in sample(count, turn, share_of(count))}
         specs = [self._followed[at] for at in sorted(sampled)]
         names = frozenset(spec.name for spec in specs)
         self._common.recorded += samples

@@ -1,9 +1,9 @@
 """Loading in one rank: what a complete push is, and whether a load plan or the engine's own loader loads it.
 
-At prepare and before each commit a plan is compared with the model's addresses, the simple values of its modules and
-the environment, and in samples with what the loader does. If anything differs, the loader is recorded again, and loads
-that push. After a replay, 4 MiB of the parameters are compared with the stage; if they differ, the loader loads the
-push, and the plan is dropped.
+Before each commit, and at prepare where not all tensors come in full, a plan is compared with the model's addresses,
+the simple values of its modules and the environment, and in samples with what the loader does. If anything differs, the
+loader is recorded again, and loads that push. After a replay, 4 MiB of the parameters are compared with the stage; if
+they differ, the loader loads the push, and the plan is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -21,10 +21,11 @@ from msgspec import structs
 from weightsync.engine.adapter import Adapter, LoaderHooks, Sealed
 from weightsync.engine.loading.ahead import Ahead
 from weightsync.engine.loading.complete import Complete
+from weightsync.engine.loading.described import described
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
-from weightsync.engine.loading.planned import Arriving, described
+from weightsync.engine.loading.planned import Arriving
 from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.samples import Samples
 from weightsync.engine.loading.standby import Standby
@@ -43,7 +44,6 @@ from weightsync.tensors.subset import Subset
 
 logger = logging.getLogger(__name__)
 
-_OWN: Final = "the engine's own loader"
 _MOVES: Final = "the memory of its model moves while it is loaded"
 
 
@@ -81,15 +81,8 @@ class Loading:
     @property
     def path(self) -> str:
         """How this rank loads, for `http.RankStatus.loading`; empty before the first push."""
-        if self._plan is None:
-            own = f"{_OWN}: {self._why}" if self._why else ""
-            if self.standby.used:
-                return f"into a standby, by {_OWN}, and {self.standby.way}"
-            return own and own + self.standby.without
-        if not self._machine.allows("replay"):
-            return f"{_OWN}: the load plan is checked by the first push that commits"
-        way = ", into a standby" if self.standby.used else ""
-        return described(self._plan, way, _OWN) + self.standby.without
+        trusted = self._machine.allows("replay")
+        return described(self._plan, trusted=trusted, why=self._why, standby=self.standby)
 
     def status(self) -> ModelStatus | None:
         """What the last accepted manifest fills, and the last comparisons; None before the first manifest."""
@@ -119,7 +112,9 @@ class Loading:
         layout = self._layout
         if layout is not None and (tuple(manifest), kept, domains) != (layout.specs, self._kept, layout.table):
             layout = None
-        if layout is not None and not self._record_if_changed(layout, push):
+        # A rank that gets all tensors in full can load any push: it is checked before the commit.
+        later = not kept and (plan := self._trusted(layout)) is not None and not plan.subset.name
+        if layout is not None and (later or not self._record_if_changed(layout, push)):
             return layout
         self._layout = None
         if layout is None:
@@ -170,8 +165,6 @@ class Loading:
         finally:
             self._record_s += time.perf_counter() - start
 
-    # --- whether the recording still holds
-
     def _unmoved(self) -> bool:
         """Whether the model's memory is where it was when the plan was recorded, or there is no plan."""
         if self._plan is None or self._hooks is None:
@@ -184,9 +177,8 @@ class Loading:
 
         ``commits``: this is the check before the commit.
         """
-        if not self._unmoved():
-            why = "the model's memory has moved"
-        elif not (why := self._find_change(push, sample, commits)):
+        why = self._find_change(push, sample, commits) if self._unmoved() else "the model's memory has moved"
+        if not why:
             return False
         logger.warning("rank %d: %s; its load plan is recorded again", self._adapter.rank, why)
         self._record(layout)
@@ -211,8 +203,7 @@ class Loading:
         before, accepted = self._plan, self._accepted
         if self._layout is not None and not self.standby.loads(push):
             # Some engines call this twice for a push.
-            first = push != self._checked_push or not push
-            self._record_if_changed(self._layout, push, sample=first, commits=True)
+            self._record_if_changed(self._layout, push, sample=push != self._checked_push or not push, commits=True)
             self._checked_push = push
         worse = self._accepted.unwritten.keys() - accepted.unwritten.keys()
         if before is not None and before is not self._plan and not before.subset.name and not worse:
@@ -231,16 +222,22 @@ class Loading:
             self.standby.fill(push, plan, self._hooks, staged, timeout_s)
             if not self.standby.holds(push):
                 plan.bind(staged.data)
-        elif staged.subset.name:
+            return
+        if staged.subset.name:
             raise TransferFailed(
                 f"rank {self._adapter.rank} holds only what its load plan reads, which no longer fits its model; "
                 "push again"
             )
-        elif plan is None:
-            check = functools.partial(self._check_adopted, staged)
-            self.standby.load(push, staged.layout, lambda: staged.tensors(cloned=self._loads_clones), check, timeout_s)
+        weights, check = functools.partial(self._weights, staged), functools.partial(self._check_adopted, staged)
+        if plan is None:
+            self.standby.load(push, staged.layout, weights, check, timeout_s)
+        elif self._hooks is not None and staged.layout is plan.layout:
+            self.standby.prove(push, plan, self._hooks, staged, weights, check, timeout_s)
 
-    def _trusted(self, layout: Layout) -> LoadPlan | None:
+    def _weights(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
+        return staged.tensors(cloned=self._loads_clones)
+
+    def _trusted(self, layout: Layout | None) -> LoadPlan | None:
         """The load plan, if it may load a push of this layout."""
         plan = self._plan
         return plan if plan is not None and plan.layout is layout and self._machine.allows("replay") else None
@@ -277,8 +274,9 @@ class Loading:
                 return
             if why := self._compare(self._plan, staged):
                 staged.check()
-            self._replayed(staged, why)
-            return
+            elif not self._machine.allows("replay"):
+                return self._trust(self._plan, staged)
+            return self._replayed(staged, why)
         self.standby.pass_by(staged.layout)
         self._load(staged)
         # On the reply the sender may write to its memory again: nothing may still be reading it.
@@ -334,8 +332,7 @@ class Loading:
         assert self._hooks is not None
         with self._hooks.around():
             # The steps around a load may have moved memory since the check.
-            moved = not plan.memory.is_unmoved()
-            if not moved:
+            if not (moved := not plan.memory.is_unmoved()):
                 plan.replay(staged.data)
                 if plan.loader:
                     self._hooks.load([pair for pair in staged.tensors() if pair[0] in plan.loader])
@@ -350,7 +347,7 @@ class Loading:
 
     def _load_by_engine(self, staged: Staged) -> None:
         """Load with the engine's loader. Raises what that raises, or `WrongState` if a parameter lies in the stage."""
-        self._adapter.load(staged.tensors(cloned=self._loads_clones))
+        self._adapter.load(self._weights(staged))
         if not isinstance(hooks := self._adapter.loader_hooks(), str):
             self._check_adopted(staged, hooks.model)
 
@@ -364,12 +361,16 @@ class Loading:
 
     def _check(self, plan: LoadPlan, staged: Staged) -> None:
         """After the engine's loader has loaded a version: trust the plan if every weight is where it would put it."""
-        why = ""
         if not self._unmoved():
-            why = "it moves the parameters with every load"
+            self._trust(plan, staged, "it moves the parameters with every load")
         elif name := plan.differs(staged.data):
-            why = f"{name} is not what was recorded: it is processed after loading"
+            self._trust(plan, staged, f"{name} is not what was recorded: it is processed after loading")
         else:
+            self._trust(plan, staged)
+
+    def _trust(self, plan: LoadPlan, staged: Staged, why: str = "") -> None:
+        """Trust the plan, unless there is a reason ``why`` not."""
+        if not why:
             try:
                 self._dependencies = Dependencies(plan.memory.model, self._loads)
             except Exception as error:  # the weights are right, but the plan cannot be checked later

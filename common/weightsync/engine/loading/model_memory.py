@@ -124,10 +124,12 @@ class Memory:
 
     def is_unmoved(self) -> bool:
         """Whether every module still holds the same tensors at the same addresses. Takes no step of Python for each."""
-        return (
-            all(map(operator.is_, map(dict.get, self._links, self._keys), self._values))
-            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-        )
+        try:
+            held = map(operator.getitem, self._links, self._keys)  # takes half the time of dict.get
+            same = all(map(operator.is_, held, self._values))
+        except KeyError:
+            return False
+        return same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
 
     def put_back(self) -> str:
         """Put back the model's own tensors where others replaced them; returns the name of one, or empty."""

@@ -20,23 +20,18 @@ _RESTS: Final = 16
 class Samples:
     """The samples of one rank, of which one is due in each check: at prepare, and before the commit.
 
-    A rank that gets all tensors in full can load any push by the engine's loader. It leaves the sample of prepare to
-    the check before the commit, which sees every change that it would have shown, and runs the loader once for both.
+    A rank that gets all tensors in full can load any push by the engine's loader. The check before the commit, which
+    sees every change that one at prepare would have shown, has both samples, and runs the loader once for them.
     """
 
     def __init__(self) -> None:
         self._rest = 0  # checks left to do without a sample
-        self._left = 0  # samples that the check at prepare has left to that before the commit
 
     def due(self, plan: LoadPlan, *, commits: bool) -> int:
         """How many to compare in this check; ``commits``: it is the one before the commit."""
-        self._rest -= 1
-        due = int(self._rest < 0)
-        if commits:
-            due, self._left = due + self._left, 0
-        elif not plan.subset.name:
-            due, self._left = 0, due
-        return due
+        checks = 1 if plan.subset.name else 2 * commits
+        self._rest -= checks
+        return min(checks, max(0, -self._rest))
 
     def find_change(
         self, plan: LoadPlan, hooks: LoaderHooks, dependencies: Dependencies, *, sample: bool, commits: bool

@@ -12,21 +12,21 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, StandbyHooks
-from weightsync.engine.exchange.pairs import Unlike, lacks_memory
+from weightsync.engine.exchange.pairs import Rules, Unlike, lacks_memory
 from weightsync.engine.exchange.slices import Sliced, Steps
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned, nbytes_of
-from weightsync.engine.loading.works import Made, filled, loaded
+from weightsync.engine.loading.works import Made, filled, loaded, proving
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WeightSyncError, WrongState
 from weightsync.memory import arenas
@@ -119,12 +119,33 @@ class Standby:
         Raises `Unfinished` until they are loaded, or why they cannot be. Returns at once if the engine is to load them
         in the pause, see `why`; that is so if half of ``timeout_s`` has passed.
         """
-        self._advance(push, lambda: self._begin_to_load(layout, weights, check), timeout_s)
+        self._advance(push, lambda: self.begin_to_load(layout, weights, check), timeout_s)
 
     def fill(self, push: str, plan: LoadPlan, hooks: LoaderHooks, staged: Staged, timeout_s: float = math.inf) -> None:
         """As `load`, by ``plan``, which fits the served model."""
         arrived = self._arriving if self._arriving is not None and self._arriving.push == push else None
-        self._advance(push, lambda: self._begin_to_fill(plan, hooks, staged, arrived), timeout_s)
+
+        def begin(made: Planned | None, rules: Rules) -> Steps[Made]:
+            return Steps(filled(plan, rules, made, staged, arrived))
+
+        self._advance(push, lambda: self.begin_to_fill(plan, hooks, begin), timeout_s)
+
+    def prove(
+        self,
+        push: str,
+        plan: LoadPlan,
+        hooks: LoaderHooks,
+        staged: Staged,
+        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        check: Callable[[torch.nn.Module], None],
+        timeout_s: float = math.inf,
+    ) -> None:
+        """As `load`, into the memory that ``plan`` is to fill, to compare what the loader and the plan do."""
+
+        def begin(made: Planned | None, rules: Rules) -> Sliced[Made]:
+            return proving(plan, rules, made, hooks.load, weights, staged, check)
+
+        self._advance(push, lambda: self.begin_to_fill(plan, hooks, begin), timeout_s)
 
     def make(self, name: str, begin: Callable[[], str | None], timeout_s: float) -> None:
         """Make the standby before any push is there, as `load` does; ``name`` stands for that of a push.
@@ -139,19 +160,6 @@ class Standby:
         finally:
             self._used, self._tries, self.why = before
         self.forget()
-
-    def make_model(self, name: str, layout: Layout, timeout_s: float) -> None:
-        """`make` a second model, of zeros."""
-
-        def zeros() -> Iterator[tuple[str, torch.Tensor]]:
-            for entry in layout.entries:
-                yield entry.spec.name, torch.zeros(entry.spec.shape, dtype=entry.dtype, device=self._adapter.device)
-
-        self.make(name, lambda: self._begin_to_load(layout, zeros, lambda model: None), timeout_s)
-
-    def make_memory(self, name: str, plan: LoadPlan, hooks: LoaderHooks, timeout_s: float) -> None:
-        """`make` a second set of the memory that ``plan`` writes."""
-        self.make(name, lambda: self._begin_to_fill(plan, hooks, None, None), timeout_s)
 
     def follow(self, plan: LoadPlan) -> None:
         """See `Planned.follow`."""
@@ -221,13 +229,13 @@ class Standby:
         self._used = False
         self._note_names(layout)
 
-    def _begin_to_load(
+    def begin_to_load(
         self,
         layout: Layout,
         weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         check: Callable[[torch.nn.Module], None],
     ) -> str | None:
-        """Begin to `load`; why not, or an empty text, if the engine is to load its own way."""
+        """Begin to `load`, or to `make` a model so; why not, or an empty text, if the engine is to load its own way."""
         sealed = self._adapter.loader_hooks()
         hooks = "" if isinstance(sealed, str) else sealed.standby()
         if isinstance(hooks, str):
@@ -249,10 +257,13 @@ class Standby:
         self._work = Sliced(work, hooks.settings)
         return None
 
-    def _begin_to_fill(
-        self, plan: LoadPlan, hooks: LoaderHooks, staged: Staged | None, arrived: Arriving | None
+    def begin_to_fill(
+        self, plan: LoadPlan, hooks: LoaderHooks, begin: Callable[[Planned | None, Rules], Sliced[Made] | Steps[Made]]
     ) -> str | None:
-        """Begin to `fill`, or only to make the memory; why not, or an empty text, if there can be none."""
+        """``begin`` to do something with the memory for ``plan``; why not, or an empty text, if there can be none.
+
+        ``begin`` is passed what was made for the plan, if it was.
+        """
         movable = hooks.movable
         if isinstance(movable, str):
             return movable
@@ -267,8 +278,7 @@ class Standby:
             if lack := self._no_room(nbytes, movable.ranks):
                 return lack
 
-        self._around = hooks.around
-        self._work = Steps(filled(plan, movable.rules, found, staged, arrived))
+        self._around, self._work = hooks.around, begin(found, movable.rules)
         self._note_names(plan.layout)
         return None
 
@@ -291,6 +301,8 @@ class Standby:
 
     def _failed(self, error: Exception, made: bool) -> None:
         """After an error in the work: where there can be no standby, go the engine's own way, else raise."""
+        if self._work is not None:
+            self._work.cancel()  # if it has not ended: what failed was to go on with it, or to stop it
         rank, text = self._adapter.rank, f"{type(error).__name__}: {error}"
         if made or isinstance(error, Unlike):
             self._tries -= not lacks_memory(error)
@@ -312,12 +324,11 @@ class Standby:
             self._set.free()
         self._work = self._model = self._set = self._hooks = None
         self._push, self._loaded, self._served, self._back = "", False, False, None
-        if made:
-            # Layers and their weight loaders refer to each other: if the engine has not parted them, only the garbage
-            # collector frees what they packed. It reads every object of the process.
-            if modules is None or any(module() is not None for module in modules):
-                gc.collect()
-            arenas.trim(self._adapter.device)
+        # Layers and their weight loaders refer to each other: if the engine has not parted them, only the garbage
+        # collector frees what they packed. It reads every object of the process.
+        if made and (modules is None or any(module() is not None for module in modules)):
+            gc.collect()
+        arenas.trim(self._adapter.device)
 
     def stop(self) -> None:
         """Stop to load; what has been loaded and is not served is no version any more."""

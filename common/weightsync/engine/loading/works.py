@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from weightsync.engine.adapter import StandbyHooks
 from weightsync.engine.exchange.copied import Copied
-from weightsync.engine.exchange.pairs import Pairs, Rules, compared
+from weightsync.engine.exchange.pairs import Pairs, Rules, Unlike, compared
+from weightsync.engine.exchange.slices import Sliced, stop, stop_if_over
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned
@@ -55,3 +57,46 @@ def filled(
         yield from planned.fill(staged.data, arrived)
         staged.check()
     return None, planned
+
+
+def proving(
+    plan: LoadPlan,
+    rules: Rules,
+    made: Planned | None,
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    staged: Staged,
+    check: Callable[[torch.nn.Module], None],
+) -> Sliced[Made]:
+    """Work that has the engine's own loader load ``staged``, as ``weights``, into what was ``made`` for ``plan``, or is
+    made first. That is compared with what the plan would do.
+
+    The work raises what the loader or ``check`` raises, `Unlike` for a difference, and as `Planned` and `Staged.check`.
+    """
+    begun: list[Planned] = []
+
+    @contextmanager
+    def turned() -> Iterator[None]:
+        """Between two slices the engine serves what it did."""
+        for planned in begun:
+            planned.turn(True)
+        try:
+            yield
+        finally:
+            for planned in begun:
+                planned.turn(False)
+
+    def work() -> Made:
+        planned = made or compared(lambda: Planned(plan, rules))
+        of_standby = planned.plans[1]
+        begun.append(planned)
+        stop()  # until a slice begins, with the memory turned
+        with torch.inference_mode(False), torch.no_grad():
+            load(weights())
+        check(plan.memory.model)
+        if name := of_standby.differs(staged.data, stop_if_over):
+            raise Unlike(f"{name} is not what was recorded: it is processed after loading")
+        staged.check()
+        return None, planned
+
+    return Sliced(work, around=turned)

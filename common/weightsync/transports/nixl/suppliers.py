@@ -76,7 +76,8 @@ class Suppliers:
         """Who gets another supplier, given the last bucket that was announced, and that each rank has ``taken``."""
         found: list[Change] = []
         limit = min(_STUCK_S + _STUCK_TIMES * self._slowest_s, self._most_s)
-        for peer, supplier in list(self.of.items()):
+        for peer in self.of:
+            supplier = self.of[peer]
             has, there = taken(peer), announced if supplier is None else taken(supplier)
             if has > self._had[peer]:
                 self._slowest_s = max(self._slowest_s, now - self._level[peer])
@@ -85,9 +86,11 @@ class Suppliers:
             elif has >= there:
                 self._level[peer] = now
             elif now - self._level[peer] > limit and peer not in self._stuck:
-                found += self._around(peer, taken)
-                self._level[peer] = now
-        self.of.update({change.receiver: change.new for change in found})
+                changes = self._around(peer, taken)
+                # At once, for another rank may be stuck too: each gets one other supplier, and time to hear from it.
+                self.of.update({change.receiver: change.new for change in changes})
+                self._level.update(dict.fromkeys((peer, *(change.receiver for change in changes)), now))
+                found += changes
         return found
 
     def _around(self, peer: Peer, taken: Callable[[Peer], int]) -> list[Change]:
