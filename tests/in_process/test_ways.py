@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 from typing import NamedTuple
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.engines.conftest import BF16_ROUNDING, apart
 from tests.in_process.doors import NEW_TOKENS, PROMPT
+from tests.unit.quantised import compressed, format_of, made
 from tools import models, servers
 
 #: As on a GPU, where weights stay at their addresses.
@@ -23,6 +26,16 @@ class Case(NamedTuple):
     ranks: int = 1
     rounding: float = BF16_ROUNDING
     """Allowed mean difference of logprobs to those of transformers; other weights differ by 6."""
+    config: dict | None = None
+    """The ``quantization_config`` of the checkpoint from which the engine starts."""
+
+
+def each_channel(stored, kind):
+    """A configuration for which vLLM has kernels on a CPU: a scale for each row, and for each token."""
+    tokens = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
+    config = {**compressed(stored, kind, 8, "channel"), "ignore": ["lm_head"]}
+    config["config_groups"]["group_0"]["input_activations"] = tokens
+    return config
 
 
 CASES = {
@@ -35,21 +48,28 @@ CASES = {
     "adapters, quantised": Case(
         "llama", LOADED + "exchanged", {"enable_lora": True, "quantization": "fp8_per_channel"}, rounding=1.0
     ),
+    "checkpoint in FP8": Case(
+        "llama", LOADED + "exchanged", {}, rounding=1.0, config=each_channel("float-quantized", "float")
+    ),
+    "experts, in INT8": Case(
+        "qwen3_moe", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
+    ),
 }
 SLOW = ("plain layers that stay",)
 PATIENCE_S = 560
 
 
 @pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
-def pushed(request, model_folder):
+def pushed(request, model_folder, tmp_path_factory):
     """A case, the folders of its models, and what the engine was after each push, by its name."""
     case = CASES[request.param]
     a, b = model_folder(case.kind, 0), model_folder(case.kind, 1)
+    started = a if case.config is None else quantised(a, tmp_path_factory.mktemp("quantised"), case.config)
     python = servers.ROOT / ".venv-vllm" / "bin" / "python"
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))
     options = json.dumps({**case.options, "tensor_parallel_size": case.ranks})
     done = subprocess.run(
-        [str(python), "-m", "tests.in_process.ways", str(a), str(b), options],
+        [str(python), "-m", "tests.in_process.ways", str(started), str(a), str(b), options],
         env={**os.environ, **servers.environment_of("vllm", case.ranks), "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -59,6 +79,18 @@ def pushed(request, model_folder):
     assert done.returncode == 0, done.stderr[-6000:]
     found = {step.pop("asked"): step for step in json.loads(done.stdout.splitlines()[-1])}
     return case, {"a": a, "b": b}, found
+
+
+def quantised(folder, into, config):
+    """The model of a folder as a checkpoint of this configuration, in the folder ``into``."""
+    shutil.copytree(folder, into, dirs_exist_ok=True)
+    tensors, how = load_file(into / "model.safetensors"), format_of(config)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors |= made(how, name, tensors[name])
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    told = json.loads((into / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps({**told, "quantization_config": config}))
+    return into
 
 
 def test_every_push_is_served_as_by_an_engine_that_starts_with_it(pushed):

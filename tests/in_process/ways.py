@@ -1,6 +1,6 @@
-"""Push to an LLM of vLLM; run by vLLM's Python: `ways FOLDER FOLDER OPTIONS`, the latter as JSON.
+"""Push to an LLM of vLLM; run by vLLM's Python: `ways STARTED A B OPTIONS`, the latter as JSON.
 
-Prints what it saw, as JSON.
+It starts from the folder STARTED, which has the model of the folder A. Prints what it saw, as JSON.
 """
 
 import json
@@ -18,8 +18,8 @@ class Door(Llm):
         self.engine = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=1024, **options)
 
 
-def main(a, b, options):
-    door, found = Door(a, options), []
+def main(started, a, b, options):
+    door, found = Door(started, options), []
     stays = "worker_extension_cls" in options
 
     def where():
@@ -59,4 +59,4 @@ def main(a, b, options):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], json.loads(sys.argv[3]))
+    main(*sys.argv[1:4], json.loads(sys.argv[4]))
