@@ -180,6 +180,12 @@ class Harness:
         self.restarts += 1
         self.start()
 
+    def start_afresh(self):
+        """Start the engine again, with its checkpoint, and a trainer that has pushed nothing."""
+        self.restart()
+        self.new_trainer()
+        self.serving = "A"
+
     def thaw(self):
         """Continue every process."""
         for pid in {self.front_end, *self.workers}:

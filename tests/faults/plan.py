@@ -59,6 +59,7 @@ def catalogue(tp: int, last: int, transport: str, standby: bool, *, copies: bool
         *_buckets(rank),
         *_connections(rank, route),
         *_world(rank),
+        *(_first_push(rank, last) if standby and not copies else []),
     ]
     if transport == "ipc_zmq":
         return faults
@@ -171,6 +172,18 @@ def _world(rank: int) -> list[Fault]:
         Fault("shared-memory mount full", "prepare", U, options={"bucket_bytes": 1 << 18}, special="full disk"),
         Fault("second trainer", "after a push", C, special="second trainer"),
     ]
+
+
+def _first_push(rank: int, last: int) -> list[Fault]:
+    """Faults while an engine that has just started proves that a load plan does what its loader does."""
+    phase, loads, whole = "first push, loading", {"rank": rank, "tensor": last // 2}, "first push, loaded"
+    faults = [
+        Fault("SIGKILL worker", phase, U + C, do("rank loads", "kill", **loads)),
+        Fault("SIGSTOP worker", phase, U + C, do("rank loads", "stop", **loads)),
+        Fault("exception in worker", phase, U, do("rank loads", "raise", **loads)),
+        Fault("exception in worker", whole, U, do("rank loaded", "raise", rank=rank)),
+    ]
+    return [replace(fault, special="fresh engine") for fault in faults]
 
 
 def at_random(

@@ -18,6 +18,8 @@ OUTCOME_S = PUSH_S + 6.0
 def suffer(harness: Harness, fault: Fault) -> Outcome:
     """Inject one fault, examine the engine, and repair it with a full push."""
     outcome = Outcome(harness.engine, fault)
+    if fault.special == "fresh engine":
+        harness.start_afresh()
     before = harness.serving
     wanted = "A" if before == "B" else "B"
     if fault.options.get("keep_previous"):

@@ -108,8 +108,7 @@ def receiver(module):
 
 
 def standby(module):
-    @around(module.Standby, "load")
-    def load(original, self, push, layout, weights, check, *more):
+    def counted(self, weights, check):
         rank = self._adapter.rank
 
         def passing():
@@ -122,7 +121,15 @@ def standby(module):
             check(model)
 
         arm_post_load(self._adapter)
-        original(self, push, layout, passing, checked, *more)
+        return passing, checked
+
+    @around(module.Standby, "load")
+    def load(original, self, push, layout, weights, check, *more):
+        original(self, push, layout, *counted(self, weights, check), *more)
+
+    @around(module.Standby, "prove")
+    def prove(original, self, push, plan, hooks, staged, weights, check, *more):
+        original(self, push, plan, hooks, staged, *counted(self, weights, check), *more)
 
     @around(module.Standby, "fill")
     def fill(original, self, *args):
