@@ -61,8 +61,10 @@ SERVER: Final[Names] = {
 #: Names used in a worker.
 WORKER: Final[Names] = {
     "vllm.v1.worker.gpu_worker": ("Worker.reload_weights",),
+    "vllm._custom_ops": ("create_onednn_scaled_mm",),
     "vllm.model_executor.model_loader.reload.layerwise": (
         "get_layerwise_info",
+        "_copy_and_restore_kernel_tensors",
         "_place_kernel_tensors",
         "LOADING_LAYERS",
     ),

@@ -7,7 +7,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from weightsync.tensors.layout import digest_of
 
 #: Names used in a worker for ``verify="deep"``.
 DEEP: Final[Names] = {
+    "vllm._custom_ops": ("onednn_scaled_mm",),
     "vllm.config": ("LoadConfig", "set_current_vllm_config"),
     "vllm.model_executor.model_loader.default_loader": (
         "DefaultModelLoader.get_all_weights",
@@ -50,7 +51,8 @@ def _packed_again(model: torch.nn.Module, *, packs: bool) -> Iterator[None]:
     """Around a reload: what it forgets to pack is packed, and what it collected is discarded if it fails."""
     kernels = _take_moe_kernels(model) if packs else []
     try:
-        yield
+        with _scales_kept() if packs else nullcontext():
+            yield
     except BaseException:
         _abandon_reload(model)
         raise
@@ -58,6 +60,38 @@ def _packed_again(model: torch.nn.Module, *, packs: bool) -> Iterator[None]:
         if method.moe_kernel is None:  # nothing was loaded into this layer
             method.moe_kernel = kernel
     retie_packed(model)
+
+
+@contextmanager
+def _scales_kept() -> Iterator[None]:
+    """While layers are reloaded: a parameter gets the memory of the scales that were packed, instead of a copy.
+
+    An int8 weight that vLLM has packed for a CPU refers to that memory, which its reload frees.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    pack, restore = _custom_ops.create_onednn_scaled_mm, layerwise._copy_and_restore_kernel_tensors
+    packed: list[torch.Tensor] = []
+
+    def packing(weight: torch.Tensor, scales: torch.Tensor, *more: Any) -> Any:
+        packed.append(scales)
+        return pack(weight, scales, *more)
+
+    def restoring(layer: torch.nn.Module, info: Any) -> None:
+        places = {scales.data_ptr() for scales in packed}
+        own = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False)}
+        restore(layer, info)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name in own and own[name].data_ptr() in places:
+                parameter.data = own[name]
+        packed.clear()
+
+    _custom_ops.create_onednn_scaled_mm, layerwise._copy_and_restore_kernel_tensors = packing, restoring
+    try:
+        yield
+    finally:
+        _custom_ops.create_onednn_scaled_mm, layerwise._copy_and_restore_kernel_tensors = pack, restore
 
 
 def _abandon_reload(model: torch.nn.Module) -> None:
@@ -205,6 +239,8 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             # The CPU back end packs linear weights into an opaque handle. Applied to the identity matrix it returns
             # the exact weight: every sum has one term that is not zero.
             yield f"{prefix}.cpu_linear", _applied_to_identity(module)
+        if hasattr(kernel := getattr(getattr(module, "scheme", None), "kernel", None), "dnnl_handler"):
+            yield f"{prefix}.dnnl_handler", _int8_applied_to_identity(kernel, module)
 
 
 def has_adapters(module: object) -> bool:
@@ -218,3 +254,16 @@ def _applied_to_identity(module: Any) -> torch.Tensor:
     eye = torch.eye(next(int(size) for size in sizes if size), dtype=module.weight.dtype)
     computed: torch.Tensor = module.cpu_linear(eye, module.weight, None)
     return computed
+
+
+@torch.inference_mode()
+def _int8_applied_to_identity(kernel: Any, module: Any) -> torch.Tensor:
+    """Weights in int8 that are packed with their scales, and multiplied with these."""
+    from vllm import _custom_ops
+
+    handler, (_, _, static, _, adjustment) = kernel.dnnl_handler, kernel._get_layer_params(module)
+    eye = torch.eye(handler.k, dtype=torch.int8)
+    scales = torch.ones(handler.k if static is None else 1, 1)
+    zero_points = None if kernel.config.input_symmetric else torch.zeros_like(scales, dtype=torch.int32)
+    found = torch.empty(handler.k, handler.n, dtype=module.params_dtype)
+    return _custom_ops.onednn_scaled_mm(handler, eye, found, scales, zero_points, adjustment, None)

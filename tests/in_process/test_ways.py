@@ -51,8 +51,8 @@ CASES = {
     "checkpoint in FP8": Case(
         "llama", LOADED + "exchanged", {}, rounding=1.0, config=each_channel("float-quantized", "float")
     ),
-    "experts, in INT8": Case(
-        "qwen3_moe", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
+    "checkpoint in INT8": Case(
+        "llama", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
     ),
 }
 SLOW = ("plain layers that stay",)
