@@ -266,4 +266,5 @@ def _int8_applied_to_identity(kernel: Any, module: Any) -> torch.Tensor:
     scales = torch.ones(handler.k if static is None else 1, 1)
     zero_points = None if kernel.config.input_symmetric else torch.zeros_like(scales, dtype=torch.int32)
     found = torch.empty(handler.k, handler.n, dtype=module.params_dtype)
-    return _custom_ops.onednn_scaled_mm(handler, eye, found, scales, zero_points, adjustment, None)
+    _custom_ops.onednn_scaled_mm(handler, eye, found, scales, zero_points, adjustment, None)
+    return found

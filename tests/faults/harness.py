@@ -181,10 +181,12 @@ class Harness:
         self.start()
 
     def start_afresh(self):
-        """Start the engine again, with its checkpoint, and a trainer that has pushed nothing."""
+        """Start the engine again, with its checkpoint, and a trainer whose sender has pushed nothing."""
         self.restart()
         self.new_trainer()
         self.serving = "A"
+        self._tell("A", "", {}, [self.url, self.bystander.url])
+        assert self.trainer.outcome(60), "the trainer says nothing"
 
     def thaw(self):
         """Continue every process."""
@@ -243,16 +245,13 @@ class Harness:
     def order(self, name: str, fault: Fault | None = None, only: list[str] | None = None):
         """Tell the trainer to push a version; returns its label."""
         self._pushes += 1
-        urls = only or [self.url, self.bystander.url]
-        options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **(fault.options if fault else {})}
-        self.trainer.order(
-            urls=urls,
-            model=str(self.folders[name]),
-            version=f"{name}-{self._pushes}",
-            options=options,
-            spoil=fault.spoil if fault else "",
-        )
-        return f"{name}-{self._pushes}"
+        version, urls = f"{name}-{self._pushes}", only or [self.url, self.bystander.url]
+        self._tell(name, version, fault.options if fault else {}, urls, fault.spoil if fault else "")
+        return version
+
+    def _tell(self, name: str, version: str, options: dict, urls: list[str], spoil: str = ""):
+        options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **options}
+        self.trainer.order(urls=urls, model=str(self.folders[name]), version=version, options=options, spoil=spoil)
 
     def push_clean(self, name: str, options: dict | None = None):
         """Push without a fault, which must succeed; returns the trainer's report."""

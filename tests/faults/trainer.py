@@ -30,6 +30,19 @@ def spoil(weights, how):
     return weights
 
 
+def push(sender, order, loaded):
+    """Push what was ordered; what engines say."""
+    folder = order["model"]
+    if folder not in loaded:
+        loaded[folder] = models.load_reference(folder)
+    weights = loaded[folder]
+    if order["spoil"]:
+        weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
+    result = sender.push(weights, version=order["version"])
+    noticed = [word for engine in result.engines.values() for word in engine.noticed]
+    return {"engines": dict.fromkeys(result.engines, "committed"), "noticed": noticed}
+
+
 def main():
     """Serve orders until stdin ends."""
     senders, loaded = {}, {}
@@ -49,15 +62,8 @@ def main():
                 senders.clear()
                 senders[key] = Sender(order["urls"], **order["options"])
                 said["built"] = True
-            folder = order["model"]
-            if folder not in loaded:
-                loaded[folder] = models.load_reference(folder)
-            weights = loaded[folder]
-            if order.get("spoil"):
-                weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
-            result = senders[key].push(weights, version=order["version"])
-            said["engines"] = dict.fromkeys(result.engines, "committed")
-            said["noticed"] = [word for engine in result.engines.values() for word in engine.noticed]
+            if order["version"]:  # without one, only the sender is built
+                said |= push(senders[key], order, loaded)
         except WeightSyncError as error:
             said.update(error=type(error).__name__, message=str(error), engines=error.engines)
         said["seconds"] = time.monotonic() - begin

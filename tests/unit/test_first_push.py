@@ -1,7 +1,11 @@
 """What a sender and its engines do when the sender is built, so that its first push need not."""
 
 import os
+import re
+from collections import Counter
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.helpers import served_digest
@@ -13,6 +17,7 @@ from weightsync.memory import arenas
 from weightsync.protocol import http
 from weightsync.protocol.expected import MAKE_STANDBY, ExpectedRequest
 from weightsync.tensors.layout import digest_of
+from weightsync.trainer.transfer import Transfer
 
 
 @pytest.fixture
@@ -38,6 +43,49 @@ def test_the_first_push_finds_its_arenas_made(engine, trained, options):
         assert own_arenas() == made
         assert served_digest(engine) == digest_of(trained.state_dict().items())
     assert own_arenas().keys() == before
+
+
+def mapped(engine):
+    """The arenas of this process that the engine has mapped, by name, and how often."""
+    lines = Path(f"/proc/{engine.process.pid}/maps").read_text().splitlines()
+    return Counter(re.findall(rf"weightsync-{os.getpid()}-\w+", "\n".join(lines)))
+
+
+@pytest.mark.parametrize("pushes", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"keep_previous": True}], ids=str)
+def test_ranks_have_mapped_them_and_let_go_of_them_with_the_sender(engine, trained, options, pushes):
+    before = own_arenas().keys()
+    with Sender([engine.url], **options) as sender:
+        lent = Counter(own_arenas().keys() - before)
+        assert lent
+        assert mapped(engine) == lent
+        for _ in range(pushes):
+            sender.push(trained)
+        assert mapped(engine) == lent
+    assert mapped(engine) == {}
+
+
+def test_what_is_lent_by_a_sender_that_never_pushed_goes_with_the_next_push(engine, trained):
+    lost = Sender([engine.url])
+    lent = mapped(engine)
+    with Sender([engine.url]) as sender:
+        sender.push(trained)
+        assert not lent & mapped(engine)
+    lost.close()
+
+
+def test_an_arena_that_cannot_be_mapped_ahead_is_mapped_by_the_push(engine, trained, monkeypatch):
+    lent, replace = Transfer.lent, msgspec.structs.replace
+
+    def misled(*which):
+        found = lent(*which)
+        return replace(found, arenas=tuple(replace(each, path=each.path + "0") for each in found.arenas))
+
+    monkeypatch.setattr(Transfer, "lent", misled)
+    with Sender([engine.url]) as sender:
+        assert mapped(engine) == {}
+        sender.push(trained)
+        assert served_digest(engine) == digest_of(trained.state_dict().items())
 
 
 def test_weights_of_another_dtype_find_it_too(engine, trained):

@@ -11,8 +11,8 @@ import torch
 from tests.unit.standbys import Packs, push, ready, stage_of, unlike
 from weightsync.engine.adapter import Sealed
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.recording import uncollected
 from weightsync.memory import arenas
+from weightsync.uncollected import uncollected
 
 
 class Packed:

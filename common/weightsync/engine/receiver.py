@@ -16,10 +16,12 @@ from msgspec import UNSET
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Adapter
+from weightsync.engine.borrowing import Borrowing
 from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.job import Job
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
+from weightsync.engine.loading.standby import SLICE_S, Unfinished
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
 from weightsync.errors import ApplyFailed, DigestMismatch, TransferFailed, WrongState
@@ -71,6 +73,7 @@ class Receiver:
         self._kept = Kept()
         #: Receives one push after the other.
         self._thread = DaemonThread("weightsync-receive")
+        self._borrowing = Borrowing(self._thread, self._end)
         #: Ends that thread after what it is doing, once there will be no push any more.
         self.close = self._thread.close
         #: Guards the machine and the job against the receiving thread.
@@ -97,9 +100,12 @@ class Receiver:
         return self._loading.expected()
 
     def make_standby(self, asked: StandbyRequest) -> None:
-        """See `Ahead.make`; a push makes its own."""
+        """See `Ahead.make`; a push makes its own. Raises `Unfinished`."""
         if self._job is None:
+            self._borrowing.begin(asked)
             self._loading.ahead.make(asked)
+            if not self._borrowing.wait(SLICE_S):
+                raise Unfinished(f"rank {self._adapter.rank} still maps what was lent")
 
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
@@ -366,6 +372,8 @@ class Receiver:
             self._settled()
 
     def _settled(self) -> None:
+        if not self._borrowing.wait(_ABORT_WAIT_S):
+            raise Busy(f"rank {self._adapter.rank} still maps the arenas of a sender; push again")
         if self._last is not None and not self._last.ended.wait(_ABORT_WAIT_S):
             raise Busy(
                 f"rank {self._adapter.rank} is still busy with push {self._last.request.push}, which was called off; "

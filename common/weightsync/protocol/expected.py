@@ -8,12 +8,21 @@ from typing import Any, Final
 import msgspec
 
 from weightsync.protocol.codec import Text
+from weightsync.protocol.handles import ShmHandle
 from weightsync.protocol.http import LOOK_S, Message, TensorSpec, Timeout
 
 #: The protocol's minor version from which engines answer `ExpectedRequest`.
 SINCE_MINOR: Final = 1
 #: The method of a rank that handles a `StandbyRequest`.
 MAKE_STANDBY: Final = "weightsync_make_standby"
+
+
+class Lent(Message, frozen=True):
+    """Arenas of the sender at ``address``, for the first push over this ``transport``."""
+
+    transport: Text
+    address: Text
+    arenas: tuple[ShmHandle, ...]
 
 
 class ExpectedRequest(Message, frozen=True):
@@ -24,16 +33,18 @@ class ExpectedRequest(Message, frozen=True):
 
     timeout_s: Timeout = LOOK_S
     standby: bool | msgspec.UnsetType = msgspec.UNSET
+    lent: Lent | msgspec.UnsetType = msgspec.UNSET
 
 
 class StandbyRequest(Message, frozen=True):
     """Have a rank record its loader and make its standby, before a push is there, in at most ``timeout_s`` seconds.
 
-    ``name`` tells one request from another.
+    ``name`` tells one request from another. What is ``lent`` is mapped.
     """
 
     name: Text
     timeout_s: Timeout
+    lent: Lent | msgspec.UnsetType = msgspec.UNSET
 
 
 class ExpectedReply(Message, frozen=True):

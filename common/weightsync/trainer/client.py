@@ -24,7 +24,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol import auth, http
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
-from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
+from weightsync.protocol.expected import ExpectedReply, ExpectedRequest, Lent
 from weightsync.protocol.http import PREFIX, Handshake
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.names import START_LINES, plain_url
@@ -112,9 +112,10 @@ class EngineClient:
         asked = DiagnoseRequest(_engine_timeout_s(deadline), address, server_key)
         return self._post("diagnose", asked, DiagnoseReply, deadline)
 
-    def expected(self, deadline: Deadline, *, standby: bool = False) -> ExpectedReply:
-        """Ask for the tensors of a complete push; with ``standby``, have what the first push needs made."""
-        asked = ExpectedRequest(timeout_s=_engine_timeout_s(deadline), standby=standby or msgspec.UNSET)
+    def expected(self, deadline: Deadline, *, standby: bool = False, lent: Lent | None = None) -> ExpectedReply:
+        """Ask for the tensors of a complete push; with ``standby``, have what the first push needs made, and what is
+        ``lent`` mapped."""
+        asked = ExpectedRequest(_engine_timeout_s(deadline), standby or msgspec.UNSET, lent or msgspec.UNSET)
         return self._post("expected", asked, ExpectedReply, deadline)
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> http.StatusReply:

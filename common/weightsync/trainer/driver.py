@@ -23,6 +23,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas, cuda_ipc
 from weightsync.protocol import http
+from weightsync.protocol.expected import Lent
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
@@ -92,10 +93,11 @@ class Driver:
         and set up process groups and connections."""
         self.engines.expected(deadline)
         if self._options.staging != "none":
-            until = Deadline(deadline.left() / 2)  # a rank that does not answer leaves time to find that out
-            standbys = self.engines.asked(lambda client: client.expected(until, standby=True))
             self._make_arenas(deadline)
-            futures.wait(standbys)  # what an engine could not make, the first push makes
+            until = Deadline(deadline.left() / 2)  # a rank that does not answer leaves time to find that out
+            lent = {url: self._lent(url, engine.transport) for url, engine in self.engines.by_url.items()}
+            # What an engine could not make, the first push makes.
+            futures.wait(self.engines.asked(lambda client: client.expected(until, standby=True, lent=lent[client.url])))
         if not self.engines.local:
             connect(self._open_transfer(None), self.engines, deadline)
 
@@ -106,6 +108,9 @@ class Driver:
             nbytes, count = self._planner.arenas(transfer, deadline)
             if 0 < _AMPLE * count * nbytes < transfer.free_bytes():
                 transfer.provide(nbytes, count)
+
+    def _lent(self, url: str, transport: str) -> Lent | None:
+        return None if self._transfer is None else self._transfer.lent(url, transport)
 
     def current_weights(self, deadline: Deadline) -> dict[str, Weights]:
         """What each engine serves now, by URL."""

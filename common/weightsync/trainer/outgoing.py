@@ -24,6 +24,7 @@ from weightsync.trainer.packing import Packed as PackedBucket
 from weightsync.trainer.packing import Packer, hash_stream
 from weightsync.trainer.ranks import Coordinator
 from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
+from weightsync.uncollected import uncollected
 
 Packed = dict[int, tuple[tuple[object, ...], PackPlan | GpuPackPlan | None, bool]]
 """By arena: what identifies the last packing, its plan if there is one, and whether planning was tried."""
@@ -246,7 +247,8 @@ class _Packing:
         """Make the plan for the next packing, if this was the second of the same memory: it will pay off."""
         if self._same and not self._planned:
             all_there = len(self._addresses) == sum(1 for _ in by_source(self._how[0], self._conversions))
-            repeated = pack_plan(*self._how, self._addresses, self._conversions) if all_there else None
+            with uncollected():
+                repeated = pack_plan(*self._how, self._addresses, self._conversions) if all_there else None
             self._packed[self._key] = self._known, repeated, True
         elif not self._same:
             self._packed[self._key] = self._known, None, False

@@ -11,9 +11,10 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas
-from weightsync.memory.arenas import Arena
+from weightsync.memory.arenas import Arena, ShmArena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
+from weightsync.protocol.expected import Lent
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import ALIGN_BYTES, Layout
@@ -61,11 +62,21 @@ class Transfer:
         Raises `UnsupportedOption`, `TransferFailed`, `PushTimeout`, and what ``post`` raises.
         """
         for name in sorted({transport for transport, _ in engines.values()}):
-            if name not in self._ends:
-                self._ends[name] = registry.spec(name).trainer_end(self.device, self._helpers, self._address)
             hellos = {url: hello for url, (transport, hello) in engines.items() if transport == name}
-            if handshakes := self._ends[name].connect(hellos, max(deadline.left(), 0.1)):
+            if handshakes := self._end(name).connect(hellos, max(deadline.left(), 0.1)):
                 self._ends[name].connected(post(handshakes), deadline)
+
+    def _end(self, transport: str) -> TrainerEnd:
+        if transport not in self._ends:
+            self._ends[transport] = registry.spec(transport).trainer_end(self.device, self._helpers, self._address)
+        return self._ends[transport]
+
+    def lent(self, engine: str, transport: str) -> Lent | None:
+        """What ranks of an engine can map before the first push; None if that is nothing."""
+        handles = tuple(arena.handle() for arena in self._arenas if isinstance(arena, ShmArena))
+        if not handles or not registry.spec(transport).local:
+            return None
+        return Lent(transport, self._end(transport).address(engine), handles)
 
     def begin(self, plan: UpdateRequest, layout: Layout, shared: list[torch.Tensor] | None = None) -> Outgoing:
         """Start a push, in the arenas of the push before if they have the right size.

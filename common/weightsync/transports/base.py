@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,7 @@ from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.memory.arenas import Arena
 from weightsync.protocol import http
 from weightsync.protocol.diagnosis import Finding
+from weightsync.protocol.expected import Lent
 from weightsync.protocol.handles import Handle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.layout import Layout
@@ -243,6 +244,14 @@ class EngineEnd(Protocol):
 
     def close(self) -> None:
         """Release everything; idempotent."""
+
+
+@runtime_checkable
+class Borrower(Protocol):
+    """What an `EngineEnd` of a transport that is `TransportSpec.local` can do as well."""
+
+    def borrow(self, lent: Lent) -> None:
+        """Map what a sender lends before its first push. Raises `TransferFailed` or `OSError`."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from threading import Event
 from typing import Final
 
@@ -22,6 +23,7 @@ from weightsync.memory.arenas import Arena
 from weightsync.protocol import codec, control, directories, http
 from weightsync.protocol.control import Offer
 from weightsync.protocol.diagnosis import Finding
+from weightsync.protocol.expected import Lent
 from weightsync.protocol.handles import Handle, SharedParametersHandle
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.divided import Divided
@@ -132,7 +134,9 @@ class IpcZmqEngineEnd:
     def __init__(self, device: torch.device):
         self._control = EngineControl(remote=False)
         self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
-        #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version. Each has the memory of
+        #: The address of the sender whose arenas are mapped.
+        self._sender = ""
+        #: Its arenas, by name: one, or two if it keeps the previous version. Each has the memory of
         #: every memory domain, or of the only one.
         self._arenas: dict[str, list[Stream | None]] = {}
         #: The streams of arenas of several domains, and the names of their layouts, by arena.
@@ -144,8 +148,7 @@ class IpcZmqEngineEnd:
 
     def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> MappedIncoming:
         """See `base.EngineEnd`."""
-        if request.address != self._control.address:
-            self._forget()
+        self._belong_to(request.address)
         layout = subset.layout
         session, offer = self._control.open(request, subset, rank, tuple(self._arenas), cancelled)
         nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
@@ -154,6 +157,17 @@ class IpcZmqEngineEnd:
             return MappedIncoming(session, request, layout, self._stream(offer.arena, layout, nbytes), offer.arena)
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"rank {rank} could not map the arena: {type(error).__name__}: {error}") from error
+
+    def borrow(self, lent: Lent) -> None:
+        """See `base.Borrower`."""
+        self._belong_to(lent.address)
+        for handle in lent.arenas:
+            self._arenas[Path(handle.path).name] = [_attach(handle)]
+
+    def _belong_to(self, sender: str) -> None:
+        if sender != self._sender:
+            self._forget()
+            self._sender = sender
 
     def _map(self, offer: Offer) -> None:
         for name in self._arenas.keys() - set(offer.alive):
@@ -187,7 +201,7 @@ class IpcZmqEngineEnd:
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
-        if address != self._control.address:
+        if address != self._sender:
             return False
         self._control.disconnect()
         self._forget()

@@ -13,11 +13,11 @@ from weightsync.engine.exchange.slices import Steps
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Planned
-from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.standby import Standby
 from weightsync.engine.loading.works import Made, filled
 from weightsync.protocol.expected import StandbyRequest
 from weightsync.tensors.layout import Layout
+from weightsync.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 

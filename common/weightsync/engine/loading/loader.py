@@ -26,7 +26,6 @@ from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
 from weightsync.engine.loading.model_memory import inside
 from weightsync.engine.loading.planned import Arriving
-from weightsync.engine.loading.recording import uncollected
 from weightsync.engine.loading.samples import Samples
 from weightsync.engine.loading.standby import Standby
 from weightsync.engine.stage import Staged
@@ -41,6 +40,7 @@ from weightsync.tensors.domains import layout_of
 from weightsync.tensors.layout import Layout, Table, listed
 from weightsync.tensors.scattered import Stream, spans
 from weightsync.tensors.subset import Subset
+from weightsync.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 

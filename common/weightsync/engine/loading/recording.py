@@ -10,7 +10,6 @@ parameters or raises cannot be recorded at all.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -74,18 +73,6 @@ def record(
             reason = next(iter(recorder.stopped.values()))
             unfollowed |= {spec.name: reason for spec in specs if spec.shape in ((), (1,))}
     raise Unrecordable(next(iter(unfollowed.values())))
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Switch the garbage collector off: a recording makes many lasting objects, which every collection would read."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,8 +8,8 @@ from typing import Final
 from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader_dependencies import Dependencies
-from weightsync.engine.loading.recording import uncollected
 from weightsync.tensors.layout import listed
+from weightsync.uncollected import uncollected
 
 #: Seconds of this thread's CPU that a sample may take in every check. One that takes n times as long is taken in every
 #: n-th check, and at least in every `_RESTS`-th.
