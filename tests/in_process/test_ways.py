@@ -2,20 +2,20 @@
 
 import json
 import os
-import shutil
 import subprocess
 from typing import NamedTuple
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.engines.conftest import BF16_ROUNDING, apart
 from tests.in_process.doors import NEW_TOKENS, PROMPT
-from tests.unit.quantised import compressed, format_of, made
+from tests.unit.quantised import FINE, compressed, quantised_folder
 from tools import models, servers
 
 #: As on a GPU, where weights stay at their addresses.
 STAY = {"worker_extension_cls": "tests.in_process.staying_extension.StayingExtension"}
+#: With a kernel for block FP8 on any CPU.
+BLOCKS = {"worker_extension_cls": "tests.in_process.blocks_extension.BlocksExtension"}
 LOADED = "into a standby, by the engine's own loader, and "
 
 
@@ -51,6 +51,9 @@ CASES = {
     "checkpoint in FP8": Case(
         "llama", LOADED + "exchanged", {}, rounding=1.0, config=each_channel("float-quantized", "float")
     ),
+    "checkpoint in blocks of FP8": Case(
+        "llama", LOADED + "exchanged", BLOCKS, ranks=2, rounding=1.0, config={**FINE, "weight_block_size": [32, 32]}
+    ),
     "checkpoint in INT8": Case(
         "llama", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
     ),
@@ -64,7 +67,7 @@ def pushed(request, model_folder, tmp_path_factory):
     """A case, the folders of its models, and what the engine was after each push, by its name."""
     case = CASES[request.param]
     a, b = model_folder(case.kind, 0), model_folder(case.kind, 1)
-    started = a if case.config is None else quantised(a, tmp_path_factory.mktemp("quantised"), case.config)
+    started = a if case.config is None else quantised_folder(a, tmp_path_factory.mktemp("quantised"), case.config)
     python = servers.ROOT / ".venv-vllm" / "bin" / "python"
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))
     options = json.dumps({**case.options, "tensor_parallel_size": case.ranks})
@@ -79,18 +82,6 @@ def pushed(request, model_folder, tmp_path_factory):
     assert done.returncode == 0, done.stderr[-6000:]
     found = {step.pop("asked"): step for step in json.loads(done.stdout.splitlines()[-1])}
     return case, {"a": a, "b": b}, found
-
-
-def quantised(folder, into, config):
-    """The model of a folder as a checkpoint of this configuration, in the folder ``into``."""
-    shutil.copytree(folder, into, dirs_exist_ok=True)
-    tensors, how = load_file(into / "model.safetensors"), format_of(config)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        tensors |= made(how, name, tensors[name])
-    save_file(tensors, into / "model.safetensors", {"format": "pt"})
-    told = json.loads((into / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps({**told, "quantization_config": config}))
-    return into
 
 
 def test_every_push_is_served_as_by_an_engine_that_starts_with_it(pushed):

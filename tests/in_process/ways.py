@@ -20,7 +20,7 @@ class Door(Llm):
 
 def main(started, a, b, options):
     door, found = Door(started, options), []
-    stays = "worker_extension_cls" in options
+    stays = "Staying" in options.get("worker_extension_cls", "")
 
     def where():
         return door.engine.collective_rpc("where_weights_are") if stays else None

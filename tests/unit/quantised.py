@@ -1,8 +1,11 @@
 """An engine that serves a quantised checkpoint, in this process, and what quantising makes of a tensor."""
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from weightsync.engine.adapter import Expected, Sealed
@@ -53,6 +56,18 @@ def same(one, other):
     """Whether two tensors are equal in every bit."""
     alike = (one.dtype, one.shape) == (other.dtype, other.shape)
     return alike and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
+def quantised_folder(folder, into, config):
+    """The model of a folder as a checkpoint of this configuration, in the folder ``into``."""
+    shutil.copytree(folder, into, dirs_exist_ok=True)
+    tensors, how = load_file(into / "model.safetensors"), format_of(config)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors |= made(how, name, tensors[name])
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    told = json.loads((into / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps({**told, "quantization_config": config}))
+    return into
 
 
 class Tensors(nn.Module):
