@@ -24,7 +24,7 @@ def spoil(weights, how):
     elif how == "misshapen":
         weights[SPOILED] = weights[SPOILED][:-1]
     elif how == "wrong dtype":
-        weights[SPOILED] = weights[SPOILED].float()
+        weights[SPOILED] = weights[SPOILED].int()  # a floating-point tensor would be cast
     elif how == "empty":
         weights.clear()
     return weights
