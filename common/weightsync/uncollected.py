@@ -12,6 +12,7 @@ def uncollected() -> Iterator[None]:
     """Switch the garbage collector off: for code that makes many lasting objects, which every collection would read.
 
     One collection may read every object of the process, for which an engine or a trainer stands still: 0.2 s and more.
+    Not for threads beside an engine's loop, which switches the collector itself.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, apart
+from tests.sharded.conftest import Trainer
+from tests.sharded.test_push import fine
 from tests.unit.quantised import FINE, quantised_folder
 from tools import models, servers
 from weightsync import Sender
@@ -59,6 +61,55 @@ def test_the_first_version_is_bit_by_bit_what_the_engine_reads_from_its_own_chec
         before = digests(sender)
         sender.push(models.load_reference(a))
         assert digests(sender) == before
+
+
+@pytest.fixture(scope="module")
+def pair(serving):
+    """Two processes that train model B."""
+    trainer = Trainer(serving[2], 2)
+    yield trainer
+    trainer.stop()
+
+
+WAYS = [("fsdp", {}), ("mixed", {}), ("masters", {})] + [
+    ("fsdp", options)
+    for options in ({"transport": "nixl"}, {"transport": "nccl"}, {"bucket_bytes": 8192}, {"keep_previous": True})
+]
+
+
+@pytest.mark.parametrize(("how", "options"), WAYS, ids=str)
+def test_processes_that_hold_shards_quantise_whole_tensors(serving, pair, how, options):
+    server, a, b = serving
+    with Sender([server.url]) as sender:
+        sender.push(models.load_reference(b))
+        wanted = digests(sender)
+        sender.push(models.load_reference(a))
+    assert fine(pair.all(f"shard {how}"))
+    assert fine(pair.build([server.url], **options))
+    for push in range(3):
+        said = pair.all("push_async" if push == 1 else "push")
+        assert len({one.get("version") for one in said}) == 1, said
+        assert push == 1 or all("written" in one for one in said), said
+        if push != 1:
+            # Of the model as they hold it, which is larger than what crosses.
+            assert sum(one["written"] for one in said) > said[0]["nbytes"], said
+    assert fine(pair.all("close"))
+    with Sender([server.url]) as sender:
+        assert digests(sender) == wanted
+    assert_serves(server, b)
+
+
+def test_processes_that_share_no_memory_are_refused_before_a_byte_is_sent(serving, pair):
+    server, _, _ = serving
+    assert fine(pair.all("shard fsdp"))
+    pair.tell("elsewhere another", 1)
+    assert pair.hear(1) == [None]
+    assert fine(pair.build([server.url], transport="nixl"))
+    said = pair.all("push")
+    assert fine(pair.all("elsewhere "))
+    assert fine(pair.all("close"))
+    for one in said:
+        assert "several hosts, or on GPUs of their own, cannot put tensors together" in one["message"]
 
 
 def test_it_goes_back_to_the_version_before(serving):

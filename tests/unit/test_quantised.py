@@ -10,12 +10,10 @@ from safetensors.torch import save_file
 from tests.unit.quantised import CONFIGS, FINE, Engine, compressed, format_of, made, same
 from weightsync import Sender
 from weightsync.engine.expected_checkpoint import expected_of
-from weightsync.errors import ManifestMismatch, SourceError, UnsupportedOption
+from weightsync.errors import ManifestMismatch, SourceError
 from weightsync.protocol.expected import ExpectedReply
-from weightsync.tensors.conversion import Conversion
 from weightsync.tensors.layout import spec_of
 from weightsync.trainer.fit import fit
-from weightsync.trainer.push_plan import _check_one_process
 
 NORM, ROUTER, SMALL, LARGE = "model.norm.weight", "layers.0.gate.weight", "layers.0.q.weight", "layers.0.up.weight"
 #: As buckets of a large model cut it.
@@ -247,13 +245,6 @@ def test_engines_of_other_formats_take_a_sender_each():
         for pushed in (tensors, iter(tensors.items())):
             with pytest.raises(ManifestMismatch, match="push to them with one sender each"):
                 sender.push(pushed)
-
-
-def test_several_processes_that_fill_one_arena_do_not_quantise_yet():
-    spec = spec_of(SMALL, torch.zeros(128, 128))
-    _check_one_process({0: Conversion(spec)})
-    with pytest.raises(UnsupportedOption, match=rf"{SMALL}.*several processes.*push an iterator"):
-        _check_one_process({0: Conversion(spec, format_of(FINE))})
 
 
 def test_the_configuration_is_read_where_the_checkpoint_is(tmp_path):

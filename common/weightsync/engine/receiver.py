@@ -21,7 +21,6 @@ from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.job import Job
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.standby import SLICE_S, Unfinished
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
 from weightsync.errors import ApplyFailed, DigestMismatch, TransferFailed, WrongState
@@ -100,12 +99,12 @@ class Receiver:
         return self._loading.expected()
 
     def make_standby(self, asked: StandbyRequest) -> None:
-        """See `Ahead.make`; a push makes its own. Raises `Unfinished`."""
+        """See `Ahead.make`; a push makes its own. Raises `Unfinished`, or `Busy`."""
         if self._job is None:
             self._borrowing.begin(asked)
             self._loading.ahead.make(asked)
-            if not self._borrowing.wait(SLICE_S):
-                raise Unfinished(f"rank {self._adapter.rank} still maps what was lent")
+            if not self._borrowing.wait(0):
+                raise Busy(f"rank {self._adapter.rank} still maps the arenas of a sender")
 
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
@@ -157,6 +156,7 @@ class Receiver:
         if self._job is not None and self._job.request == request:
             return self._loading.accepted()  # asked again, because another rank was not ready
         self._supersede(request.push)
+        self._borrowing.give_back(but=request.address)
         self._disown(request.owner)
         self._machine.check("prepare")
         layout = self._loading.accept(request.manifest, request.known, request.push, request.kept, request.domains)

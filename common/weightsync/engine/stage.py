@@ -21,7 +21,6 @@ from weightsync.tensors.scattered import Scattered, Stream, key
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
 from weightsync.transports.base import Incoming
-from weightsync.uncollected import uncollected
 
 
 @dataclass
@@ -134,8 +133,7 @@ class Stages:
         if found is None or not found.fits(stage, subset, request):
             if len(self._prepared) >= _PREPARED:
                 self._prepared.clear()
-            with uncollected():
-                found = self._prepared[key(stage)] = Prepared(stage, subset, request)
+            found = self._prepared[key(stage)] = Prepared(stage, subset, request)
         return found
 
     def stream(self, incoming: Incoming, request: UpdateRequest, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:

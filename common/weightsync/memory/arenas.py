@@ -36,6 +36,11 @@ from weightsync.protocol.handles import CudaHandle, ShmHandle
 _SHM_PREFIX: Final = "weightsync-"
 #: The unit of ``st_blocks``.
 _BLOCK_BYTES: Final = 512
+#: Of Linux: the flag of mmap and the advice with which every page is mapped; and of how many bytes at a time, so that
+#: other threads can map memory in between.
+_POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
+_MADV_POPULATE_WRITE: Final = 23
+_POPULATE_BYTES: Final = 16 << 20
 #: In seconds: the owner of a younger file may not have locked it yet.
 _SWEEP_AFTER_S: Final = 10.0
 
@@ -110,10 +115,26 @@ def held_bytes() -> int:
 
 
 def _map(descriptor: int, nbytes: int, *, in_part: bool) -> torch.Tensor:
-    # MAP_POPULATE maps every page now: a first touch during a push would take ten times as long as the copy.
-    now = 0 if in_part else getattr(mmap, "MAP_POPULATE", 0)
-    memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | now)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    memory = torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+    # Every page now: a first touch during a push would take ten times as long as the copy.
+    if not in_part and not _populate(memory):
+        memory = torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _POPULATE), dtype=torch.uint8)
+    return memory
+
+
+def _populate(memory: torch.Tensor) -> bool:
+    """Map every page of new memory; returns whether the system, Linux 5.14 or later, can.
+
+    Without Python's lock, which mmap would hold meanwhile, and an engine could do nothing.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    starts = range(0, memory.numel(), _POPULATE_BYTES)
+    sizes = (min(_POPULATE_BYTES, memory.numel() - start) for start in starts)
+    return not any(
+        madvise(memory.data_ptr() + start, size, _MADV_POPULATE_WRITE)
+        for start, size in zip(starts, sizes, strict=True)
+    )
 
 
 class ShmArena:

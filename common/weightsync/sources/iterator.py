@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
     the trainer's tensors. ``not_finite``: infinite and NaN elements in these."""
 
     specs: tuple[TensorSpec, ...]
-    conversions: Sequence[Conversion]
+    conversions: Mapping[int, Conversion]
     not_finite: int
     seconds: float
 
@@ -69,12 +69,12 @@ class IteratorSource:
         """
         start, not_finite = time.perf_counter(), 0
         came: set[int] = set()
-        conversions: list[Conversion] = []
+        conversions: dict[int, Conversion] = {}
         for entries, conversion, tensor in self._come(layout, fitting):
             if conversion is None:
                 arenas.copy(entries[0].view(arena), tensor)
             else:
-                conversions.append(conversion)
+                conversions[entries[0].number] = conversion
                 making = conversion.begin(tensor)
                 for which, entry in enumerate(entries):
                     not_finite += making.write(which, 0, entry.view(arena).view(-1))
@@ -118,7 +118,7 @@ class IteratorSource:
         while (pair := next(self._pairs, None)) is not None:
             found, tensor = _read(pair)
             del pair
-            crossing, conversion = fitting(found)
+            crossing, conversion = fitting(found) if found.name not in dropped else ((found,), None)
             for spec in crossing:
                 if spec.name in came:
                     raise SourceError(f"the iterator yielded {spec.name} twice; every tensor needs a unique name")

@@ -11,8 +11,10 @@ import torch
 from weightsync.errors import SourceError
 
 #: Elements cast at a time on a CPU: few enough that torch does it in the calling thread.
-_ELEMENTS: Final = 1 << 15
+ELEMENTS: Final = 1 << 15
 
+#: What a dtype is in which an element would become infinite.
+_HELD: Final = "in which the engine holds this tensor"
 #: By the bytes of an element: integers of that size, of torch and unsigned ones of NumPy.
 INTEGERS: Final = {2: (torch.int16, "uint16"), 4: (torch.int32, "uint32"), 8: (torch.int64, "uint64")}
 
@@ -38,10 +40,10 @@ def cast(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
     Raises `SourceError`, naming the tensor, if a finite element would become infinite.
     """
     here = target.device.type == source.device.type == "cpu"
-    if not (here and target.is_contiguous() and source.is_contiguous()) or target.numel() <= _ELEMENTS:
+    if not (here and target.is_contiguous() and source.is_contiguous()) or target.numel() <= ELEMENTS:
         target.copy_(source)
     else:  # one call for all pieces
-        torch._foreach_copy_(torch.split(target.view(-1), _ELEMENTS), torch.split(source.view(-1), _ELEMENTS))
+        torch._foreach_copy_(torch.split(target.view(-1), ELEMENTS), torch.split(source.view(-1), ELEMENTS))
     return 0 if _is_finite(target) else not_finite(name, target, source)
 
 
@@ -66,13 +68,13 @@ def _infinity(dtype: torch.dtype) -> int:
     return int(torch.tensor(math.inf, dtype=dtype).view(INTEGERS[dtype.itemsize][0]))
 
 
-def not_finite(name: str, target: torch.Tensor, source: torch.Tensor) -> int:
+def not_finite(name: str, target: torch.Tensor, source: torch.Tensor, dtype_is: str = _HELD) -> int:
     """How many elements of ``source`` are not finite. Raises as `cast`, of which ``target`` is the result."""
     before, after = (~torch.isfinite(tensor) for tensor in (source, target))
     if made := int((after & ~before).sum()):
         worst = float(source[after & ~before].abs().max())
         raise SourceError(
-            f"{name}: {made} finite values, up to {worst:g}, would be infinite in {target.dtype}, in which the engine "
-            "holds this tensor; scale or clamp them, or start the engine with a wider dtype"
+            f"{name}: {made} finite values, up to {worst:g}, would be infinite in {target.dtype}, {dtype_is}; scale or "
+            "clamp them, or start the engine with a wider dtype"
         )
     return int(before.sum())

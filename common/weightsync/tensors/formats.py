@@ -72,10 +72,14 @@ class Format(NamedTuple):
         """
         *before, rows, columns = weight.shape
         together = self.block[1] if self.block[0] == 1 else 0
-        if 0 in weight.shape or columns % (together or 1) or columns % self.packed:
+        if 0 in weight.shape or columns % (together or 1) or columns % self.packed or together % self.packed:
             raise ManifestMismatch(f"{weight.name} {list(weight.shape)} cannot be quantised to {self.text}")
         grid = [-(-size // (length or size)) for size, length in zip((rows, columns), self.block, strict=True)]
-        shapes = (*before, rows, columns // self.packed), (*before, *grid) if any(self.block) else (1,), (2,)
+        shapes = (
+            (*before, rows, columns // self.packed),
+            (*before, *grid) if any(self.block) else (1,),
+            (len(weight.shape),),
+        )
         dtypes = self.dtype, self.work or self.scales[0], "int64"
         made = zip(self.names, dtypes, shapes, strict=False)
         return tuple(TensorSpec(weight.name + name, dtype, shape) for name, dtype, shape in made)
@@ -192,6 +196,8 @@ class _Config(msgspec.Struct):
     scale_fmt: str | None = None
     weight_block_size: tuple[_Size, _Size] | None = None
     config_groups: dict[str, _Group] = {}
+    transform_config: Any = None
+    sparsity_config: dict[str, Any] | None = None
 
 
 def formats_of(config: Mapping[str, Any]) -> tuple[Format, ...]:
@@ -209,6 +215,9 @@ def formats_of(config: Mapping[str, Any]) -> tuple[Format, ...]:
         if found.weight_block_size is None or found.fmt != "e4m3":
             raise ManifestMismatch("fp8 is known as e4m3, and with weight_block_size")
         return (_known("fp8", found.scale_fmt or "", ("float", 8), found.weight_block_size),)
+    sparse = found.sparsity_config or {}
+    if found.transform_config or sparse.get("format", "dense") != "dense":
+        raise ManifestMismatch("weights that were rotated or pruned before they were quantised are not known")
     groups = [(group, group.weights) for group in found.config_groups.values() if group.weights is not None]
     if not groups:
         raise ManifestMismatch(f"quant_method {found.quant_method or 'none'} is not known")

@@ -11,19 +11,19 @@ from typing import Final
 import numpy as np
 import torch
 
-from weightsync.tensors.casting import INTEGERS, cast, not_finite
+from weightsync.tensors.casting import ELEMENTS, INTEGERS, cast, not_finite
 from weightsync.tensors.formats import Format
 from weightsync.tensors.layout import DTYPES
 
 Pieces = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
-#: Elements of one operation of torch on a CPU: few enough that torch does it in the calling thread.
-_ELEMENTS: Final = 1 << 15
-#: Pieces of that size which are made together, one call for each step: few enough to stay in the cache.
+#: Pieces of `ELEMENTS` which are made together, one call for each step: few enough to stay in the cache.
 _TOGETHER: Final = 4
 #: Elements whose scales are computed together on a CPU, and elsewhere, where that takes as much memory again.
 _AHEAD: Final = 1 << 18
 _AHEAD_ON_DEVICE: Final = 1 << 24
+#: What a dtype is in which a weight would become infinite.
+_OF_SCALES: Final = "of which the engine's checkpoint has the scales"
 #: What `write` makes, by its number: the values, their scales, and the shape of the tensor.
 _VALUES, _SCALES, _SHAPE = range(3)
 #: Added to a float32, it leaves the nearest integer in the lowest bits: of two that are as near, the even one. torch's
@@ -52,15 +52,15 @@ class Quantising:
         self._integers = how.weights[0] == "int"
         on_cpu = tensor.device.type == "cpu"
         self._ahead = _AHEAD if on_cpu else _AHEAD_ON_DEVICE
-        self._piece = max(1, (_ELEMENTS if on_cpu else _AHEAD_ON_DEVICE) // columns)
+        self._piece = max(1, (ELEMENTS if on_cpu else _AHEAD_ON_DEVICE) // columns)
         self.restart()
 
     def restart(self) -> None:
         """The tensor has other values now."""
         #: How many rows of blocks have scales, and how many elements of these are not finite.
         self._known = self._not_finite = 0
-        #: Whether values could be beyond the limits of the format, and whether -0.0 is among the weights.
-        self._beyond = self._minus_zero = False
+        #: Whether values could be beyond the limits of the format.
+        self._beyond = False
 
     def write(self, which: int, start: int, target: torch.Tensor) -> int:
         """Write ``target``, 1-D: what the format has in this place, from element ``start`` on.
@@ -123,7 +123,7 @@ class Quantising:
         if torch.promote_types(source[0].dtype, work) != work:
             source = [piece.to(work) for piece in source]
         made: Pieces = torch._foreach_div(source, factors) if how.divides else torch._foreach_mul(source, factors)
-        if self._minus_zero:
+        if how.zero_point:
             torch._foreach_add_(made, 0.0)
         if self._integers:
             made = [piece.to(torch.float32) for piece in made]
@@ -153,7 +153,7 @@ class Quantising:
             scales, factors = self._how.scaling(self._how, largest)
             finite = math.isfinite(float(largest.amax()))
             if not finite:
-                self._not_finite += not_finite(self._name, rows.to(self._scales.dtype), rows)
+                self._not_finite += not_finite(self._name, rows.to(self._scales.dtype), rows, _OF_SCALES)
             # Otherwise the largest value of a block is close to the format's limit, and no rounding passes it.
             self._beyond |= not finite or float(scales.amin()) < torch.finfo(self._scales.dtype).tiny
             known = slice(self._known, self._known + count)
@@ -163,8 +163,6 @@ class Quantising:
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
         """The largest magnitude in each block of these rows: as integers, among which NaN is largest of all."""
         bits = rows.view(INTEGERS[rows.itemsize][0])
-        if self._how.zero_point and not self._minus_zero:
-            self._minus_zero = _least(bits) == torch.iinfo(bits.dtype).min
         if self._tall == 1:
             return _magnitudes(bits.reshape(-1, self._across, self._wide), 2).view(rows.dtype)
         step = max(1, self._ahead // rows.shape[1])
@@ -185,7 +183,3 @@ def _magnitudes(bits: torch.Tensor, dimension: int) -> torch.Tensor:
         return (bits & most).amax(dimension)
     # In the calling thread, at the speed of memory.
     return torch.from_numpy(np.bitwise_and(bits.numpy(), most).max(dimension))
-
-
-def _least(bits: torch.Tensor) -> int:
-    return int(bits.min() if bits.device.type != "cpu" else bits.numpy().min())

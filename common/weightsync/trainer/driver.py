@@ -293,6 +293,7 @@ class Driver:
 
     def drop_transfer(self) -> None:
         """Close the transfer; the next push makes a new one."""
+        self._planner.forget()
         if self._transfer is not None:
             self._transfer.close()
 

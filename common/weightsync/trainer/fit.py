@@ -135,13 +135,22 @@ class Expecting:
     def crossing(self, spec: TensorSpec) -> Crossing:
         """What crosses of a tensor. Raises `ManifestMismatch` if it cannot be quantised as the engine needs it."""
         there = self._listed.get(spec.name)
-        unlike = spec.dtype in CASTABLE and (there is None or there.dtype not in CASTABLE)
-        if unlike and self._reply.quantization is not UNSET and (made := self._quantised(spec)) is not None:
+        unlike = there.dtype not in CASTABLE if there is not None else self._has_parts_of(spec)
+        may = spec.dtype in CASTABLE and self._reply.quantization is not UNSET
+        if unlike and may and (made := self._quantised(spec)) is not None:
             return made
         dtype = self._dtype(spec)
         if dtype == spec.dtype:
             return (spec,), None
         return (structs.replace(spec, dtype=dtype),), Conversion(spec)
+
+    def _has_parts_of(self, weight: TensorSpec) -> bool:
+        """Whether the engine has tensors beside which a weight of this name would lie, which it has not."""
+        return len(weight.shape) > 1 and weight.name.rpartition(".")[0] in self._modules
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[str]:
+        return frozenset(name.rpartition(".")[0] for name in self._listed)
 
     def _dtype(self, spec: TensorSpec) -> str:
         """The dtype of the parameter that a tensor is copied to, or that of the engine's checkpoint.

@@ -247,7 +247,8 @@ class _Packing:
         """Make the plan for the next packing, if this was the second of the same memory: it will pay off."""
         if self._same and not self._planned:
             all_there = len(self._addresses) == sum(1 for _ in by_source(self._how[0], self._conversions))
-            with uncollected():
+            # The plan's own tensors are written by several threads, and inference mode is that of one.
+            with uncollected(), torch.inference_mode(mode=False):
                 repeated = pack_plan(*self._how, self._addresses, self._conversions) if all_there else None
             self._packed[self._key] = self._known, repeated, True
         elif not self._same:

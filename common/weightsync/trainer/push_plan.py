@@ -31,6 +31,7 @@ from weightsync.trainer.fit import Fit, fit, fitting
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.ranks.assignment import Plan
+from weightsync.trainer.ranks.gathering import Gathering
 from weightsync.trainer.ranks.in_place import lasting
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
@@ -108,6 +109,7 @@ class Planner:
     def __init__(self, engines: Engines, options: Options, ranks: Coordinator | None):
         self._engines, self._options, self._ranks = engines, options, ranks
         self._layout: Layout | None = None
+        self._gathering = Gathering()
         #: Whether several processes fill the arena.
         self._assembled = False
         #: Whether the trainer's ranks have pushed in the background, which copies what they hold.
@@ -126,6 +128,10 @@ class Planner:
         """Whether every engine can map what each process of a trainer holds."""
         least = http.PROTOCOL[0], SHARED_SHARDS_MINOR
         return all(engine.hello.protocol >= least for engine in self._engines.by_url.values())
+
+    def forget(self) -> None:
+        """Give back the memory in which a trainer's ranks put tensors together: one of them may still write there."""
+        self._gathering.close()
 
     def choose_again(self) -> None:
         """Choose buckets and staging anew for the next push: the ranks or the arena have changed."""
@@ -159,8 +165,10 @@ class Planner:
         if not manifest:
             raise SourceError("the mapping holds no tensors; there is nothing to send")
         manifest, conversions, kept = self._fit(manifest, allow_missing, deadline)
-        if assembled:
-            _check_one_process(conversions)
+        quantised = [each.source.name for each in conversions.values() if each.format is not None]
+        if assembled and quantised and self._ranks is not None and split is not None:
+            source = self._gathering.of(self._ranks, source, split.manifest, quantised, deadline)
+            assembled = False
         identity = None if assembled else source.identity()
         shared, table = None, Table()
         if not assembled:
@@ -261,7 +269,7 @@ class Planner:
         if found.specs != layout.specs:
             self._placed = layout = self._placed if self._placed.specs == found.specs else Layout(found.specs)
         request = structs.replace(plan.request, manifest=layout.specs, known=layout.name, kept=kept)
-        return plan._replace(request=request, layout=layout, conversions=dict(enumerate(found.conversions)))
+        return plan._replace(request=request, layout=layout, conversions=found.conversions)
 
     def _check_kept(self, kept: tuple[str, ...]) -> None:
         if kept and self._options.verify == "deep":
@@ -366,14 +374,4 @@ class Planner:
             parts=choice.staging != "none" and options.verify != "deep",
             kept=kept,
             domains=layout.table,
-        )
-
-
-def _check_one_process(conversions: Conversions) -> None:
-    """Raise `UnsupportedOption` if processes that fill an arena together would have to quantise."""
-    if names := [each.source.name for each in conversions.values() if each.format is not None]:
-        raise UnsupportedOption(
-            f"the engines' checkpoint is quantised ({listed(names)}), and several processes of a trainer cannot "
-            "quantise together yet: push an iterator of names and full tensors, or start the engines from a "
-            "checkpoint in bfloat16"
         )

@@ -253,6 +253,9 @@ class Borrower(Protocol):
     def borrow(self, lent: Lent) -> None:
         """Map what a sender lends before its first push. Raises `TransferFailed` or `OSError`."""
 
+    def give_back(self, but: str = "") -> None:
+        """Unmap what was lent, but by the sender at this address, and not used since."""
+
 
 @dataclass(frozen=True)
 class TransportSpec:

@@ -134,9 +134,9 @@ class IpcZmqEngineEnd:
     def __init__(self, device: torch.device):
         self._control = EngineControl(remote=False)
         self.check, self.confirm, self.fail = self._control.check, self._control.confirm, self._control.fail
-        #: The address of the sender whose arenas are mapped.
-        self._sender = ""
-        #: Its arenas, by name: one, or two if it keeps the previous version. Each has the memory of
+        #: Arenas by name that the sender at this address lent, who has not pushed since.
+        self._lent: tuple[str, dict[str, list[Stream | None]]] = "", {}
+        #: Mapped arenas of the sender, by name: one, or two if it keeps the previous version. Each has the memory of
         #: every memory domain, or of the only one.
         self._arenas: dict[str, list[Stream | None]] = {}
         #: The streams of arenas of several domains, and the names of their layouts, by arena.
@@ -148,7 +148,11 @@ class IpcZmqEngineEnd:
 
     def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> MappedIncoming:
         """See `base.EngineEnd`."""
-        self._belong_to(request.address)
+        if request.address != self._control.address:
+            self._forget()
+        self.give_back(but=request.address)
+        self._arenas |= self._lent[1]
+        self._lent = "", {}
         layout = subset.layout
         session, offer = self._control.open(request, subset, rank, tuple(self._arenas), cancelled)
         nbytes = min(layout.nbytes, request.slots * request.bucket_bytes)
@@ -160,14 +164,12 @@ class IpcZmqEngineEnd:
 
     def borrow(self, lent: Lent) -> None:
         """See `base.Borrower`."""
-        self._belong_to(lent.address)
-        for handle in lent.arenas:
-            self._arenas[Path(handle.path).name] = [_attach(handle)]
+        self._lent = lent.address, {Path(handle.path).name: [_attach(handle)] for handle in lent.arenas}
 
-    def _belong_to(self, sender: str) -> None:
-        if sender != self._sender:
-            self._forget()
-            self._sender = sender
+    def give_back(self, but: str = "") -> None:
+        """See `base.Borrower`."""
+        if self._lent[0] != but:
+            self._lent = "", {}
 
     def _map(self, offer: Offer) -> None:
         for name in self._arenas.keys() - set(offer.alive):
@@ -201,7 +203,9 @@ class IpcZmqEngineEnd:
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
-        if address != self._sender:
+        if address == self._lent[0]:
+            self.give_back()
+        if address != self._control.address:
             return False
         self._control.disconnect()
         self._forget()
@@ -209,6 +213,7 @@ class IpcZmqEngineEnd:
 
     def close(self) -> None:
         """Release the socket and the mappings; idempotent."""
+        self.give_back()
         self._forget()
         self._control.close()
 

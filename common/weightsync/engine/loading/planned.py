@@ -19,7 +19,6 @@ from weightsync.tensors.layout import cut_run
 from weightsync.tensors.native_copy import Copies, Run
 from weightsync.tensors.one_pass import OnePass
 from weightsync.tensors.scattered import Stream, key
-from weightsync.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +97,7 @@ class Arriving:
             self._stage = key(stage)
             found = self._prepared.get(self._stage)
             if found is None or not found.fits(self._bucket_bytes, hashed):
-                with uncollected():
-                    found = self._prepared[self._stage] = _Prepared(self.plan, stage, self._bucket_bytes, hashed)
+                found = self._prepared[self._stage] = _Prepared(self.plan, stage, self._bucket_bytes, hashed)
             self._left = dict(enumerate(found.buckets))
 
     def passing(self, stage: Stream, bucket: int, hashed: _AllHashed) -> OnePass | None:
