@@ -2,22 +2,28 @@
 
 import os
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from tests.helpers import served_digest
 from tests.unit.standbys import Packs
 from tests.unit.two_ranks import driven, one_engine
 from tools import models
 from weightsync import Sender
+from weightsync.daemon_thread import DaemonThread
+from weightsync.engine.borrowing import Borrowing
 from weightsync.memory import arenas
+from weightsync.memory.arenas import ShmArena
 from weightsync.protocol import http
-from weightsync.protocol.expected import MAKE_STANDBY, ExpectedRequest
+from weightsync.protocol.expected import MAKE_STANDBY, ExpectedRequest, Lent, StandbyRequest
 from weightsync.tensors.layout import digest_of
 from weightsync.trainer.transfer import Transfer
+from weightsync.transports.ipc_zmq import IpcZmqEngineEnd
 
 
 @pytest.fixture
@@ -72,6 +78,54 @@ def test_what_is_lent_by_a_sender_that_never_pushed_goes_with_the_next_push(engi
         sender.push(trained)
         assert not lent & mapped(engine)
     lost.close()
+
+
+def test_a_loan_takes_nothing_from_the_sender_whose_pushes_a_rank_holds():
+    end, own, lent = IpcZmqEngineEnd(torch.device("cpu")), ShmArena(1 << 16), ShmArena(1 << 16)
+    end._control.address, end._arenas[own.name] = "one", [arenas.attach(own.handle())]
+    end.borrow(Lent("ipc_zmq", "two", (lent.handle(),)))
+    maps = lambda: Path("/proc/self/maps").read_text().count(lent.name)  # noqa: E731
+    assert maps() == 2, "by the sender and by the rank, here in one process"
+    assert end.release("two") is False, "its sender has closed and never pushed"
+    assert maps() == 1
+    assert list(end._arenas) == [own.name]
+    end.borrow(Lent("ipc_zmq", "two", (lent.handle(),)))
+    end.give_back(but="two")
+    assert maps() == 2
+    end.give_back(but="one")
+    assert maps() == 1
+    assert end.release("one") is True
+    end.close()
+    for arena in (own, lent):
+        arena.close()
+
+
+def test_what_is_lent_is_mapped_once_whoever_asks_in_between():
+    class End:
+        """Counts; a mapping ends when it is told."""
+
+        mapped, go = [], threading.Semaphore(0)
+
+        def borrow(self, lent):
+            self.mapped.append(lent.address)
+            self.go.acquire()
+
+        def give_back(self, but=""):
+            pass
+
+    end = End()
+    borrowing = Borrowing(DaemonThread("maps"), lambda transport: end)
+    one, two = (StandbyRequest(name, 1.0, Lent("ipc_zmq", name, ())) for name in "ab")
+    for _ in range(3):
+        for asked in (one, two):
+            borrowing.begin(asked)
+    assert not borrowing.wait(0)
+    for _ in range(2):
+        end.go.release()
+        assert borrowing.wait(10)
+        for asked in (one, two):
+            borrowing.begin(asked)
+    assert end.mapped == ["a", "b"]
 
 
 def test_an_arena_that_cannot_be_mapped_ahead_is_mapped_by_the_push(engine, trained, monkeypatch):

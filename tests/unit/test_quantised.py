@@ -108,6 +108,20 @@ def test_tensors_of_an_iterator_are_quantised_as_they_come(options):
             sender.push(iter(twice))
 
 
+def test_a_trainer_may_push_in_inference_mode():
+    """Several tensors are large enough for threads, which are not in that mode."""
+    names = [f"layers.{number}.up.weight" for number in range(3)]
+    tensors = {name: weights(torch.float32, seed)[LARGE] for seed, name in enumerate(names)}
+    how = format_of(FINE)
+    made_of = lambda: {key: t for name in names for key, t in made(how, name, tensors[name]).items()}  # noqa: E731
+    engine = Engine(made_of(), FINE)
+    with torch.inference_mode(), Sender([engine]) as sender:
+        for _ in range(5):
+            sender.push(tensors)
+            assert differing(engine, made_of()) == []
+    engine.close()
+
+
 def test_a_push_in_the_background_is_quantised_before_the_trainer_goes_on():
     config, tensors = CONFIGS["fine-grained"], weights(torch.bfloat16)
     wanted = checkpoint(config, tensors)
@@ -201,6 +215,12 @@ SCALE = torch.zeros(2, 2, dtype=torch.bfloat16)
         (AWQ, {}, "awq is calibrated: its values do not follow from the weights alone; push what its checkpoint has"),
         ({**AWQ, "quant_method": "gptq"}, {}, "gptq is calibrated"),
         ({"quant_method": "unheard_of"}, {}, "quant_method unheard_of is not known"),
+        ({**CONFIGS["fp8, channel"], "transform_config": {"config_groups": {"r": {}}}}, {}, "rotated or pruned before"),
+        (
+            {**CONFIGS["fp8, channel"], "sparsity_config": {"format": "sparse-24-bitmask"}},
+            {},
+            "rotated or pruned before",
+        ),
         ({**FINE, "weight_block_size": "128"}, {}, "quantization_config cannot be read"),
         ({**FINE, "weight_block_size": [0, 128]}, {}, "quantization_config cannot be read"),
     ],
@@ -227,6 +247,18 @@ def test_a_shape_that_cannot_be_divided_is_refused():
     reply = ExpectedReply(tuple(spec_of(*each) for each in tensors.items()), quantization=CONFIGS["int4, group"])
     with pytest.raises(ManifestMismatch, match=rf"{SMALL} \[8, 130\] cannot be quantised to compressed-tensors pack"):
         fit([spec_of(SMALL, torch.zeros(8, 130))], {"http://a": reply})
+
+
+def test_a_tensor_that_a_calibrated_checkpoint_has_nothing_of_is_unknown_and_not_calibrated():
+    tensors = {"layers.0.q.qweight": torch.zeros(4, 4, dtype=torch.int32), NORM: torch.zeros(4)}
+    reply = ExpectedReply(tuple(spec_of(*each) for each in tensors.items()), quantization=AWQ)
+    pushed = [spec_of("extra.weight", torch.zeros(4, 32)), spec_of("layers.0.q.bias", torch.zeros(4))]
+    assert fit(pushed, {"http://a": reply}).manifest == tuple(pushed)
+
+
+def test_experts_of_three_dimensions_have_a_shape_of_three_sizes():
+    shape = format_of(CONFIGS["int4, group"]).made_of(spec_of("experts", torch.zeros(2, 8, 128)))[2]
+    assert (shape.name, shape.shape) == ("experts_shape", (3,))
 
 
 def test_a_scale_that_the_push_makes_may_not_be_pushed_too():
