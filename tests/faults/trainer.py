@@ -36,7 +36,7 @@ def push(sender, order, loaded):
     if folder not in loaded:
         loaded[folder] = models.load_reference(folder)
     weights = loaded[folder]
-    if order["spoil"]:
+    if order.get("spoil"):
         weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
     result = sender.push(weights, version=order["version"])
     noticed = [word for engine in result.engines.values() for word in engine.noticed]

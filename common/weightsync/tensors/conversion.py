@@ -22,10 +22,10 @@ class Making(Protocol):
         """The tensor has other values now."""
 
     def write(self, which: int, start: int, target: torch.Tensor) -> int:
-        """Write ``target``, 1-D: elements from ``start`` on of what crosses in this place, 0 where that is one tensor.
+        """Write ``target``, 1-D: elements from ``start`` on of output number ``which``. A cast has one output, 0.
 
-        Values are written before what follows from them, such as scales, and no two threads write at a time. Returns
-        how many elements of the trainer's tensor are not finite of those read for the first time. Raises `SourceError`,
+        Values, output 0, are written before what follows from them, such as scales; no two threads write at a time.
+        Returns how many elements of the trainer's tensor are not finite, each counted once. Raises `SourceError`,
         naming it, if a finite one would become infinite.
         """
 
@@ -33,7 +33,7 @@ class Making(Protocol):
 class Conversion(NamedTuple):
     """How the trainer's tensor ``source`` is converted: quantised to ``format``, or cast if there is none.
 
-    What crosses of it follows each other in the manifest.
+    Its outputs stand next to each other in the manifest.
     """
 
     source: TensorSpec

@@ -125,7 +125,8 @@ def _form(crossing: Crossing) -> str:
 class Expecting:
     """What the engine at ``url`` expects: in which form it takes the trainer's tensors.
 
-    ``as_served``: a tensor that the engine copies comes in the dtype of the parameter even if that is only wider.
+    ``as_served``: a tensor that the engine only copies crosses in the dtype of its parameter, also where the engine
+    would widen it itself.
     """
 
     def __init__(self, url: str, reply: ExpectedReply, as_served: bool = False):
