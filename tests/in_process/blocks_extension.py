@@ -1,19 +1,12 @@
 """A worker extension with which vLLM computes with block FP8 on any CPU: its own kernel needs a matrix unit (AMX)."""
 
-import torch
 from torch.nn import functional
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.platforms.interface import PlatformEnum
 
+from tests.quantised.site.dequantised import dequantised
 from vllm_weightsync import WorkerExtension
-
-
-def dequantised(weight, scales, block, dtype):
-    """A weight in float8, times the scales of its blocks."""
-    tall, wide = (torch.repeat_interleave(torch.arange(n), size) for n, size in zip(scales.shape, block, strict=True))
-    rows, columns = weight.shape
-    return (weight.float() * scales.float()[tall[:rows]][:, wide[:columns]]).to(dtype)
 
 
 class Dequantising(CPUFp8BlockScaledMMKernel):

@@ -85,4 +85,4 @@ def own_homes(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def slices(monkeypatch):
     """Slices of work for a standby that are over at once: the work stops wherever it may."""
-    monkeypatch.setattr(standby, "SLICE_S", 0.0)
+    monkeypatch.setattr(standby, "_SLICE_S", 0.0)

@@ -160,7 +160,7 @@ from weightsync.engine.exchange import swap
 from weightsync.engine.loading import standby
 from weightsync.engine.loading.loader import Loading
 
-standby.SLICE_S = 0.0
+standby._SLICE_S = 0.0
 adapter = Moves()
 loading = Loading(adapter)
 staged = standbys.stage_of(loading, 1, "push")

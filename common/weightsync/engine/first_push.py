@@ -6,8 +6,6 @@ import logging
 import secrets
 from typing import Final
 
-from msgspec import structs
-
 from weightsync.deadline import Deadline
 from weightsync.engine.lease import Lease
 from weightsync.engine.rank_calls import Calls, collect
@@ -26,13 +24,13 @@ async def expected(asked: ExpectedRequest, call: Calls, lease: Lease) -> Expecte
     deadline = Deadline(asked.timeout_s)
     reply = one_list(collect(await call("weightsync_expected", b"{}", asked.timeout_s), ExpectedReply))
     if asked.standby is True and await lease.lapsed():
-        await _make_standby(StandbyRequest(secrets.token_hex(8), asked.timeout_s, asked.lent), call, deadline)
+        await _make_standby(asked, call, deadline)
     return reply
 
 
-async def _make_standby(request: StandbyRequest, call: Calls, deadline: Deadline) -> None:
+async def _make_standby(asked: ExpectedRequest, call: Calls, deadline: Deadline) -> None:
     """Have the ranks make what the first push needs, in slices. What they do not make, that push makes."""
-    request = structs.replace(request, timeout_s=max(deadline.left(), _LEAST_S))
+    request = StandbyRequest(secrets.token_hex(8), max(deadline.left(), _LEAST_S), asked.lent)
     try:
         collect(await call(MAKE_STANDBY, http.to_json(request), deadline.left()), http.Done)
     except WeightSyncError as error:

@@ -11,15 +11,10 @@ _MODULE = "sglang.srt.layers.quantization.fp8"
 
 
 def _linear(input, weight, block_size, weight_scale, input_scale=None, bias=None, **_):
-    import torch
+    from dequantised import dequantised
+    from torch.nn import functional
 
-    rows, columns = weight.shape
-    tall, wide = (
-        torch.repeat_interleave(torch.arange(count), size)
-        for count, size in zip(weight_scale.shape, block_size, strict=True)
-    )
-    scales = weight_scale.float()[tall[:rows]][:, wide[:columns]]
-    return torch.nn.functional.linear(input, (weight.float() * scales).to(input.dtype), bias)
+    return functional.linear(input, dequantised(weight, weight_scale, block_size, input.dtype), bias)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
