@@ -1,7 +1,9 @@
 """Engines in the trainer's process: the reference engine, by the same code as vLLM's and SGLang's."""
 
 import asyncio
+import gc
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,8 @@ from tools import models
 from weightsync import Sender
 from weightsync.engine.in_process import EngineInProcess
 from weightsync.errors import ApplyFailed, EngineUnreachable, LeaseHeld, PushTimeout, UnsupportedOption
+from weightsync.protocol import http
+from weightsync.protocol.in_process import NotRunning
 from weightsync.testing import ReferenceEngine, ReferenceInProcess, attach
 
 PROMPT = list(range(7))
@@ -118,6 +122,30 @@ def test_an_engine_whose_loop_ends_during_a_request_is_named(engine, monkeypatch
         monkeypatch.setattr(engine.front, "version", version)
         with pytest.raises(EngineUnreachable, match=r"ReferenceInProcess#\d+ .*its event loop does not run"):
             sender.status()
+
+
+def test_a_request_that_comes_as_the_loop_ends_is_left_nowhere(engine, monkeypatch):
+    client, held, go = attach(engine), threading.Event(), threading.Event()
+    left = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: left.append(str(found.exc_value)))
+
+    def hold():
+        held.set()
+        go.wait(30)
+        client._loop.stop()  # what is asked meanwhile comes after it
+
+    with ThreadPoolExecutor(1) as thread:
+        client._loop.call_soon_threadsafe(hold)
+        assert held.wait(30)
+        asked = thread.submit(client.ask, "status", http.to_json(http.StatusRequest()), 30)
+        while not client._loop._ready:
+            threading.Event().wait(0.01)
+        go.set()
+        with pytest.raises(NotRunning, match="its event loop does not run"):
+            asked.result(30)
+    del asked
+    gc.collect()
+    assert not left
 
 
 def test_an_engine_that_was_closed_is_named(engine, b):

@@ -43,6 +43,9 @@ def _run(loop: asyncio.AbstractEventLoop, runs: threading.Event) -> None:
     loop.call_soon(runs.set)
     loop.run_forever()
     loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
+    # A request that came as the loop ended has begun by now, and a cancelled one may call the ranks to clean up.
+    while tasks := asyncio.all_tasks(loop):
+        loop.run_until_complete(_cancel(tasks))
     loop.close()
 
 
@@ -133,7 +136,12 @@ class EngineInProcess:
                 if left_s <= 0:
                     # It goes on: what it has begun in the engine, a commit for example, must not be left half-way.
                     raise TimeoutError(self.front_end.front.busy) from None
-                self._check()
+                try:
+                    self._check()
+                except NotRunning:
+                    if self._loop.is_closed():
+                        asked.close()  # it came too late to begin
+                    raise
 
     def _check(self) -> None:
         if reason := self._gone():
