@@ -11,7 +11,6 @@ import pytest
 
 from tests.traps import Traps
 from tools import models
-from weightsync.engine.loading import standby
 from weightsync.protocol import auth, directories
 from weightsync.testing import ReferenceEngine
 
@@ -84,5 +83,5 @@ def own_homes(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def slices(monkeypatch):
-    """Slices of work for a standby that are over at once: the work stops wherever it may."""
-    monkeypatch.setattr(standby, "_SLICE_S", 0.0)
+    """Slices of work that are over at once: the work stops wherever it may."""
+    monkeypatch.setattr("weightsync.engine.exchange.slices.SLICE_S", 0.0)

@@ -1,5 +1,6 @@
 """What a first push needs is made before it: the recording of the loader, and a standby that holds no version."""
 
+import itertools
 import re
 
 import pytest
@@ -227,3 +228,69 @@ def test_a_loader_that_cannot_be_recorded_has_its_standby_all_the_same():
     adapter = Both()
     make(Loading(adapter))
     assert adapter.made == 1
+
+
+class Stepwise(Moves):
+    """``between`` is called between two tensors that its loader loads."""
+
+    between = staticmethod(lambda model: None)
+
+    def loader_hooks(self):
+        hooks = super().loader_hooks()
+
+        def load(weights):
+            for name, tensor in weights:
+                self.between(self.model)
+                hooks.load([(name, tensor)])
+
+        return hooks._replace(load=load)
+
+
+def test_the_loader_is_recorded_in_slices(recorded, slices):
+    adapter, read = Stepwise(), itertools.count()
+    adapter.between = lambda model: next(read)
+    loading, met = Loading(adapter), set()
+    make(loading, between=lambda: met.add(str(read)))
+    assert len(met) > len(NAMES) / 2
+    assert recorded == [len(NAMES)]
+    for content in (1, 2):
+        push(loading, content)
+        assert adapter.holds() == content
+    assert recorded.count(len(NAMES)) == 1
+
+
+def test_between_slices_the_engine_has_its_own_tensors(slices):
+    adapter = Stepwise()
+    served = dict(adapter.model.named_parameters())
+
+    def replace(model):
+        for name in NAMES:
+            setattr(model, name, torch.nn.Parameter(torch.ones(30, 4)))
+
+    adapter.between = replace
+    loading, seen = Loading(adapter), []
+    make(loading, between=lambda: seen.append(dict(adapter.model.named_parameters())))
+    assert seen
+    assert all(found[name] is served[name] for found in seen for name in served)
+    assert zeros(adapter)
+
+
+def test_a_push_ends_a_recording_that_has_not_ended(slices):
+    adapter = Stepwise()
+    loading = Loading(adapter)
+    with pytest.raises(Unfinished):
+        loading.ahead.make(StandbyRequest("first", 60.0))
+    work = loading.ahead._recording
+    for content in (1, 2):
+        push(loading, content)
+        assert adapter.holds() == content
+    assert work._ended
+    assert make(loading, "second") == 1
+
+
+def test_a_long_call_of_a_recorded_loader_is_named(slices):
+    adapter = Stepwise()
+    adapter.between = lambda model: torch.ones(1).add(1)
+    loading = Loading(adapter)
+    make(loading)
+    assert re.fullmatch(r"\d+\.\d+ s in \w+", loading.ahead.longest_call)

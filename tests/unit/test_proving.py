@@ -156,11 +156,11 @@ TORN = """
 import torch
 from tests.unit import standbys
 from tests.unit.test_planned import Moves
-from weightsync.engine.exchange import swap
+from weightsync.engine.exchange import slices, swap
 from weightsync.engine.loading import standby
 from weightsync.engine.loading.loader import Loading
 
-standby._SLICE_S = 0.0
+slices.SLICE_S = 0.0
 adapter = Moves()
 loading = Loading(adapter)
 staged = standbys.stage_of(loading, 1, "push")

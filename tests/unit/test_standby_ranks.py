@@ -12,7 +12,6 @@ from tests.unit.two_ranks import PATIENCE_S, SERVING, driven, one_engine
 from weightsync import errors
 from weightsync.engine.adapter import Sealed, StandbyHooks
 from weightsync.engine.exchange import swap as swapping
-from weightsync.engine.loading import standby
 from weightsync.memory import arenas
 from weightsync.protocol import http
 
@@ -69,7 +68,7 @@ def fails_at(patch, number):
 
 @driven
 async def test_the_engine_answers_between_slices_and_serves_the_version_before(harness, monkeypatch):
-    monkeypatch.setattr(standby, "_SLICE_S", 0.0)
+    monkeypatch.setattr("weightsync.engine.exchange.slices.SLICE_S", 0.0)
     front, one, _ = harness
     await push(one, "v1", 1)
     go = threading.Event()
@@ -110,7 +109,7 @@ async def test_an_exchange_that_fails_on_one_rank_is_taken_back_on_both(harness,
 @pytest.mark.parametrize("rank", [0, 1])
 @driven
 async def test_a_rank_that_fails_before_the_pause_is_the_one_that_is_named(harness, monkeypatch, rank):
-    monkeypatch.setattr(standby, "_SLICE_S", 0.0)
+    monkeypatch.setattr("weightsync.engine.exchange.slices.SLICE_S", 0.0)
     front, one, _ = harness
     await push(one, "v1", 1)
     front.ranks[rank]._adapter.loads = lambda: 1 / 0
@@ -151,7 +150,7 @@ async def test_a_dirty_engine_stays_dirty_if_an_exchange_fails_and_is_healed_by_
 
 @driven
 async def test_a_push_that_takes_half_of_its_time_to_load_is_loaded_in_the_pause(harness, monkeypatch):
-    monkeypatch.setattr(standby, "_SLICE_S", 0.0)
+    monkeypatch.setattr("weightsync.engine.exchange.slices.SLICE_S", 0.0)
     front, one, _ = harness
     await push(one, "v1", 1)
     ended = []
@@ -174,7 +173,7 @@ async def test_a_push_that_takes_half_of_its_time_to_load_is_loaded_in_the_pause
 
 @driven
 async def test_a_push_that_is_aborted_while_it_is_loaded_ends_that(harness, monkeypatch):
-    monkeypatch.setattr(standby, "_SLICE_S", 0.0)
+    monkeypatch.setattr("weightsync.engine.exchange.slices.SLICE_S", 0.0)
     front, one, _ = harness
     await push(one, "v1", 1)
     await one.stage("v2", 2)

@@ -120,7 +120,7 @@ class Receiver:
             failed=self._failed,
             loading=self._loading.path,
             model=self._loading.status() or UNSET,
-            longest_call=self._loading.standby.longest_call or UNSET,
+            longest_call=self._loading.standby.longest_call or self._loading.ahead.longest_call or UNSET,
         )
 
     def _end(self, transport: str) -> EngineEnd:
@@ -141,6 +141,7 @@ class Receiver:
     def _supersede(self, what: str) -> None:
         """Cancel the current push: the front end has given the lease to another sender, or begun another push."""
         self._loading.standby.stop()
+        self._loading.ahead.stop()
         if self._job is not None:
             logger.warning("push %s is superseded by %s", self._job.request.push, what)
             self.abort()

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 _R = TypeVar("_R")
 
+#: Seconds of one slice.
+SLICE_S: Final = 0.02
 #: Seconds between two looks whether work that has not stopped in time has done so.
 _LOOK_UP_S: Final = 0.001
 #: Seconds in one piece for work that is cancelled.
@@ -116,6 +118,11 @@ class Sliced(Generic[_R]):
     def result(self) -> _R:
         """What the work returned, once `advance` has returned True."""
         return self._result[0]
+
+    @property
+    def stood_still(self) -> str:
+        """The longest call, if it took longer than a slice; else empty."""
+        return self.longest_call if self.call_s > SLICE_S else ""
 
     def cancel(self) -> None:
         """End the work: `Cancelled` is raised in it, and what it does about that is waited for."""
@@ -211,7 +218,7 @@ class Sliced(Generic[_R]):
 class Steps(Generic[_R]):
     """As `Sliced`, for work that yields wherever it may stop, and sets nothing for the process."""
 
-    longest_call, call_s = "", 0.0  # each is short
+    stood_still = ""  # each is short
 
     def __init__(self, work: Generator[None, None, _R]):
         self._work, self._result = work, list[_R]()

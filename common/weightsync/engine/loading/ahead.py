@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from weightsync.engine.adapter import Adapter, LoaderHooks
+from weightsync.engine.exchange import slices
 from weightsync.engine.exchange.pairs import Rules
-from weightsync.engine.exchange.slices import Steps
+from weightsync.engine.exchange.slices import Sliced, Steps
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Planned
-from weightsync.engine.loading.standby import Standby
-from weightsync.engine.loading.works import Made, filled
+from weightsync.engine.loading.standby import Standby, Unfinished
+from weightsync.engine.loading.works import Made, filled, recording
 from weightsync.protocol.expected import StandbyRequest
 from weightsync.tensors.layout import Layout
-from weightsync.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ class Ahead:
         #: The request that is being handled, and what the first push is likely to have.
         self._name, self._layout = "", Layout(())
         self._recorded: LoadPlan | None = None
+        self._recording: Sliced[LoadPlan] | None = None
+        self.longest_call = ""
+        """As `Standby.longest_call`, of the recording."""
 
     def make(self, asked: StandbyRequest) -> None:
         """Record the loader, and make the standby, for the time of a slice. Raises `standby.Unfinished`.
@@ -40,9 +43,12 @@ class Ahead:
         if isinstance(hooks, str):
             return
         if asked.name != self._name:
-            self._name, self._layout = asked.name, Layout(self._complete.likely())
-            if isinstance(hooks, LoaderHooks) and plan is None:
-                self._recorded = self._record(hooks)
+            self.stop()
+            self._name, self._layout, self._recorded = asked.name, Layout(self._complete.likely()), None
+            if isinstance(hooks, LoaderHooks) and plan is None and self._layout.specs:
+                self._recording = recording(hooks, self._layout, self._adapter.device)
+        if self._recording is not None:
+            self._record(self._recording)
         plan = plan or self._recorded
         if isinstance(hooks, LoaderHooks) and plan is not None:
             self._make_memory(asked, plan, hooks)
@@ -67,16 +73,27 @@ class Ahead:
 
         self._standby.make(asked.name, begin, asked.timeout_s)
 
-    def _record(self, hooks: LoaderHooks) -> LoadPlan | None:
+    def _record(self, work: Sliced[LoadPlan]) -> None:
         try:
-            with uncollected():
-                return LoadPlan(hooks, self._layout, self._adapter.device) if self._layout.specs else None
+            if not work.advance(slices.SLICE_S):
+                raise Unfinished(f"rank {self._adapter.rank} is still recording its loader")
+            self._recorded = work.result()
+        except Unfinished:
+            raise
         except Exception as error:
+            work.cancel()  # if it has not ended: what failed was to go on with it
             logger.info("the loader cannot be recorded before the first push: %s", error)
-            return None
+        self._recording, self.longest_call = None, work.stood_still
+
+    def stop(self) -> None:
+        """Stop to record, as `Standby.stop`."""
+        if self._recording is not None:
+            self._recording.cancel()
+            self._recording = None
 
     def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:
         """The plan for a push: as recorded before, if that has the same tensors, or now. Raises as `LoadPlan`."""
+        self.stop()
         found, self._recorded = self._recorded, None
         holds = found is not None and found.memory.model is hooks.model and found.memory.is_unmoved()
         if found is None or not holds or set(found.layout.specs) != set(layout.specs):

@@ -23,7 +23,7 @@ import torch
 from weightsync.engine.adapter import LoaderHooks
 from weightsync.engine.loading.comparing import PIECE_BYTES, alike, memcmp, rows_of, same, sample, share_of
 from weightsync.engine.loading.fake_tensor import Unrecordable
-from weightsync.engine.loading.model_memory import overlap
+from weightsync.engine.loading.model_memory import Memory, overlap
 from weightsync.engine.loading.recorded import Copy, Recording, is_contiguous
 from weightsync.engine.loading.recording import record
 from weightsync.tensors.boxes import Box, hull, whole
@@ -76,12 +76,12 @@ class LoadPlan:
 
     ``loader`` has the names of the tensors that only the loader itself can load, into the parameters in ``fallen``,
     each with its reason; `replay` does the rest. Construction raises `Unrecordable`, or what the loader raises, and
-    changes no weight.
+    changes no weight; ``memory`` is as for `record`.
     """
 
-    def __init__(self, loader_hooks: LoaderHooks, layout: Layout, device: torch.device):
+    def __init__(self, loader_hooks: LoaderHooks, layout: Layout, device: torch.device, memory: Memory | None = None):
         self.layout, self._device = layout, device
-        self.recording = found = record(loader_hooks, layout.specs, device)
+        self.recording = found = record(loader_hooks, layout.specs, device, memory)
         _refuse_conflicts(found)
         self.fallen = {owner.name: why for owner, why in found.fallen.items()}
         self.loader = frozenset(found.unfollowed).union(*(found.touched[owner] for owner in found.fallen))

@@ -39,6 +39,8 @@ aten: Final = torch.ops.aten
 
 #: How often the loader is run again without the tensors whose values it read.
 _ATTEMPTS: Final = 8
+#: While work is done in slices, `gc.collect` collects nothing.
+_collect: Final = gc.collect
 
 
 def record(
@@ -111,7 +113,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def kept(self) -> str:
         """Name of a tensor that the loader references after it has returned; empty if there is none."""
         if any(found() is not None for _, found in self.made):
-            gc.collect()  # reference cycles do not count
+            _collect()  # reference cycles do not count
         return next((min(names) for names, found in self.made if found() is not None), "")
 
     def __torch_dispatch__(

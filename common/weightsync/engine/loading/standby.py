@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, StandbyHooks
+from weightsync.engine.exchange import slices
 from weightsync.engine.exchange.pairs import Rules, Unlike, lacks_memory
 from weightsync.engine.exchange.slices import Sliced, Steps
 from weightsync.engine.exchange.swap import Swap
@@ -35,8 +36,6 @@ from weightsync.tensors.scattered import Stream
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of one slice.
-_SLICE_S: Final = 0.02
 #: How often in turn an engine may fail to make a standby, or one that is like its model, before that is given up: a
 #: load of its own way in between may mend what someone else did to the model.
 _TRIES: Final = 2
@@ -196,7 +195,7 @@ class Standby:
             return
         made, start = self._set is None and self._model is None, time.perf_counter()
         try:
-            ended = self._work.advance(_SLICE_S)
+            ended = self._work.advance(slices.SLICE_S)
         except WeightSyncError:
             self._drop()
             raise
@@ -207,7 +206,7 @@ class Standby:
             self.seconds += time.perf_counter() - start
         if not ended:
             raise Unfinished(f"rank {self._adapter.rank} is still loading push {push} into its standby")
-        self.longest_call = self._work.longest_call if self._work.call_s > _SLICE_S else ""
+        self.longest_call = self._work.stood_still
         self._model, self._set = self._work.result()
         self._work, self._loaded, self._used, self._tries = None, True, True, _TRIES
         self._way = "exchanged" if self._set.keeps_before else "copied"
