@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory bench-pauses gpu faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-load gpu faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -108,6 +108,9 @@ scenarios: env  ## random sequences of all that may happen: make scenarios STEPS
 
 soak: env  ## push 500 times and see that no process grows: make soak PUSHES=500 ENGINE=vllm|sglang (default: both)
 	.venv/bin/python benchmarks/soak.py --pushes $(PUSHES) $(ASKED) $(ARGS)
+
+bench-load: env  ## pushes of 1.19 GB without a break while clients read streams: make bench-load ARGS="--nice 19"
+	.venv/bin/python -m benchmarks.under_load $(ARGS)
 
 streams: env  ## push while clients read streams: make streams ENGINE=vllm|sglang (default: both)
 	.venv/bin/python benchmarks/streams.py $(ASKED) $(ARGS)

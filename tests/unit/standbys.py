@@ -4,7 +4,7 @@ import torch
 
 from tests.unit.loaders import AdapterOf, Model, bits
 from weightsync.engine.adapter import Sealed, StandbyHooks
-from weightsync.engine.loading.standby import Unfinished
+from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.stage import Staged
 from weightsync.tensors.layout import spec_of
 from weightsync.tensors.subset import Subset

@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
+from msgspec import structs
 
 from tests.unit.standbys import NAMES, Packs, push, ready, stage_of, unlike
 from tests.unit.test_planned import Moves
 from weightsync.engine.adapter import Expected, LoaderHooks
+from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.loading import load_plan
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.standby import Unfinished
 from weightsync.errors import ManifestMismatch
 from weightsync.memory import arenas
 from weightsync.protocol.expected import StandbyRequest
@@ -275,12 +276,58 @@ def test_between_slices_the_engine_has_its_own_tensors(slices):
     assert zeros(adapter)
 
 
+def test_what_others_do_to_the_model_between_slices_stays(slices):
+    adapter = Stepwise()
+    loading, model = Loading(adapter), adapter.model
+    with pytest.raises(Unfinished):
+        loading.ahead.make(StandbyRequest("first", 60.0))
+    parameter, other = model.layer_0, torch.full((30, 4), 7.0)
+    parameter.data = other
+    make(loading)
+    assert parameter.data_ptr() == other.data_ptr()
+    assert loading.ahead._recorded is None
+
+
+def test_a_recording_that_is_called_off_puts_nothing_back(slices):
+    adapter = Stepwise()
+    loading, model = Loading(adapter), adapter.model
+    with pytest.raises(Unfinished):
+        loading.ahead.make(StandbyRequest("first", 60.0))
+    parameter, other = model.layer_0, torch.full((30, 4), 7.0)
+    parameter.data = other
+    loading.ahead.stop()
+    assert parameter.data_ptr() == other.data_ptr()
+
+
+def test_the_dtypes_of_parameters_are_found_in_slices_and_once(slices, monkeypatch):
+    adapter, read = Stepwise(), itertools.count()
+    adapter._specs = tuple(structs.replace(spec, dtype="bfloat16") for spec in adapter._specs)
+    adapter.between = lambda model: next(read)
+    loading, met = Loading(adapter), set()
+
+    def expected():
+        while True:
+            try:
+                return loading.expected()
+            except Unfinished:
+                met.add(str(read))
+
+    assert expected().served == dict.fromkeys(NAMES, "float32")
+    assert len(met) > len(NAMES) / 2
+    seen = str(read)
+    assert expected().served == dict.fromkeys(NAMES, "float32")
+    assert str(read) == seen, "it was not recorded again"
+    adapter.model.layer_0.data = torch.zeros(30, 4)
+    assert expected().served == dict.fromkeys(NAMES, "float32")
+    assert str(read) != seen
+
+
 def test_a_push_ends_a_recording_that_has_not_ended(slices):
     adapter = Stepwise()
     loading = Loading(adapter)
     with pytest.raises(Unfinished):
         loading.ahead.make(StandbyRequest("first", 60.0))
-    work = loading.ahead._recording
+    work = loading.ahead._recording._work
     for content in (1, 2):
         push(loading, content)
         assert adapter.holds() == content

@@ -10,8 +10,8 @@ from tests.unit.loaders import bits
 from tests.unit.standbys import NAMES, checkpoint, push, ready, stage_of
 from tests.unit.test_planned import Moves
 from weightsync.engine.exchange import swap as swapping
+from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.standby import Unfinished
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed
 
@@ -166,7 +166,7 @@ loading = Loading(adapter)
 staged = standbys.stage_of(loading, 1, "push")
 try:
     loading.prepare_load(staged, "push")
-except standby.Unfinished:
+except slices.Unfinished:
     pass
 
 class Stuck(torch.nn.Parameter):

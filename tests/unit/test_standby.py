@@ -10,8 +10,8 @@ from tests.unit.loaders import bits, scattered
 from tests.unit.standbys import NAMES, Packs, checkpoint, push, ready, stage_of, unlike
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.exchange import swap as swapping
+from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.loading.loader import Loading
-from weightsync.engine.loading.standby import Unfinished
 from weightsync.engine.stage import Staged
 from weightsync.errors import TransferFailed, WrongState
 from weightsync.tensors.layout import spec_of

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from weightsync.engine import diagnosis
-from weightsync.engine.loading.standby import Unfinished
+from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import WeightSyncError, WrongState
 from weightsync.protocol.diagnosis import DiagnoseRequest, RankReport

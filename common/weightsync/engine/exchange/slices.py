@@ -22,6 +22,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from weightsync.errors import WrongState
+
 _R = TypeVar("_R")
 
 #: Seconds of one slice.
@@ -71,6 +73,10 @@ _COLLECTOR: Final = (
     Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     Setting(lambda: gc.collect, functools.partial(setattr, gc, "collect")),
 )
+
+
+class Unfinished(WrongState):
+    """A slice of the work is done: ask again at once."""
 
 
 class Cancelled(BaseException):

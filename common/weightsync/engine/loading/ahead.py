@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from weightsync.engine.adapter import Adapter, LoaderHooks
-from weightsync.engine.exchange import slices
 from weightsync.engine.exchange.pairs import Rules
-from weightsync.engine.exchange.slices import Sliced, Steps
+from weightsync.engine.exchange.slices import Steps, Unfinished
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Planned
-from weightsync.engine.loading.standby import Standby, Unfinished
-from weightsync.engine.loading.works import Made, filled, recording
+from weightsync.engine.loading.sliced_recording import SlicedRecording
+from weightsync.engine.loading.standby import Standby
+from weightsync.engine.loading.works import Made, filled
 from weightsync.protocol.expected import StandbyRequest
 from weightsync.tensors.layout import Layout
 
@@ -30,7 +30,7 @@ class Ahead:
         #: The request that is being handled, and what the first push is likely to have.
         self._name, self._layout = "", Layout(())
         self._recorded: LoadPlan | None = None
-        self._recording: Sliced[LoadPlan] | None = None
+        self._recording: SlicedRecording[LoadPlan] | None = None
         self.longest_call = ""
         """As `Standby.longest_call`, of the recording."""
 
@@ -46,7 +46,7 @@ class Ahead:
             self.stop()
             self._name, self._layout, self._recorded = asked.name, Layout(self._complete.likely()), None
             if isinstance(hooks, LoaderHooks) and plan is None and self._layout.specs:
-                self._recording = recording(hooks, self._layout, self._adapter.device)
+                self._recording = self._recorder(hooks, self._layout)
         if self._recording is not None:
             self._record(self._recording)
         plan = plan or self._recorded
@@ -73,22 +73,23 @@ class Ahead:
 
         self._standby.make(asked.name, begin, asked.timeout_s)
 
-    def _record(self, work: Sliced[LoadPlan]) -> None:
+    def _recorder(self, hooks: LoaderHooks, layout: Layout) -> SlicedRecording[LoadPlan]:
+        device = self._adapter.device
+        return SlicedRecording(hooks.model, lambda memory: LoadPlan(hooks, layout, device, memory))
+
+    def _record(self, recording: SlicedRecording[LoadPlan]) -> None:
         try:
-            if not work.advance(slices.SLICE_S):
-                raise Unfinished(f"rank {self._adapter.rank} is still recording its loader")
-            self._recorded = work.result()
+            self._recorded = recording.result(self._adapter.rank)
         except Unfinished:
             raise
         except Exception as error:
-            work.cancel()  # if it has not ended: what failed was to go on with it
             logger.info("the loader cannot be recorded before the first push: %s", error)
-        self._recording, self.longest_call = None, work.stood_still
+        self._recording, self.longest_call = None, recording.stood_still
 
     def stop(self) -> None:
         """Stop to record, as `Standby.stop`."""
         if self._recording is not None:
-            self._recording.cancel()
+            self._recording.stop()
             self._recording = None
 
     def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:

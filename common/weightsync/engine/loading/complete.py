@@ -17,9 +17,11 @@ from msgspec import UNSET, structs
 
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks
 from weightsync.engine.coverage import packed, passed_over
+from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.recorded import Recording
 from weightsync.engine.loading.recording import record
+from weightsync.engine.loading.sliced_recording import SlicedRecording
 from weightsync.errors import ManifestMismatch
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
@@ -44,8 +46,11 @@ class Complete:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._expected: Expected | ManifestMismatch | None = None
-        #: What `reply` has found last; it may take a recording.
+        #: What `reply` has found last.
         self._listed: ExpectedReply | None = None
+        #: The last recording for it, and what that has shown once it has ended.
+        self._recording: SlicedRecording[Recording] | None = None
+        self._targets: dict[str, set[str]] | None = None
 
     def known(self) -> Expected | ManifestMismatch:
         """The engine's checkpoint; or why it cannot be determined."""
@@ -59,7 +64,7 @@ class Complete:
     def reply(self) -> ExpectedReply:
         """This rank's part of the reply to the trainer: rank 0 has the list, every rank the dtypes of its parameters.
 
-        Records the loader if parameters may have other dtypes than the checkpoint.
+        Records the loader if parameters may have other dtypes than the checkpoint; raises `Unfinished` meanwhile.
         """
         found = self.known()
         if isinstance(found, ManifestMismatch):
@@ -82,11 +87,7 @@ class Complete:
         here = {dtype_name(each.dtype) for each in (*hooks.model.parameters(), *hooks.model.buffers())} & CASTABLE
         if here == {spec.dtype for spec in expected.specs} & CASTABLE and len(here) == 1:
             return {}
-        try:
-            targets = _copied_to(record(hooks, expected.specs, self._adapter.device))
-        except Exception as error:
-            logger.info("loading the checkpoint cannot be recorded: %s", error)
-            return {}
+        targets = self._recorded(hooks, expected.specs)
         return {
             spec.name: dtype
             for spec in expected.specs
@@ -94,6 +95,24 @@ class Complete:
             for dtype in targets.get(spec.name, ())
             if targets[spec.name] == {dtype} and dtype in CASTABLE - {spec.dtype}
         }
+
+    def _recorded(self, hooks: LoaderHooks, specs: Sequence[TensorSpec]) -> dict[str, set[str]]:
+        """See `_copied_to`: recorded again if the model's memory has moved; empty if it cannot be recorded."""
+        found, device = self._recording, self._adapter.device
+        if found is None or found.memory.model is not hooks.model or not found.memory.is_unmoved():
+            if found is not None:
+                found.stop()
+            found = SlicedRecording(hooks.model, lambda memory: record(hooks, specs, device, memory))
+            self._recording, self._targets = found, None
+        if self._targets is None:
+            try:
+                self._targets = _copied_to(found.result(self._adapter.rank))
+            except Unfinished:
+                raise
+            except Exception as error:
+                logger.info("loading the checkpoint cannot be recorded: %s", error)
+                self._targets = {}
+        return self._targets
 
     def check(self, manifest: Sequence[TensorSpec], kept: Collection[str] = ()) -> None:
         """Raise `ManifestMismatch`, by name, for what is missing, unknown, misshapen, or of a dtype that cannot fit.

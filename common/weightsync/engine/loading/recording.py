@@ -54,16 +54,17 @@ def record(
     memory = memory or Memory(loader_hooks.model)
     unfollowed: dict[str, str] = {}
     for _ in range(_ATTEMPTS):
-        recorder = _Recorder(Recording(memory, unfollowed=dict(unfollowed)))
+        recorder, failed = _Recorder(Recording(memory, unfollowed=dict(unfollowed))), None
         try:
             with torch.inference_mode(False), torch.no_grad(), recorder:
                 loader_hooks.load(recorder.feed([spec for spec in specs if spec.name not in unfollowed], device))
-        except Exception:
-            if not recorder.stopped:
-                raise
-        finally:
-            replaced = memory.put_back()
+        except Exception as error:
+            failed = error
+        # Not after `slices.Cancelled`: others may have given the model other memory since the last slice.
+        replaced = memory.put_back()
         if not recorder.stopped:
+            if failed is not None:
+                raise failed
             if replaced or recorder.broken:
                 raise Unrecordable(recorder.broken or f"it replaces {replaced} by another tensor")
             if kept := recorder.kept():

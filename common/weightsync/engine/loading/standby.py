@@ -21,7 +21,7 @@ import torch
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, StandbyHooks
 from weightsync.engine.exchange import slices
 from weightsync.engine.exchange.pairs import Rules, Unlike, lacks_memory
-from weightsync.engine.exchange.slices import Sliced, Steps
+from weightsync.engine.exchange.slices import Sliced, Steps, Unfinished
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.fake_tensor import Unrecordable
@@ -29,7 +29,7 @@ from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned, nbytes_of
 from weightsync.engine.loading.works import Made, filled, loaded, proving
 from weightsync.engine.stage import Staged
-from weightsync.errors import TransferFailed, WeightSyncError, WrongState
+from weightsync.errors import TransferFailed, WeightSyncError
 from weightsync.memory import arenas
 from weightsync.tensors.layout import Layout, listed
 from weightsync.tensors.scattered import Stream
@@ -41,10 +41,6 @@ logger = logging.getLogger(__name__)
 _TRIES: Final = 2
 #: Of the memory that the standby takes, how much must be free before it is made.
 _ROOM: Final = 1.1
-
-
-class Unfinished(WrongState):
-    """A slice of the work is done: ask again at once."""
 
 
 class Standby:

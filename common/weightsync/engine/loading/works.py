@@ -7,45 +7,18 @@ from contextlib import contextmanager
 
 import torch
 
-from weightsync.engine.adapter import LoaderHooks, StandbyHooks
+from weightsync.engine.adapter import StandbyHooks
 from weightsync.engine.exchange.copied import Copied
 from weightsync.engine.exchange.pairs import Pairs, Rules, Unlike, compared
 from weightsync.engine.exchange.slices import Sliced, stop, stop_if_over
 from weightsync.engine.exchange.swap import Swap
-from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.load_plan import LoadPlan
-from weightsync.engine.loading.model_memory import Memory
 from weightsync.engine.loading.planned import Arriving, Planned
 from weightsync.engine.stage import Staged
 from weightsync.memory import arenas
-from weightsync.tensors.layout import Layout
 
 #: The second model, if the standby is one; and what is exchanged.
 Made = tuple[torch.nn.Module | None, Swap]
-
-
-def recording(hooks: LoaderHooks, layout: Layout, device: torch.device) -> Sliced[LoadPlan]:
-    """Work that records the engine's loader. It raises what `LoadPlan` raises.
-
-    Between two slices the model has its own tensors: a loader that replaces them cannot be recorded.
-    """
-    memory, replaced = Memory(hooks.model), list[str]()
-
-    @contextmanager
-    def unchanged() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if found := memory.put_back():
-                replaced.append(found)
-
-    def work() -> LoadPlan:
-        plan = LoadPlan(hooks, layout, device, memory)
-        if replaced:
-            raise Unrecordable(f"it replaces {replaced[0]} by another tensor")
-        return plan
-
-    return Sliced(work, around=unchanged)
 
 
 def loaded(
