@@ -221,6 +221,7 @@ def main() -> int:
     if asked.results:
         name = f"faults-hosts{f'-{asked.mbit}' if asked.mbit else ''}.json"
         record = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seed": asked.seed, "mbit": asked.mbit, "faults": found}
+        asked.results.mkdir(parents=True, exist_ok=True)
         (asked.results / name).write_text(json.dumps(record) + "\n")
     return 0
 
