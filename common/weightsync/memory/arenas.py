@@ -40,7 +40,7 @@ _BLOCK_BYTES: Final = 512
 #: other threads can map memory in between.
 _POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 _MADV_POPULATE_WRITE: Final = 23
-_POPULATE_BYTES: Final = 16 << 20
+_POPULATE_BYTES: Final = 1 << 20
 #: In seconds: the owner of a younger file may not have locked it yet.
 _SWEEP_AFTER_S: Final = 10.0
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from weightsync.engine.exchange.pairs import PLAIN, Rules, parts, slots
+from weightsync.engine.exchange.slices import stop_if_over
 from weightsync.engine.exchange.swap import Link, Swap
 
 #: Bytes that are written to at once; where pages are new that takes some milliseconds.
@@ -53,8 +54,8 @@ class Storages(Swap):
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             return empty.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def touch(self) -> Iterator[None]:
-        """Write to all of the standby's memory, which the system provides only then; little between two yields.
+    def touch(self) -> None:
+        """Write to all of the standby's memory, which the system provides only then; little at once.
 
         What the standby held is lost.
         """
@@ -63,7 +64,6 @@ class Storages(Swap):
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for part in torch.split(whole, _TOUCHED_BYTES):
                 part.zero_()
-                yield
 
     def free(self) -> None:
         """Give back the memory of the standby's tensors, which nobody uses any more."""
@@ -75,6 +75,7 @@ class Storages(Swap):
         met: dict[int, object] = {}
         todo: list[tuple[str, Any]] = [("", model)]
         while todo:
+            stop_if_over()
             place, found = todo.pop()
             kept = isinstance(found, (torch.Tensor, torch.nn.Module))
             if (isinstance(found, PLAIN) and not isinstance(found, frozenset)) or id(found) in met:

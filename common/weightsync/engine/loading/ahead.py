@@ -9,13 +9,13 @@ import torch
 
 from weightsync.engine.adapter import Adapter, LoaderHooks
 from weightsync.engine.exchange.pairs import Rules
-from weightsync.engine.exchange.slices import Steps, Unfinished
+from weightsync.engine.exchange.slices import Sliced, Unfinished
 from weightsync.engine.loading.complete import Complete
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Planned
 from weightsync.engine.loading.sliced_recording import SlicedRecording
 from weightsync.engine.loading.standby import Standby
-from weightsync.engine.loading.works import Made, filled
+from weightsync.engine.loading.works import Made, provided
 from weightsync.protocol.expected import StandbyRequest
 from weightsync.tensors.layout import Layout
 
@@ -56,10 +56,10 @@ class Ahead:
             self._make_model(asked)
 
     def _make_memory(self, asked: StandbyRequest, plan: LoadPlan, hooks: LoaderHooks) -> None:
-        def touched(made: Planned | None, rules: Rules) -> Steps[Made]:
-            return Steps(filled(plan, rules, made, None, None))
+        def begin(made: Planned | None, rules: Rules) -> Sliced[Made]:
+            return provided(plan, rules, made)
 
-        self._standby.make(asked.name, lambda: self._standby.begin_to_fill(plan, hooks, touched), asked.timeout_s)
+        self._standby.make(asked.name, lambda: self._standby.begin_to_fill(plan, hooks, begin), asked.timeout_s)
 
     def _make_model(self, asked: StandbyRequest) -> None:
         device, layout = self._adapter.device, self._layout

@@ -43,19 +43,25 @@ def loaded(
         return found, pairs
 
 
-def filled(
-    plan: LoadPlan, rules: Rules, made: Planned | None, staged: Staged | None, arrived: Arriving | None
-) -> Generator[None, None, Made]:
-    """Fill what was ``made`` for ``plan``, or make it first, from ``staged``; without that only provide its memory.
+def provided(plan: LoadPlan, rules: Rules, made: Planned | None) -> Sliced[Made]:
+    """Work that makes what is filled by ``plan``, unless it is ``made``, and provides its memory. It raises as
+    `Planned`."""
 
-    Raises as `Planned` and `Staged.check`.
-    """
+    def work() -> Made:
+        planned = made or compared(lambda: Planned(plan, rules))
+        planned.touch()
+        return None, planned
+
+    return Sliced(work)
+
+
+def filled(
+    plan: LoadPlan, rules: Rules, made: Planned | None, staged: Staged, arrived: Arriving | None
+) -> Generator[None, None, Made]:
+    """Fill what was ``made`` for ``plan``, or is made first, from a stage. Raises as `Planned` and `Staged.check`."""
     planned = made or compared(lambda: Planned(plan, rules))
-    if staged is None:
-        yield from planned.touch()
-    else:
-        yield from planned.fill(staged.data, arrived)
-        staged.check()
+    yield from planned.fill(staged.data, arrived)
+    staged.check()
     return None, planned
 
 
