@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+import numpy
 import torch
 
 from weightsync.engine.adapter import Adapter, LoaderHooks
@@ -17,7 +18,7 @@ from weightsync.engine.loading.sliced_recording import SlicedRecording
 from weightsync.engine.loading.standby import Standby
 from weightsync.engine.loading.works import Made, provided
 from weightsync.protocol.expected import StandbyRequest
-from weightsync.tensors.layout import Layout
+from weightsync.tensors.layout import Entry, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Ahead:
 
         def zeros() -> Iterator[tuple[str, torch.Tensor]]:
             for entry in layout.entries:
-                yield entry.spec.name, torch.zeros(entry.spec.shape, dtype=entry.dtype, device=device)
+                yield entry.spec.name, _zeros(entry, device)
 
         def begin() -> str | None:
             return self._standby.begin_to_load(layout, zeros, lambda model: None)
@@ -102,3 +103,11 @@ class Ahead:
         plan = found.relaid(layout)
         self._standby.follow(plan)
         return plan
+
+
+def _zeros(entry: Entry, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" or not entry.nbytes:
+        return torch.zeros(entry.spec.shape, dtype=entry.dtype, device=device)
+    # Memory that nobody writes to takes neither time nor place: 300 MB of zeros from torch take 0.3 s.
+    found = numpy.zeros(entry.nbytes, dtype=numpy.uint8)
+    return torch.from_numpy(found).view(entry.dtype).view(entry.spec.shape)
