@@ -11,7 +11,7 @@ RANK, ALPHA = 8, 16
 
 
 def make_adapter(folder, model, *, seed, rank=RANK, targets=TARGETS, change=None, **config):
-    """Write an adapter for the model in a folder; ``change`` may change its tensors, ``config`` what PEFT says of it."""
+    """Write an adapter for a model's folder; ``change`` may change its tensors, ``config`` what PEFT says of it."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     with safe_open(model / "model.safetensors", "pt") as file:
