@@ -19,8 +19,8 @@ import torch
 from vllm_weightsync import compat
 from weightsync.engine.private_names import Names
 from weightsync.errors import ManifestMismatch, UnsupportedOption
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.http import TensorSpec
+from weightsync.protocol.lora import LoraSpec
 from weightsync.tensors.layout import listed
 
 #: Names used for adapters, in a worker and in the API server.
@@ -43,13 +43,16 @@ NAMES: Final[Names] = {
     "vllm.entrypoints.openai.models.serving": ("OpenAIServingModels.is_base_model",),
 }
 
+#: How a map of names is asked for its renames alone, in this version of vLLM or in earlier ones.
+_REDUCED: Final = ("get_rename_mapper", "get_unstacked_mapper")
+#: What PEFT adds to the name of fused experts, for each of their two parameters.
 _EXPERTS: Final = ("", ".base_layer")
 #: Where a worker keeps the pushed adapters, by number.
 _HELD: Final = "_weightsync_held"
 
 
-class LoraHooks:
-    """See `weightsync.engine.adapter.AdapterHooks`. Raises `UnsupportedOption` if vLLM was started without LoRA."""
+class VllmLoraHooks:
+    """See `weightsync.engine.adapter.LoraHooks`. Raises `UnsupportedOption` if vLLM was started without LoRA."""
 
     def __init__(self, worker: Any):
         if (found := getattr(worker.model_runner, "lora_manager", None)) is None:
@@ -58,8 +61,8 @@ class LoraHooks:
         self._manager: Any = found._adapter_manager
         self._held = _held(found)
 
-    def check(self, adapter: AdapterSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
-        """See `AdapterHooks`: by vLLM's own checks of an adapter's configuration, and by the names of its layers."""
+    def check(self, adapter: LoraSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
+        """See `LoraHooks`: by vLLM's own checks of an adapter's configuration, and by the names of its layers."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         try:
@@ -87,8 +90,8 @@ class LoraHooks:
             )
         return tuple(elsewhere)
 
-    def make(self, adapter: AdapterSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """See `AdapterHooks`: what vLLM makes of an adapter's folder, with the parts of fused layers put together."""
+    def make(self, adapter: LoraSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """See `LoraHooks`: what vLLM makes of an adapter's folder, with the parts of fused layers put together."""
         from vllm.lora.lora_model import LoRAModel
 
         dtype = self._loader.lora_config.lora_dtype
@@ -115,12 +118,12 @@ class LoraHooks:
         return made
 
     def served(self, number: int) -> object | None:
-        """See `AdapterHooks`."""
+        """See `LoraHooks`."""
         known: dict[int, object] = {**self._manager.list_adapters(), **self._held}
         return known.get(number)
 
     def serve(self, number: int, made: object | None) -> None:
-        """See `AdapterHooks`: in the pause, into the slot that the adapter before had, if it had one."""
+        """See `LoraHooks`: in the pause, into the slot that the adapter before had, if it had one."""
         manager = self._manager
         manager.remove_adapter(number)
         self._held.pop(number, None)
@@ -130,7 +133,7 @@ class LoraHooks:
         manager.activate_adapter(number)
         self._held[number] = made
 
-    def _helper(self, adapter: AdapterSpec) -> Any:
+    def _helper(self, adapter: LoraSpec) -> Any:
         from vllm.lora.peft_helper import PEFTHelper
 
         return PEFTHelper.from_dict(
@@ -148,15 +151,14 @@ class LoraHooks:
     def _mapper(self) -> Any:
         """vLLM's map of the checkpoint's names to its own, without what it stacks; None if they are the same."""
         found = getattr(self._manager.model, "hf_to_vllm_mapper", None)
-        # Earlier versions of vLLM take the whole map.
-        return getattr(found, "get_rename_mapper", lambda: found)()
+        reduced = (getattr(found, name, None) for name in _REDUCED)
+        return next((reduce() for reduce in reduced if reduce is not None), found)
 
     def _layers(self) -> tuple[set[str], set[str]]:
         """The layers that can have LoRA in this rank, parts of fused ones by their own names; and the last names of
         those that any rank can have."""
         fused = self._manager.packed_modules
         layers = {part for whole in self._manager.modules for part in (fused.get(whole) or (whole,))}
-        # PEFT's names for the two parameters of fused experts.
         layers |= {name + part for name in self._manager.modules if name.endswith(".experts") for part in _EXPERTS}
         kinds = {name.rpartition(".")[2] for name in layers}
         for name in self._manager.supported_lora_modules:
@@ -199,8 +201,8 @@ def kept(worker: Any) -> Iterator[None]:
                 _add(loader._adapter_manager, adapter)
 
 
-class VllmAdapters:
-    """See `weightsync.engine.engine_front_end.ServedAdapters`; ``models`` is vLLM's list of what it serves."""
+class VllmLora:
+    """See `weightsync.engine.engine_front_end.ServedLora`; ``models`` is vLLM's list of what it serves."""
 
     def __init__(self, models: Any):
         self._models = models
@@ -210,7 +212,7 @@ class VllmAdapters:
 
     @property
     def versions(self) -> dict[str, str]:
-        """See `ServedAdapters`; without those that a user has unloaded or replaced."""
+        """See `ServedLora`; without those that a user has unloaded or replaced."""
         known = self._models.lora_requests
         return {
             name: version
@@ -219,7 +221,7 @@ class VllmAdapters:
         }
 
     def number(self, name: str) -> int:
-        """See `ServedAdapters`; that of an adapter of this name which vLLM has already."""
+        """See `ServedLora`; that of an adapter of this name which vLLM has already."""
         if not name or self._models.is_base_model(name):
             raise UnsupportedOption(f"lora={name!r}: this vLLM serves its base model by this name; choose another")
         if (known := self._models.lora_requests.get(name)) is not None:
@@ -229,7 +231,7 @@ class VllmAdapters:
         return self._numbers[name]
 
     def serve(self, name: str, version: str, push: str) -> None:
-        """See `ServedAdapters`."""
+        """See `ServedLora`."""
         from vllm.lora.request import LoRARequest
 
         path = f"weightsync:{name}:{version}:{push}"
@@ -237,15 +239,15 @@ class VllmAdapters:
         self._served[name] = version, path
 
     def withdraw(self, name: str) -> None:
-        """See `ServedAdapters`."""
+        """See `ServedLora`."""
         self._models.lora_requests.pop(name, None)
         self._served.pop(name, None)
 
 
-def adapters(engine_client: Any, models: Any, *, several_servers: bool) -> VllmAdapters | str:
+def served(engine_client: Any, models: Any, *, several_servers: bool) -> VllmLora | str:
     """The adapters that a server serves; or why none can be pushed into it."""
     if engine_client.vllm_config.lora_config is None:
         return "start vLLM with --enable-lora, and with --max-lora-rank of at least the adapter's rank"
     if several_servers:
         return "its API servers (--api-server-count) do not share their lists of adapters; start one"
-    return compat.VLLM.check_object(models, ("lora_requests", "lora_id_counter"), NAMES) or VllmAdapters(models)
+    return compat.VLLM.check_object(models, ("lora_requests", "lora_id_counter"), NAMES) or VllmLora(models)

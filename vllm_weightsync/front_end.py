@@ -25,7 +25,7 @@ from vllm_weightsync import (
     compat_workers,
 )
 from weightsync.engine import metrics, refusals, servers
-from weightsync.engine.engine_front_end import ServedAdapters
+from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
@@ -87,7 +87,7 @@ class EndpointPlugin:
             return
         front = VllmFrontEnd(engine_client, lacking)
         models = getattr(state, "openai_serving_models", None)
-        front.adapters = compat_lora.adapters(engine_client, models, several_servers=several)
+        front.lora = compat_lora.served(engine_client, models, several_servers=several)
         await front.hold_from_start()
         self._found = found = FrontEnd(front, metrics.of_server())
         if several and not lacking:
@@ -113,7 +113,7 @@ class VllmFrontEnd:
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self.asleep: tuple[str, ...] = ()
-        self.adapters: ServedAdapters | str = "it has no list of adapters that requests name; push to a server's URL"
+        self.lora: ServedLora | str = "it has no list of adapters that requests name; push to a server's URL"
         self.lockstep: Lockstep | None = None
         self._unsupported = lacking or compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config)
         if not self._unsupported:
@@ -215,8 +215,8 @@ class VllmFrontEnd:
 
     async def _set_version(self, request: http.CommitRequest) -> None:
         if request.lora is not msgspec.UNSET:
-            assert not isinstance(self.adapters, str), "an adapter was prepared"
-            self.adapters.serve(request.lora, request.version, request.push)
+            assert not isinstance(self.lora, str), "an adapter was prepared"
+            self.lora.serve(request.lora, request.version, request.push)
             return
         await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
         self._version = request.version

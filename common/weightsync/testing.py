@@ -36,7 +36,7 @@ import torch
 from weightsync import observe
 from weightsync.engine import metrics
 from weightsync.engine.adapter import Expected, LoaderHooks, WithoutLora
-from weightsync.engine.engine_front_end import ServedAdapters
+from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread, stop
@@ -115,7 +115,7 @@ class ReferenceFrontEnd:
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
         self.off: dict[str, str] = {}
-        self.adapters: ServedAdapters | str = "the reference engine has no LoRA; push the merged weights"
+        self.lora: ServedLora | str = "the reference engine has no LoRA; push the merged weights"
         self.asleep: tuple[str, ...] = ()
         self.lockstep: Lockstep | None = None
         self._adapter = adapter

@@ -16,10 +16,11 @@ from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, apart, ass
 from tests.lora.adapters import ALPHA, RANK, make_adapter
 from tools import models, servers
 from weightsync import Sender, errors
+from weightsync.cli import main
 
 SITE = servers.ROOT / "tests" / "faults" / "site"
 OPTIONS = ["--enable-lora", "--max-lora-rank", "16", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-PATH = os.pathsep.join(filter(None, (str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH"))))
+PATH = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
 #: Tokens of a request that is in flight during a push.
 STREAMED = 600
 
@@ -83,6 +84,12 @@ def test_an_adapter_is_served_as_one_that_vllm_loads_from_its_folder(served, tra
             assert status.version != f"{transport}-{name}"
         assert differ(served.ask("loaded-a"), served.ask("loaded-b"))
         assert_same(served.ask("base"), before)
+
+
+def test_status_shows_adapters_with_their_versions(served, sender, capsys):
+    sender.push(served.folders["a"], lora="policy", version="shown")
+    assert main(["status", served.server.url]) == 0
+    assert "adapter policy version shown" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_an_adapter_is_what_transformers_computes_with_the_merged_weights(served, sender):
@@ -261,8 +268,9 @@ def deeper(tensors):
 def test_bad_adapters_are_refused_by_name_and_nothing_changes(served, sender, model_folder, tmp_path, bad, named):
     sender.push(served.folders["a"], lora="policy", version="good")
     before = served.serves()
-    model = model_folder(bad.pop("model"), 0) if "model" in bad else served.base
-    folder = make_adapter(tmp_path / "bad", model, seed=3, **bad)
+    other = dict(bad)
+    model = model_folder(other.pop("model"), 0) if "model" in bad else served.base
+    folder = make_adapter(tmp_path / "bad", model, seed=3, **other)
     with pytest.raises(errors.ManifestMismatch, match=named) as refused:
         sender.push(folder, lora="policy")
     assert refused.value.weights == "unchanged"

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from weightsync.protocol import control, handles, http, rank_replies
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest, Finding, RankReport
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.lockstep import Lockstep
+from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
@@ -105,7 +105,7 @@ GOLDEN_JSON = [
             bucket_bytes=512,
             timeout_s=1.5,
             manifest=(),
-            adapter=AdapterSpec("policy", 8, 16.0, True, {"q_proj": 4}, {"k_proj": 2.0}, 3),
+            adapter=LoraSpec("policy", 8, 16.0, True, {"q_proj": 4}, {"k_proj": 2.0}, 3),
         ),
         b'{"push":"p","address":"a","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
         b'"manifest":[],"owner":"","holder":"","instance":"","verify":"off","digest":"",'

@@ -8,12 +8,12 @@ import torch
 
 from tests.lora.adapters import ALPHA, RANK, TARGETS, make_adapter
 from weightsync import Sender, errors
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
-from weightsync.sources.lora import open_adapter
+from weightsync.protocol.lora import LoraSpec
+from weightsync.sources.lora import open_lora
 from weightsync.testing import ReferenceEngine
-from weightsync.trainer import adapter_plan
+from weightsync.trainer import lora_plan
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def model(model_folder):
 
 
 def test_a_folder_of_peft_is_read_under_the_names_of_its_checkpoint(model, tmp_path):
-    source = open_adapter(make_adapter(tmp_path, model, seed=1), "policy")
-    assert source.adapter == AdapterSpec("policy", RANK, ALPHA)
+    source = open_lora(make_adapter(tmp_path, model, seed=1), "policy")
+    assert source.adapter == LoraSpec("policy", RANK, ALPHA)
     assert len(source.specs) == 2 * 2 * len(TARGETS)
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
     assert TensorSpec(name, "float32", (RANK, 256)) in source.specs
@@ -40,8 +40,8 @@ def test_scaling_and_ranks_of_single_layers_are_read(model, tmp_path):
             for name, value in tensors.items()
         }
 
-    source = open_adapter(make_adapter(tmp_path, model, seed=1, change=narrower, **said), "policy")
-    assert source.adapter == AdapterSpec("policy", RANK, ALPHA, True, {"q_proj": 4}, {"q_proj": 3.5})
+    source = open_lora(make_adapter(tmp_path, model, seed=1, change=narrower, **said), "policy")
+    assert source.adapter == LoraSpec("policy", RANK, ALPHA, True, {"q_proj": 4}, {"q_proj": 3.5})
 
 
 REFUSED = {
@@ -58,7 +58,7 @@ REFUSED = {
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_is_more_than_lora_is_refused_by_name(model, tmp_path, named):
     with pytest.raises(errors.SourceError, match=named):
-        open_adapter(make_adapter(tmp_path, model, seed=1, **REFUSED[named]), "policy")
+        open_lora(make_adapter(tmp_path, model, seed=1, **REFUSED[named]), "policy")
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -74,34 +74,34 @@ BROKEN = {
 @pytest.mark.parametrize("named", BROKEN)
 def test_tensors_that_make_no_adapter_are_refused_by_name(model, tmp_path, named):
     with pytest.raises(errors.SourceError, match=named):
-        open_adapter(make_adapter(tmp_path, model, seed=1, change=BROKEN[named]), "policy")
+        open_lora(make_adapter(tmp_path, model, seed=1, change=BROKEN[named]), "policy")
 
 
 def test_what_holds_no_adapter_is_refused(model, tmp_path):
     with pytest.raises(errors.SourceError, match=r"no adapter that PEFT has written.*adapter_config.json"):
-        open_adapter(model, "policy")
+        open_lora(model, "policy")
     with pytest.raises(errors.SourceError, match="push a PEFT model, or a folder"):
-        open_adapter({}, "policy")
+        open_lora({}, "policy")
     folder = make_adapter(tmp_path, model, seed=1)
     with pytest.raises(errors.UnsupportedOption, match="no name of a model"):
-        open_adapter(folder, "")
+        open_lora(folder, "")
     (folder / "adapter_config.json").write_text(json.dumps([]))
     with pytest.raises(errors.SourceError, match="of the kind None"):
-        open_adapter(folder, "policy")
+        open_lora(folder, "policy")
 
 
 def test_an_adapter_of_another_model_is_refused_by_the_engine_s_list(model, tmp_path):
-    source = open_adapter(make_adapter(tmp_path, model, seed=1, targets=["q_proj"]), "policy")
+    source = open_lora(make_adapter(tmp_path, model, seed=1, targets=["q_proj"]), "policy")
     layers = [f"model.layers.{number}.self_attn.q_proj.weight" for number in range(2)]
 
     def reply(*shapes):
         specs = (TensorSpec(name, "bfloat16", shape) for name, shape in zip(layers, shapes, strict=False))
         return {"http://engine": ExpectedReply(tuple(specs))}
 
-    adapter_plan.check(source, reply((128, 128), (128, 128)))
-    adapter_plan.check(source, reply())
+    lora_plan.check(source, reply((128, 128), (128, 128)))
+    lora_plan.check(source, reply())
     with pytest.raises(errors.ManifestMismatch, match=r"another model than http://engine.*layers\.1.*\[256, 128\]"):
-        adapter_plan.check(source, reply((128, 128), (256, 128)))
+        lora_plan.check(source, reply((128, 128), (256, 128)))
 
 
 def test_an_engine_without_lora_refuses_and_serves_what_it_served(model, tmp_path):

@@ -11,8 +11,8 @@ import torch
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
 from weightsync.errors import UnsupportedOption
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.http import TensorSpec
+from weightsync.protocol.lora import LoraSpec
 
 
 class Expected(NamedTuple):
@@ -86,16 +86,16 @@ class Sealed(NamedTuple):
     """How a second set of the weights is made; or why there is none, empty where an engine never has one."""
 
 
-class AdapterHooks(Protocol):
+class LoraHooks(Protocol):
     """How one rank of an engine takes LoRA adapters, which the engine knows by their numbers."""
 
-    def check(self, adapter: AdapterSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
+    def check(self, adapter: LoraSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
         """The names of tensors for which this rank has no layer; another rank must have it.
 
         Raises `ManifestMismatch`, naming what the engine cannot serve.
         """
 
-    def make(self, adapter: AdapterSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+    def make(self, adapter: LoraSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         """An adapter of copies of these tensors, as `serve` takes it. Called while the engine generates, in any
         thread."""
 
@@ -110,7 +110,7 @@ class AdapterHooks(Protocol):
 class WithoutLora:
     """Base of the `Adapter` of an engine into which no LoRA adapter can be pushed."""
 
-    def adapter_hooks(self) -> AdapterHooks:
+    def lora_hooks(self) -> LoraHooks:
         """See `Adapter`; the front end refuses such pushes first."""
         raise UnsupportedOption("this engine takes no LoRA adapters; push the merged weights")
 
@@ -136,7 +136,7 @@ class Adapter(Protocol):
         takes. Raises whatever the engine or the iterator raises.
         """
 
-    def adapter_hooks(self) -> AdapterHooks:
+    def lora_hooks(self) -> LoraHooks:
         """How LoRA adapters are loaded. Raises `UnsupportedOption` if the engine has none."""
 
     def digest(self) -> str:

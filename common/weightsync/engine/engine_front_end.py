@@ -12,7 +12,7 @@ from weightsync.protocol import http
 from weightsync.protocol.lockstep import Lockstep
 
 
-class ServedAdapters(Protocol):
+class ServedLora(Protocol):
     """The LoRA adapters of an engine, in the process that serves HTTP."""
 
     @property
@@ -43,7 +43,7 @@ class EngineFrontEnd(Protocol):
     """What this engine does not support, or what a push does not update, by name, with the reason."""
     asleep: tuple[str, ...]
     """The engine's tags of memory that slept when a push or `diagnose` last asked the ranks."""
-    adapters: ServedAdapters | str
+    lora: ServedLora | str
     """Its LoRA adapters; or why none can be pushed into it."""
     lockstep: Lockstep | None
     """Its part, if it is in lockstep with other engines; then its `commit` agrees with theirs."""
@@ -59,7 +59,7 @@ class EngineFrontEnd(Protocol):
         """Run `rank_methods.handle` on every rank; returns the `rank_replies.RankReply` of each. Has no deadline."""
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
-        """Pause, apply, drop caches, set the version (that of an adapter, see `ServedAdapters.serve`), resume.
+        """Pause, apply, drop caches, set the version (that of an adapter, see `ServedLora.serve`), resume.
 
         Every rank is ready; ``stopped``: already paused.
 
@@ -73,9 +73,9 @@ class EngineFrontEnd(Protocol):
         """Keep a dirty engine paused until a full push commits; ``why`` answers anybody who tries to resume it."""
 
 
-def adapters_of(front: EngineFrontEnd) -> dict[str, str]:
+def lora_versions(front: EngineFrontEnd) -> dict[str, str]:
     """The versions of the pushed adapters that an engine serves, by name."""
-    return {} if isinstance(front.adapters, str) else front.adapters.versions
+    return {} if isinstance(front.lora, str) else front.lora.versions
 
 
 def addressed(asked: http.UpdateRequest, front: EngineFrontEnd, stopped: str) -> http.UpdateRequest:
@@ -86,14 +86,14 @@ def addressed(asked: http.UpdateRequest, front: EngineFrontEnd, stopped: str) ->
     if asked.adapter is UNSET:
         return asked
     name = asked.adapter.name
-    if isinstance(front.adapters, str):
-        raise UnsupportedOption(f"lora={name!r}: this {front.engine} takes no adapter: {front.adapters}")
+    if isinstance(front.lora, str):
+        raise UnsupportedOption(f"lora={name!r}: this {front.engine} takes no adapter: {front.lora}")
     if stopped:
         raise WrongState(f"lora={name!r}: this {front.engine} does not generate ({stopped}); push the weights first")
-    return structs.replace(asked, adapter=structs.replace(asked.adapter, number=front.adapters.number(name)))
+    return structs.replace(asked, adapter=structs.replace(asked.adapter, number=front.lora.number(name)))
 
 
 def withdraw(front: EngineFrontEnd, lora: str | UnsetType) -> None:
     """Withdraw the adapter of a push that failed half-way, if it is one."""
-    if lora is not UNSET and not isinstance(front.adapters, str):
-        front.adapters.withdraw(lora)
+    if lora is not UNSET and not isinstance(front.lora, str):
+        front.lora.withdraw(lora)

@@ -19,7 +19,7 @@ import msgspec
 from weightsync.deadline import Deadline
 from weightsync.engine import diagnosis, first_push, refusals
 from weightsync.engine.coverage import check_read
-from weightsync.engine.engine_front_end import EngineFrontEnd, adapters_of, addressed, withdraw
+from weightsync.engine.engine_front_end import EngineFrontEnd, addressed, lora_versions, withdraw
 from weightsync.engine.lease import Lease
 from weightsync.engine.metrics import Metrics, Report
 from weightsync.engine.rank_calls import Calls, Turn, collect, exclusive
@@ -98,7 +98,7 @@ class FrontEnd:
             network=arenas.network_id(),
             stopped=bool(self.stopped),
             lockstep=self.front.lockstep,
-            adapters=adapters_of(self.front) or msgspec.UNSET,
+            adapters=lora_versions(self.front) or msgspec.UNSET,
         )
 
     async def expected(self, asked: ExpectedRequest) -> ExpectedReply:
@@ -135,7 +135,7 @@ class FrontEnd:
             holder="" if lapsed else self._lease.holder,
             detail="; ".join(filter(None, (self._detail, detail))),
             off=self.front.off,
-            adapters=adapters_of(self.front) or msgspec.UNSET,
+            adapters=lora_versions(self.front) or msgspec.UNSET,
         )
 
     async def diagnose(self, asked: DiagnoseRequest) -> DiagnoseReply:
@@ -182,7 +182,7 @@ class FrontEnd:
         record_s, kept = max(rank.record_s for rank in accepted), tuple(rank.kept for rank in accepted)
         version = await self.front.version()
         if asked.lora is not msgspec.UNSET:
-            version = adapters_of(self.front).get(asked.lora, "")
+            version = lora_versions(self.front).get(asked.lora, "")
         return http.UpdateReply(version, self.instance, bool(self.stopped), record_s, kept)
 
     async def _prepare(self, asked: http.UpdateRequest, method: str, deadline: Deadline) -> list[Accepted]:

@@ -15,12 +15,12 @@ from msgspec import UNSET
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import Adapter
-from weightsync.engine.adapters import Adapters
 from weightsync.engine.borrowing import Borrowing
 from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.job import Job
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
+from weightsync.engine.lora import LoraLoading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.rank_info import rank_info
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
@@ -59,7 +59,7 @@ class Receiver:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._loading = Loading(adapter)
-        self._adapters = Adapters(adapter)
+        self._lora = LoraLoading(adapter)
         #: By transport, each made on first use.
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(adapter.rank, adapter.device)
@@ -139,14 +139,14 @@ class Receiver:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch`, `TransferFailed`, `Busy`."""
         end, adapts = self._end(transport), request.lora is not UNSET
         end.check(request)
-        way = self._adapters if adapts else self._loading
+        way = self._lora if adapts else self._loading
         if self._job is not None and self._job.request == request:
             return way.accepted()  # asked again, because another rank was not ready
         self._supersede(request.push)
         self._borrowing.give_back(but=request.address)
         self._disown(request.owner)
         self._machine.check("prepare")
-        job = self._adapters.job(request, end) if adapts else self._job_of_weights(request, end, transport)
+        job = self._lora.job(request, end) if adapts else self._job_of_weights(request, end, transport)
         with self._lock:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
@@ -178,7 +178,7 @@ class Receiver:
                 raise
             staged, verify_s = None, 0.0
             if job.adapts:
-                verify_s = self._adapters.receive(incoming, job)
+                verify_s = self._lora.receive(incoming, job)
             else:
                 self._kept.forget(incoming.arena)
                 if not job.request.stream:
@@ -267,7 +267,7 @@ class Receiver:
                 self._kept.begin(request.push)
         try:
             if job is not None and adapts:
-                self._adapters.serve(job, self._machine)
+                self._lora.serve(job, self._machine)
             elif job is None:
                 self._load(wanted, request.push)
                 self._kept.loaded(self._kept.previous if wanted is None else wanted)
@@ -344,7 +344,7 @@ class Receiver:
         Raises `ApplyFailed` if it was not kept.
         """
         if request.lora is not UNSET:
-            self._adapters.restore(request.push, self._machine)
+            self._lora.restore(request.push, self._machine)
             return
         slots = self._kept.before(request.push)
         self._machine.check("rollback")

@@ -12,9 +12,9 @@ import msgspec
 
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.protocol import codec
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.codec import Shape, Text
 from weightsync.protocol.lockstep import Lockstep
+from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
@@ -169,7 +169,7 @@ class UpdateRequest(Message, frozen=True):
     kept: tuple[Text, ...] = ()
     any_order: bool = False
     domains: Annotated[tuple[tuple[tuple[int, tuple[Shape, Shape]], ...], ...], msgspec.Meta(max_length=1024)] = ()
-    adapter: AdapterSpec | msgspec.UnsetType = msgspec.UNSET
+    adapter: LoraSpec | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def lora(self) -> str | msgspec.UnsetType:

@@ -13,7 +13,7 @@ from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.dtensor import LocalShard
 from weightsync.sources.fused import Fused, FusedSource, Rule
 from weightsync.sources.iterator import IteratorSource
-from weightsync.sources.lora import open_adapter
+from weightsync.sources.lora import open_lora
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
@@ -59,9 +59,9 @@ class Sources:
         self._known: Source | Remembered | None = None
 
     def open(self, model: object, lora: str | None) -> Source:
-        """As `open_source`, or as `lora.open_adapter` with ``lora``."""
+        """As `open_source`, or as `lora.open_lora` with ``lora``."""
         if lora is not None:
-            return open_adapter(model, lora)
+            return open_lora(model, lora)
         source = open_source(model, reuse=self._known)
         # Other sources might keep a whole gathered model alive until the next push.
         self._known = source if isinstance(source, ModuleSource) else None

@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from weightsync.errors import SourceError, UnsupportedOption
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.codec import MAX_TEXT_CHARS, from_plain
+from weightsync.protocol.lora import LoraSpec
 from weightsync.sources.adapters import has_adapters
 from weightsync.sources.mapping import MappingSource
 
@@ -31,10 +31,10 @@ _UNLIKE: Final = (
 _BESIDE: Final = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
-class AdapterSource(MappingSource):
+class LoraSource(MappingSource):
     """The tensors of one adapter, and its ``adapter``: what the engine has to know of it."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], adapter: AdapterSpec):
+    def __init__(self, weights: Mapping[str, torch.Tensor], adapter: LoraSpec):
         super().__init__(weights)
         self.adapter = adapter
         #: The shape of the weight to which each layer's product is added, by the layer's name in the checkpoint.
@@ -64,7 +64,7 @@ def _layer_of(name: str) -> tuple[str, str]:
     raise SourceError(f"{name} is no tensor of a LoRA adapter; push the merged weights, without lora=")
 
 
-def open_adapter(model: object, name: str) -> AdapterSource:
+def open_lora(model: object, name: str) -> LoraSource:
     """The active adapter of a PEFT model, or the adapter in a folder, to be served as the model ``name``.
 
     Raises `SourceError`, naming what is wrong, for anything else, and for adapters that are more than LoRA.
@@ -72,15 +72,15 @@ def open_adapter(model: object, name: str) -> AdapterSource:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TEXT_CHARS or not name.isprintable():
         raise UnsupportedOption(f"lora={name!r} is no name of a model: give 1 to {MAX_TEXT_CHARS} printable characters")
     if isinstance(model, (str, Path)):
-        return AdapterSource(*_of_folder(Path(model), name))
+        return LoraSource(*_of_folder(Path(model), name))
     if isinstance(model, torch.nn.Module) and has_adapters(model):
-        return AdapterSource(*_of_model(model, name))
+        return LoraSource(*_of_model(model, name))
     raise SourceError(
         f"lora={name!r}: push a PEFT model, or a folder with {_WEIGHTS} and {_CONFIG}, not {type(model).__name__}"
     )
 
 
-def _of_folder(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], AdapterSpec]:
+def _of_folder(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], LoraSpec]:
     from safetensors.torch import load_file
 
     try:
@@ -91,7 +91,7 @@ def _of_folder(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], Adapte
     return weights, _spec(name, config if isinstance(config, dict) else {}, str(folder))
 
 
-def _of_model(model: Any, name: str) -> tuple[dict[str, torch.Tensor], AdapterSpec]:
+def _of_model(model: Any, name: str) -> tuple[dict[str, torch.Tensor], LoraSpec]:
     from peft import get_peft_model_state_dict
 
     active = model.active_adapters if hasattr(model, "active_adapters") else [model.active_adapter]
@@ -101,7 +101,7 @@ def _of_model(model: Any, name: str) -> tuple[dict[str, torch.Tensor], AdapterSp
     return get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False), spec
 
 
-def _spec(name: str, config: Mapping[str, Any], what: str) -> AdapterSpec:
+def _spec(name: str, config: Mapping[str, Any], what: str) -> LoraSpec:
     """The adapter that a configuration of PEFT's describes. Raises `SourceError`, naming what cannot be served."""
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
@@ -123,6 +123,6 @@ def _spec(name: str, config: Mapping[str, Any], what: str) -> AdapterSpec:
         "alphas": config.get("alpha_pattern") or {},
     }
     try:
-        return from_plain(settings, AdapterSpec)
+        return from_plain(settings, LoraSpec)
     except msgspec.MsgspecError as error:
         raise SourceError(f"{what} has a configuration that cannot be read: {error}") from error

@@ -29,8 +29,8 @@ from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.sources.iterator import IteratorSource
-from weightsync.sources.lora import AdapterSource
-from weightsync.trainer import adapter_plan, buckets, metrics
+from weightsync.sources.lora import LoraSource
+from weightsync.trainer import buckets, lora_plan, metrics
 from weightsync.trainer.engine import Commits
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.lockstep import in_lockstep
@@ -163,8 +163,8 @@ class Driver:
     ) -> ModelPush:
         transfer, start = self._open_transfer(source), time.perf_counter()
         planner, patterns = self._planner, asked.allow_missing
-        if isinstance(source, AdapterSource):
-            plan = adapter_plan.of(source, planner, transfer, deadline)
+        if isinstance(source, LoraSource):
+            plan = lora_plan.of(source, planner, transfer, deadline)
         elif isinstance(source, IteratorSource):
             plan = planner.of_iterator(source, transfer, deadline, patterns)
         else:

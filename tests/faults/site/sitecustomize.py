@@ -176,10 +176,10 @@ def arm_post_load(adapter):
 
 
 def adapters(module):
-    @around(module.Adapters, "__init__")
+    @around(module.LoraLoading, "__init__")
     def made(original, self, adapter):
         original(self, adapter)
-        hooks = adapter.adapter_hooks
+        hooks = adapter.lora_hooks
 
         def faulty():
             found = hooks()
@@ -192,7 +192,7 @@ def adapters(module):
             found.serve = serving
             return found
 
-        adapter.adapter_hooks = faulty
+        adapter.lora_hooks = faulty
 
 
 def engine_control(module):
@@ -345,7 +345,7 @@ def compat_pause(module):
 
 PATCHES = {
     "vllm_weightsync.compat_pause": compat_pause,
-    "weightsync.engine.adapters": adapters,
+    "weightsync.engine.lora": adapters,
     "weightsync.engine.receiver": receiver,
     "weightsync.engine.loading.standby": standby,
     "weightsync.transports.control.engine": engine_control,

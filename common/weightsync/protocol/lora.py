@@ -9,11 +9,11 @@ import msgspec
 from weightsync.protocol.codec import Text
 
 #: The protocol's minor version from which engines take adapters.
-ADAPTERS_MINOR: Final = 7
+LORA_MINOR: Final = 7
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
-class AdapterSpec(msgspec.Struct, frozen=True):
+class LoraSpec(msgspec.Struct, frozen=True):
     """What PEFT's ``adapter_config.json`` says of a LoRA adapter that is served as the model ``name``.
 
     ``rank`` and ``alpha`` hold for every module but those that match a pattern of ``ranks`` or ``alphas``, PEFT's

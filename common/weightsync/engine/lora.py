@@ -12,13 +12,13 @@ import logging
 
 from msgspec import UNSET
 
-from weightsync.engine.adapter import Adapter, AdapterHooks
+from weightsync.engine.adapter import Adapter, LoraHooks
 from weightsync.engine.job import Job
 from weightsync.engine.stage import Stages
 from weightsync.errors import ApplyFailed
 from weightsync.memory import arenas
-from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.http import State, UpdateRequest
+from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.rank_replies import Accepted
 from weightsync.protocol.states import Machine
 from weightsync.tensors.layout import Layout
@@ -28,7 +28,7 @@ from weightsync.transports.base import EngineEnd, Incoming
 logger = logging.getLogger(__name__)
 
 
-class Adapters:
+class LoraLoading:
     """The pushed adapters of one rank. `receive` is called by the receiving thread, all else by the engine's loop."""
 
     def __init__(self, adapter: Adapter):
@@ -41,8 +41,8 @@ class Adapters:
         self._before: tuple[str, int, object | None] = ("", 0, None)
 
     @functools.cached_property
-    def _hooks(self) -> AdapterHooks:
-        return self._adapter.adapter_hooks()
+    def _hooks(self) -> LoraHooks:
+        return self._adapter.lora_hooks()
 
     def job(self, request: UpdateRequest, end: EngineEnd) -> Job:
         """A push of an adapter that the engine can serve. Raises `ManifestMismatch` or `UnsupportedOption`."""
@@ -101,7 +101,7 @@ class Adapters:
         return True
 
 
-def spec_of(request: UpdateRequest) -> AdapterSpec:
+def spec_of(request: UpdateRequest) -> LoraSpec:
     """The adapter of a push that is one."""
     assert request.adapter is not UNSET, "a push of an adapter"
     return request.adapter

@@ -8,19 +8,19 @@ from msgspec import structs
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ManifestMismatch
-from weightsync.protocol.adapters import ADAPTERS_MINOR
 from weightsync.protocol.expected import ExpectedReply
-from weightsync.sources.lora import AdapterSource
+from weightsync.protocol.lora import LORA_MINOR
+from weightsync.sources.lora import LoraSource
 from weightsync.tensors.conversion import NO_CONVERSIONS
 from weightsync.tensors.layout import Layout, listed
 from weightsync.trainer.push_plan import Planner, PushPlan
 from weightsync.trainer.transfer import Transfer
 
 
-def of(source: AdapterSource, planner: Planner, transfer: Transfer, deadline: Deadline) -> PushPlan:
+def of(source: LoraSource, planner: Planner, transfer: Transfer, deadline: Deadline) -> PushPlan:
     """Plan a push of ``source``. Raises `ManifestMismatch` for an adapter of another model, by the engines' lists of
     their checkpoints, `UnsupportedOption` for an engine of an earlier release, and `SourceError`."""
-    planner.check_protocol(ADAPTERS_MINOR, "takes no adapters")
+    planner.check_protocol(LORA_MINOR, "takes no adapters")
     check(source, planner.expected(deadline))
     layout = Layout(source.specs)
     choice = planner.choose_apart(transfer, layout)
@@ -31,7 +31,7 @@ def of(source: AdapterSource, planner: Planner, transfer: Transfer, deadline: De
     return PushPlan(source, request, layout, choice, None, None, NO_CONVERSIONS, None)
 
 
-def check(source: AdapterSource, engines: Mapping[str, ExpectedReply]) -> None:
+def check(source: LoraSource, engines: Mapping[str, ExpectedReply]) -> None:
     """Raise `ManifestMismatch`, by name, for layers whose weights have another shape in an engine's checkpoint.
 
     Whether there are such layers is the engine's to say: a checkpoint may hold them under other names.
