@@ -3,6 +3,8 @@
 A pushed adapter has one number (``lora_int_id``) from version to version and is replaced in place, during the pause:
 requests in flight go on with the new one, as the pause mode says, and one slot (``max_loras``, 1 by default) is enough.
 With a number of its own for each version, requests of the one would wait there until those of the other have ended.
+Before the pause an adapter is laid out as in a slot, so that the pause only copies it there.
+
 Each version has a path of its own, which vLLM enters into the hashes of the prefix cache. That path is no folder: if
 vLLM has dropped an adapter, for others that were used since or because the weights were loaded anew, it gets it back
 from memory.
@@ -10,9 +12,10 @@ from memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -21,10 +24,12 @@ from weightsync.engine.private_names import Names
 from weightsync.errors import ManifestMismatch, UnsupportedOption
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.lora import LoraSpec
+from weightsync.tensors import native_copy
 from weightsync.tensors.layout import listed
 
 #: Names used for adapters, in a worker and in the API server.
 NAMES: Final[Names] = {
+    "vllm.lora.layers.base_linear": ("BaseLinearLayerWithLoRA.set_lora", "BaseLinearLayerWithLoRA.reset_lora"),
     "vllm.lora.lora_model": ("LoRAModel.from_lora_tensors",),
     "vllm.lora.model_manager": (
         "LRUCacheLoRAModelManager.activate_adapter",
@@ -34,7 +39,9 @@ NAMES: Final[Names] = {
         "LRUCacheLoRAModelManager.list_adapters",
         "LRUCacheLoRAModelManager.remove_adapter",
         "LRUCacheLoRAModelManager.remove_oldest_adapter",
+        "LRUCacheLoRAModelManager.deactivate_adapter",
         "LRUCacheLoRAModelManager._create_merged_loras_inplace",
+        "LRUCacheLoRAModelManager._get_lora_layer_weights",
     ),
     "vllm.lora.peft_helper": ("PEFTHelper.from_dict", "PEFTHelper.validate_legal"),
     "vllm.lora.request": ("LoRARequest.load_inplace", "LoRARequest.lora_int_id", "LoRARequest.lora_path"),
@@ -43,12 +50,31 @@ NAMES: Final[Names] = {
     "vllm.entrypoints.openai.models.serving": ("OpenAIServingModels.is_base_model",),
 }
 
+#: What a worker's loader of adapters has.
+_LOADER: Final = (
+    *("lora_config", "vocab_size", "max_position_embeddings"),
+    *("_adapter_manager.modules", "_adapter_manager.packed_modules", "_adapter_manager.packed_modules_mapping"),
+    *("_adapter_manager.supported_lora_modules", "_adapter_manager.lora_index_to_id"),
+    *("_adapter_manager._registered_adapters", "_adapter_manager._active_adapters"),
+)
 #: How a map of names is asked for its renames alone, in this version of vLLM or in earlier ones.
 _REDUCED: Final = ("get_rename_mapper", "get_unstacked_mapper")
 #: What PEFT adds to the name of fused experts, for each of their two parameters.
 _EXPERTS: Final = ("", ".base_layer")
+#: vLLM's class of linear layers with LoRA, whose slots are `lora_a_stacked` and `lora_b_stacked` alone.
+_LINEAR: Final = "BaseLinearLayerWithLoRA"
 #: Where a worker keeps the pushed adapters, by number.
 _HELD: Final = "_weightsync_held"
+
+
+_Image = list[torch.Tensor]
+
+
+class _Made(NamedTuple):
+    """An adapter as vLLM registers it, and what of it is only to be copied into a slot, by layer."""
+
+    model: Any
+    images: dict[str, _Image]
 
 
 class VllmLoraHooks:
@@ -59,6 +85,8 @@ class VllmLoraHooks:
             raise UnsupportedOption("vLLM was started without --enable-lora")
         self._loader: Any = found
         self._manager: Any = found._adapter_manager
+        if reason := compat.VLLM.check_object(found, _LOADER, NAMES):
+            raise UnsupportedOption(reason)
         self._held = _held(found)
 
     def check(self, adapter: LoraSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
@@ -115,7 +143,21 @@ class VllmLoraHooks:
                 f"the adapter {adapter.name!r} has only one of lora_A and lora_B for {listed(lacking)}"
             )
         self._manager._create_merged_loras_inplace(made)
-        return made
+        return _Made(made, self._images(made))
+
+    @torch.inference_mode()
+    def _images(self, model: Any) -> dict[str, _Image]:
+        """What vLLM writes into a slot for linear layers, by their names; made by its own code, in other memory."""
+        images: dict[str, _Image] = {}
+        for name, layer in self._manager.modules.items():
+            found = self._manager._get_lora_layer_weights(model, name)
+            if found is not None and any(kind.__name__ == _LINEAR for kind in type(layer).__mro__):
+                other = copy.copy(layer)
+                other.lora_a_stacked = tuple(torch.zeros_like(held[:1]) for held in layer.lora_a_stacked)
+                other.lora_b_stacked = tuple(torch.zeros_like(held[:1]) for held in layer.lora_b_stacked)
+                other.set_lora(0, found.lora_a, found.lora_b)
+                images[name] = _slot(other, 0)
+        return images
 
     def served(self, number: int) -> object | None:
         """See `LoraHooks`."""
@@ -123,15 +165,39 @@ class VllmLoraHooks:
         return known.get(number)
 
     def serve(self, number: int, made: object | None) -> None:
-        """See `LoraHooks`: in the pause, into the slot that the adapter before had, if it had one."""
-        manager = self._manager
-        manager.remove_adapter(number)
-        self._held.pop(number, None)
-        if made is None:
-            return
-        _add(manager, made)
-        manager.activate_adapter(number)
-        self._held[number] = made
+        """See `LoraHooks`: in the pause, into the slot that the adapter before has, if it has one."""
+        manager, before = self._manager, self.served(number)
+        model: Any = made.model if isinstance(made, _Made) else made
+        if isinstance(made, _Made) and before is not None and number in manager._active_adapters:
+            self._write(number, before, made)
+        else:
+            manager.remove_adapter(number)
+            self._held.pop(number, None)
+            if model is None:
+                return
+            _add(manager, model)
+            manager.activate_adapter(number)
+        self._held[number] = model
+
+    def _write(self, number: int, before: Any, made: _Made) -> None:
+        """Write an adapter over another one in its slot; what neither has weights for is zero there already."""
+        manager, targets, sources = self._manager, list[torch.Tensor](), list[torch.Tensor]()
+        index = manager.lora_index_to_id.index(number)
+        manager.deactivate_adapter(number)  # if this fails, `serve` writes all of a slot
+        for name, layer in manager.modules.items():
+            old, new = (manager._get_lora_layer_weights(one, name) for one in (before, made.model))
+            if name in made.images:
+                targets += _slot(layer, index)
+                sources += made.images[name]
+            elif new is not None:
+                layer.set_lora(index, new.lora_a, new.lora_b)
+            elif old is not None:
+                layer.reset_lora(index)
+        threads = native_copy.most_threads()  # torch copies each of these by one thread
+        native_copy.each(_copy, [(targets[at::threads], sources[at::threads]) for at in range(threads)])
+        manager._registered_adapters[number] = made.model
+        manager.lora_index_to_id[index] = number
+        manager._active_adapters[number] = None
 
     def _helper(self, adapter: LoraSpec) -> Any:
         from vllm.lora.peft_helper import PEFTHelper
@@ -164,6 +230,15 @@ class VllmLoraHooks:
         for name in self._manager.supported_lora_modules:
             kinds.update(self._manager.packed_modules_mapping.get(name) or (name,))
         return layers, kinds
+
+
+@torch.inference_mode()
+def _copy(both: tuple[_Image, _Image]) -> None:
+    torch._foreach_copy_(*both)
+
+
+def _slot(layer: Any, index: int) -> _Image:
+    return [held[index] for held in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
 
 
 def _add(manager: Any, made: Any) -> None:

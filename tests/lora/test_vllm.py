@@ -4,7 +4,10 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -298,6 +301,64 @@ def test_a_rank_that_fails_in_the_commit_leaves_the_adapter_before(served, sende
         assert served.serves() == before
     sender.push(served.folders["b"], lora="policy", version="after")
     assert_same(served.ask("policy"), served.ask("loaded-b"))
+
+
+@pytest.mark.parametrize("transport", ["ipc_zmq", "nccl"])
+def test_a_byte_that_changes_on_the_way_is_noticed_before_the_commit(served, transport):
+    with Sender([served.server.url], transport=transport) as sender:
+        sender.push(served.folders["a"], lora="policy", version="before")
+        before = served.serves()
+        order = {"point": "rank takes", "where": {"rank": served.tp - 1, "bucket": 0}, "action": "flip"}
+        served.fault.write_text(json.dumps(order))
+        with pytest.raises(errors.DigestMismatch) as failed:
+            sender.push(served.folders["b"], lora="policy")
+        assert failed.value.weights == "unchanged"
+        assert served.serves() == before
+        sender.push(served.folders["b"], lora="policy")
+        assert_same(served.ask("policy"), served.ask("loaded-b"))
+
+
+PROGRAM = """
+import sys
+from weightsync import Sender
+with Sender([sys.argv[1]]) as sender:
+    sender.push(sys.argv[2], lora="policy", version="killed")
+"""
+
+
+@pytest.mark.parametrize("point", ["rank connects", "rank serves adapter"])
+def test_a_trainer_that_is_killed_leaves_one_version(served, sender, point):
+    """Before the commit the one before; once that has begun, the new one, for it runs to its end."""
+    sender.push(served.folders["a"], lora="policy", version="before")
+    order = {"point": point, "where": {"rank": 0}, "action": "hold"}
+    fired = served.fault.with_name("fault.fired")
+    fired.unlink(missing_ok=True)  # of an earlier test
+    served.fault.write_text(json.dumps(order))
+    sender.close()
+    command = [sys.executable, "-c", PROGRAM, served.server.url, str(served.folders["b"])]
+    with subprocess.Popen(command, cwd=servers.ROOT) as trainer:
+        wait_for(fired.exists)
+        trainer.kill()
+    fired.unlink()
+    ends_with = "killed" if point == "rank serves adapter" else "before"
+
+    def settled():
+        with Sender([served.server.url]) as other:
+            (status,) = other.status().values()
+        return status.state == "serving" and status.adapters["policy"] == ends_with
+
+    wait_for(settled)
+    assert_same(served.ask("policy"), served.ask("loaded-b" if ends_with == "killed" else "loaded-a"))
+    with Sender([served.server.url]) as other:
+        other.push(served.folders["a"], lora="policy")
+    assert_same(served.ask("policy"), served.ask("loaded-a"))
+
+
+def wait_for(happened, patience_s=60):
+    end = time.monotonic() + patience_s
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_first_version_that_fails_is_not_served(served, sender):
