@@ -168,7 +168,9 @@ class VllmLoraHooks:
         """See `LoraHooks`: in the pause, into the slot that the adapter before has, if it has one."""
         manager, before = self._manager, self.served(number)
         model: Any = made.model if isinstance(made, _Made) else made
-        if isinstance(made, _Made) and before is not None and number in manager._active_adapters:
+        active = before is not None and number in manager._active_adapters
+        # A classification head of its own, which only folders have, is no matrix that `_write` would reset.
+        if isinstance(made, _Made) and active and not getattr(before, "modules_to_save", None):
             self._write(number, before, made)
         else:
             manager.remove_adapter(number)

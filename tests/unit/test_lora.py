@@ -2,12 +2,16 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import UNSET, structs
 
 from tests.lora.adapters import ALPHA, RANK, TARGETS, make_adapter
 from weightsync import Sender, errors
+from weightsync.engine.engine_front_end import addressed
+from weightsync.protocol import http
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.lora import LoraSpec
@@ -116,6 +120,16 @@ def test_an_engine_without_lora_refuses_and_serves_what_it_served(model, tmp_pat
             sender.push(folder, lora="policy", allow_missing=["x"])
         assert sender.status()[engine.url].version == "base"
         assert sender.push(model).version == "1"
+
+
+def test_an_engine_that_does_not_generate_takes_weights_first():
+    asked = http.UpdateRequest("p", "a", "s", 512, 1.0, (), adapter=LoraSpec("policy", RANK, ALPHA))
+    front = SimpleNamespace(engine="vllm", lora=SimpleNamespace(number=lambda name: 3, versions={}))
+    assert addressed(asked, front, "").adapter.number == 3
+    with pytest.raises(errors.WrongState, match="does not generate .it waits.; push the weights first"):
+        addressed(asked, front, "it waits")
+    weights = structs.replace(asked, adapter=UNSET)
+    assert addressed(weights, front, "it waits") is weights
 
 
 def test_an_engine_of_an_earlier_release_is_not_asked(model, tmp_path):
