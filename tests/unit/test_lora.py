@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_generate_takes_weights_first():
     asked = http.UpdateRequest("p", "a", "s", 512, 1.0, (), adapter=LoraSpec("policy", RANK, ALPHA))
     front = SimpleNamespace(engine="vllm", lora=SimpleNamespace(number=lambda name: 3, versions={}))
     assert addressed(asked, front, "").adapter.number == 3
-    with pytest.raises(errors.WrongState, match="does not generate .it waits.; push the weights first"):
+    with pytest.raises(errors.WrongState, match=r"does not generate \(it waits\); push the weights first"):
         addressed(asked, front, "it waits")
     weights = structs.replace(asked, adapter=UNSET)
     assert addressed(weights, front, "it waits") is weights
