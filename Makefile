@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-load gpu faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load gpu faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -93,6 +93,9 @@ bench-memory: env  ## the memory that a push adds to every process of a trainer 
 
 bench-pauses: env  ## the pause of a push and rollbacks, in every way that weights get served
 	.venv/bin/python -m benchmarks.pauses $(ARGS)
+
+bench-lora: env  ## pushes of a LoRA adapter into vLLM, beside a folder that it loads
+	.venv/bin/python -m benchmarks.lora $(ARGS)
 
 gpu:  ## what one GPU can show, in a Python that has torch for CUDA: make gpu PYTHON=python3 [WHEELS=folder]
 	@$(PYTHON) tools/gpu.py $(if $(WHEELS),--wheels $(WHEELS))

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from sglang_weightsync import compat, compat_groups, compat_loading, compat_standby
-from weightsync.engine.adapter import Expected, LoaderHooks
+from weightsync.engine.adapter import Expected, LoaderHooks, WithoutLora
 from weightsync.engine.expected_checkpoint import expected_of
 
 
-class SglangAdapter:
+class SglangAdapter(WithoutLora):
     """See `weightsync.engine.adapter.Adapter`."""
 
     def __init__(self, scheduler: Any):

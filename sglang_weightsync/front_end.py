@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from sglang_weightsync import compat, compat_config, compat_groups
 from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
+from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle, went_back
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError, changed_nothing
 from weightsync.protocol import http
@@ -61,7 +62,7 @@ class Tokenizers(Protocol):
 
 
 class SglangFrontEnd:
-    """See `weightsync.engine.front_end.EngineFrontEnd`."""
+    """See `weightsync.engine.engine_front_end.EngineFrontEnd`."""
 
     engine = "sglang"
     busy = ""
@@ -89,6 +90,7 @@ class SglangFrontEnd:
             logger.warning("%s", untested)
             self.off["tests"] = untested
         self.asleep: tuple[str, ...] = ()
+        self.lora: ServedLora | str = "weightsync loads adapters into vLLM alone; push the merged weights"
         self.lockstep: Lockstep | None = None
         #: The replies to the last commit, of each group.
         self._last: list[WeightsyncReqOutput] = []

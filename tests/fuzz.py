@@ -270,6 +270,9 @@ class Schema:
     def _array(self, info):
         return st.lists(self._fine_value(info.item_type), max_size=min(3, info.max_length or 3))
 
+    def _table(self, info):
+        return st.dictionaries(self._fine_value(info.key_type), self._fine_value(info.value_type), max_size=3)
+
     def _struct(self, info):
         fields = [self._fine_value(field.type) for field in info.fields]
         if info.array_like:
@@ -335,6 +338,7 @@ _FINE = {
     inspect.BytesType: lambda schema, info: st.sampled_from([b"", b"\0" * 64, b"x" * 4096]),
     inspect.LiteralType: lambda schema, info: st.sampled_from(info.values),
     inspect.VarTupleType: Schema._array,
+    inspect.DictType: Schema._table,
     inspect.TupleType: lambda schema, info: st.tuples(*map(schema._fine_value, info.item_types)),
     inspect.UnionType: lambda schema, info: st.one_of(*map(schema._fine_value, info.types)),
     inspect.StructType: Schema._struct,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_weightsync import compat, compat_models, compat_plans, compat_standby
-from weightsync.engine.adapter import Expected, LoaderHooks, Sealed
+from vllm_weightsync import compat, compat_lora, compat_models, compat_plans, compat_standby
+from weightsync.engine.adapter import Expected, LoaderHooks, LoraHooks, Sealed
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import UnsupportedOption
 
@@ -49,6 +49,10 @@ class VllmAdapter:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through vLLM's reload path."""
         compat_models.reload(self._worker, weights)
+
+    def lora_hooks(self) -> LoraHooks:
+        """vLLM's own LoRA, if it was started with that."""
+        return compat_lora.VllmLoraHooks(self._worker)
 
     def digest(self) -> str:
         """The digest of every weight, packed ones included."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat
+from vllm_weightsync import compat, compat_lora
 from weightsync.engine import fresh_model
 from weightsync.engine.private_names import Names
 from weightsync.tensors.layout import digest_of
@@ -32,7 +32,10 @@ DEEP: Final[Names] = {
 
 def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load a whole checkpoint through vLLM's own layer-wise reload, which also repacks packed layers."""
-    with _packed_again(compat.model(worker), packs=compat.worker_device(worker).type == "cpu"):
+    with (
+        compat_lora.kept(worker),
+        _packed_again(compat.model(worker), packs=compat.worker_device(worker).type == "cpu"),
+    ):
         worker.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
 
 

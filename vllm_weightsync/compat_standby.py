@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat, compat_models
+from vllm_weightsync import compat, compat_lora, compat_models
 from weightsync.engine.adapter import Movable, StandbyHooks
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
@@ -89,10 +89,11 @@ def addresses_stay(worker: Any) -> bool:
 
 
 def drop_computed(worker: Any) -> None:
-    """Drop what the worker computed with other weights than it now has."""
-    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-        if (reset := getattr(worker.model_runner, name, None)) is not None:
-            reset()
+    """Drop what the worker computed with other weights than it now has. Adapters stay."""
+    with compat_lora.kept(worker):
+        for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            if (reset := getattr(worker.model_runner, name, None)) is not None:
+                reset()
 
 
 def _rules() -> Rules:

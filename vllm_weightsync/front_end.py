@@ -15,8 +15,17 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import State
 
-from vllm_weightsync import compat, compat_agreement, compat_config, compat_models, compat_transfer, compat_workers
+from vllm_weightsync import (
+    compat,
+    compat_agreement,
+    compat_config,
+    compat_lora,
+    compat_models,
+    compat_transfer,
+    compat_workers,
+)
 from weightsync.engine import metrics, refusals, servers
+from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
@@ -77,6 +86,8 @@ class EndpointPlugin:
             self._found = servers.Elsewhere(servers.meeting_point(os.getppid()))
             return
         front = VllmFrontEnd(engine_client, lacking)
+        models = getattr(state, "openai_serving_models", None)
+        front.lora = compat_lora.served(engine_client, models, several_servers=several)
         await front.hold_from_start()
         self._found = found = FrontEnd(front, metrics.of_server())
         if several and not lacking:
@@ -89,7 +100,7 @@ class EndpointPlugin:
 
 
 class VllmFrontEnd:
-    """See `weightsync.engine.front_end.EngineFrontEnd`."""
+    """See `weightsync.engine.engine_front_end.EngineFrontEnd`."""
 
     engine = "vllm"
 
@@ -102,6 +113,7 @@ class VllmFrontEnd:
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self.asleep: tuple[str, ...] = ()
+        self.lora: ServedLora | str = "it has no list of adapters that requests name; push to a server's URL"
         self.lockstep: Lockstep | None = None
         self._unsupported = lacking or compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config)
         if not self._unsupported:
@@ -188,8 +200,7 @@ class VllmFrontEnd:
             # Also after a drain: an engine that a user has paused may hold requests that do not finish.
             await self._drop_caches(stopped or failed is not None or request.pause != "keep", request.pause)
             if failed is None:
-                await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
-                self._version = request.version
+                await self._set_version(request)
             seconds["caches"] = time.perf_counter() - mark
             mark = time.perf_counter()
             if failed is None or not stopped:
@@ -201,6 +212,14 @@ class VllmFrontEnd:
         end = time.perf_counter()
         seconds["resume"] = end - mark
         return http.CommitReply(request.version, end - begin, seconds, self.asleep)
+
+    async def _set_version(self, request: http.CommitRequest) -> None:
+        if request.lora is not msgspec.UNSET:
+            assert not isinstance(self.lora, str), "an adapter was prepared"
+            self.lora.serve(request.lora, request.version, request.push)
+            return
+        await self._answer(self._client.update_weight_version(request.version), "update_weight_version")
+        self._version = request.version
 
     async def withdraw(self, push: str) -> None:
         """See `EngineFrontEnd`: engines in lockstep with this one need not wait for it."""

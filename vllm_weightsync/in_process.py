@@ -80,7 +80,7 @@ class LlmFrontEnd(VllmFrontEnd):
 
     @property
     def busy(self) -> str:
-        """See `weightsync.engine.front_end.EngineFrontEnd`."""
+        """See `weightsync.engine.engine_front_end.EngineFrontEnd`."""
         return self._llm.busy
 
     async def version(self) -> str:

@@ -154,7 +154,8 @@ def _text(client: EngineClient, status: http.StatusReply) -> str:
     held = f", lease of {status.holder}" if status.holder else ""
     why = f" ({status.detail})" if status.detail else ""
     off = [f"  {name}: off ({reason})" for name, reason in status.off.items()]
-    lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{held}", *off, *ranks]
+    lora = "".join(f", adapter {name} version {version}" for name, version in (status.adapters or {}).items())
+    lines = [f"{client.url}: {status.engine} {status.state}{why}, version {status.version}{lora}{held}", *off, *ranks]
     return "\n".join(map(_printable, lines))
 
 

@@ -35,7 +35,8 @@ import torch
 
 from weightsync import observe
 from weightsync.engine import metrics
-from weightsync.engine.adapter import Expected, LoaderHooks
+from weightsync.engine.adapter import Expected, LoaderHooks, WithoutLora
+from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread, stop
@@ -51,7 +52,7 @@ _START_S: Final = 120.0
 _STOP_S: Final = 10.0
 
 
-class ModelAdapter:
+class ModelAdapter(WithoutLora):
     """Adapter of a transformers model whose checkpoint names are its parameter names (dense models)."""
 
     rank = 0
@@ -103,7 +104,7 @@ class ModelAdapter:
 
 
 class ReferenceFrontEnd:
-    """See `weightsync.engine.front_end.EngineFrontEnd`. One thread runs the engine's loop: generation and loading."""
+    """See `engine_front_end.EngineFrontEnd`. One thread runs the engine's loop: generation and loading."""
 
     engine = "reference"
     busy = ""
@@ -114,6 +115,7 @@ class ReferenceFrontEnd:
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
         self.off: dict[str, str] = {}
+        self.lora: ServedLora | str = "the reference engine has no LoRA; push the merged weights"
         self.asleep: tuple[str, ...] = ()
         self.lockstep: Lockstep | None = None
         self._adapter = adapter

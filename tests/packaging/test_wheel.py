@@ -125,6 +125,7 @@ NEEDED = {
     "vllm": (
         "compat.SERVER",
         "compat.WORKER",
+        "compat_lora.NAMES",
         "compat_models.DEEP",
         "compat_plans.NAMES",
         "compat_standby.NAMES",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engines.conftest import BF16_ROUNDING
 from tests.trainers.running import LAUNCHER, PACKAGES, check, pushes, run
 from tests.trainers.trainer import ADAPTED, KINDS, NEED_PACKAGES
 from tools import models, servers
@@ -52,6 +53,18 @@ def test_adapters_are_merged_as_peft_merges_them_or_refused(model_folder):
     assert seen["strided"] == seen["strided, merged"] != seen["plain"]
     assert "embed_tokens.weight has adapters, and is tied to lm_head.weight" in seen["tied"]
     assert "(TrainableTokensWrapper) is part of a PEFT adapter" in seen["tokens"]
+
+
+@pytest.mark.frameworks
+def test_the_adapter_of_a_peft_model_is_served_alone(model_folder):
+    options = ["--enable-lora", "--max-lora-rank", "8"]
+    with servers.start("vllm", model_folder("llama", 0), args=options) as started:
+        (seen,) = run("tests.trainers.adapter", str(model_folder("llama", 0)), started.url, packages=PACKAGES)
+    assert seen["as saved"]
+    assert seen["lora"] == "policy"
+    assert seen["apart"] <= 2 * BF16_ROUNDING < seen["without"] / 2
+    named = {"two": "2 adapters are active", "DoRA": "use_dora", "IA3": "of the kind IA3", "plain": "push a PEFT model"}
+    assert all(text in seen["refused"][name] for name, text in named.items()), seen["refused"]
 
 
 #: Ranks of tensor, pipeline and expert parallelism, by the kind of model.

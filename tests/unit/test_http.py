@@ -11,6 +11,7 @@ from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest, Findin
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.lockstep import Lockstep
+from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import Comparison, ModelStatus
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
@@ -95,6 +96,32 @@ GOLDEN_JSON = [
         b'"manifest":[["w","bfloat16",[2,3]]],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
         b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false,"kept":[],'
         b'"any_order":false,"domains":[]}',
+    ),
+    (
+        http.UpdateRequest(
+            push="p",
+            address="a",
+            secret="s",
+            bucket_bytes=512,
+            timeout_s=1.5,
+            manifest=(),
+            adapter=LoraSpec("policy", 8, 16.0, True, {"q_proj": 4}, {"k_proj": 2.0}, 3),
+        ),
+        b'{"push":"p","address":"a","secret":"s","bucket_bytes":512,"timeout_s":1.5,'
+        b'"manifest":[],"owner":"","holder":"","instance":"","verify":"off","digest":"",'
+        b'"keep":false,"stream":false,"server_key":"","slots":2,"known":"","parts":false,"kept":[],'
+        b'"any_order":false,"domains":[],"adapter":{"name":"policy","rank":8,"alpha":16.0,"rslora":true,'
+        b'"ranks":{"q_proj":4},"alphas":{"k_proj":2.0},"number":3}}',
+    ),
+    (
+        http.CommitRequest(push="p", version="7", pause="wait", timeout_s=2.0, lora="policy"),
+        b'{"push":"p","version":"7","pause":"wait","timeout_s":2.0,"owner":"","rollback":false,"instance":"",'
+        b'"lora":"policy"}',
+    ),
+    (
+        http.StatusReply(engine="e", version="7", state="serving", ranks=(), adapters={"policy": "3"}),
+        b'{"engine":"e","version":"7","state":"serving","ranks":[],"instance":"","committed":"","holder":"","detail":"",'
+        b'"off":{},"adapters":{"policy":"3"}}',
     ),
     (
         http.UpdateReply(version="7", instance="i", record_s=1.5, kept=({"w": "d"},)),

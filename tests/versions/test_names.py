@@ -8,10 +8,10 @@ from tools import versions
 
 NAMES = """
 import importlib, sys
-from vllm_weightsync import compat, compat_models, compat_plans, compat_standby, compat_transfer
+from vllm_weightsync import compat, compat_lora, compat_models, compat_plans, compat_standby, compat_transfer
 from weightsync.engine.private_names import missing
 workers = (compat.WORKER, compat_models.DEEP, compat_plans.NAMES, compat_standby.NAMES, compat_transfer.NAMES)
-tables = (compat.SERVER, *workers)
+tables = (compat.SERVER, compat_lora.NAMES, *workers)
 print(compat.VLLM.version(), [gone for names in tables for gone in missing(names)], compat.VLLM.untested())
 """
 

@@ -10,7 +10,9 @@ import torch
 
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
+from weightsync.errors import UnsupportedOption
 from weightsync.protocol.http import TensorSpec
+from weightsync.protocol.lora import LoraSpec
 
 
 class Expected(NamedTuple):
@@ -84,6 +86,35 @@ class Sealed(NamedTuple):
     """How a second set of the weights is made; or why there is none, empty where an engine never has one."""
 
 
+class LoraHooks(Protocol):
+    """How one rank of an engine takes LoRA adapters, which the engine knows by their numbers."""
+
+    def check(self, adapter: LoraSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
+        """The names of tensors for which this rank has no layer; another rank must have it.
+
+        Raises `ManifestMismatch`, naming what the engine cannot serve.
+        """
+
+    def make(self, adapter: LoraSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """An adapter of copies of these tensors, as `serve` takes it. Called while the engine generates, in any
+        thread."""
+
+    def served(self, number: int) -> object | None:
+        """The adapter of this number, None if there is none."""
+
+    def serve(self, number: int, made: object | None) -> None:
+        """Replace the adapter of this number by another, or by none. Called in the engine's loop; if it raises, it can
+        be called again."""
+
+
+class WithoutLora:
+    """Base of the `Adapter` of an engine into which no LoRA adapter can be pushed."""
+
+    def lora_hooks(self) -> LoraHooks:
+        """See `Adapter`; the front end refuses such pushes first."""
+        raise UnsupportedOption("this engine takes no LoRA adapters; push the merged weights")
+
+
 class Adapter(Protocol):
     """One rank of an engine. Only `Receiver` calls it; loading and hashing run in the engine's loop."""
 
@@ -104,6 +135,9 @@ class Adapter(Protocol):
         The tensors are views of the stage, or come one by one as they arrive: read them, keep none longer than the load
         takes. Raises whatever the engine or the iterator raises.
         """
+
+    def lora_hooks(self) -> LoraHooks:
+        """How LoRA adapters are loaded. Raises `UnsupportedOption` if the engine has none."""
 
     def digest(self) -> str:
         """BLAKE2b hash, in hex, of the weights that this rank computes with; equal weights have equal digests."""

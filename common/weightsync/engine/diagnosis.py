@@ -32,7 +32,7 @@ _LISTEN_S: Final = 10.0
 
 
 class _Engine(Protocol):
-    """As `front_end.EngineFrontEnd`, which has more."""
+    """As `engine_front_end.EngineFrontEnd`, which has more."""
 
     pause_refused: dict[str, str]
     off: dict[str, str]

@@ -1,7 +1,7 @@
 """Engine-side driver of a whole engine, in the process that serves HTTP: lease, order, deadlines, state.
 
-Each engine package provides an `EngineFrontEnd`. `states.ENGINE` says what is legal when. Every call to the ranks has a
-deadline (`rank_calls.Calls`); a commit that has begun runs to its end, whoever still waits for it.
+Each engine package provides an `engine_front_end.EngineFrontEnd`. `states.ENGINE` says what is legal when. Every call
+to the ranks has a deadline (`rank_calls.Calls`); a commit that has begun runs to its end, whoever still waits for it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import logging
 import secrets
 import time
 from collections import deque
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.engine import diagnosis, first_push, refusals
 from weightsync.engine.coverage import check_read
+from weightsync.engine.engine_front_end import EngineFrontEnd, addressed, lora_versions, withdraw
 from weightsync.engine.lease import Lease
 from weightsync.engine.metrics import Metrics, Report
-from weightsync.engine.rank_calls import Calls, Replies, Turn, collect, exclusive
+from weightsync.engine.rank_calls import Calls, Turn, collect, exclusive
 from weightsync.errors import (
     EngineRestarted,
     LeaseHeld,
@@ -35,7 +36,6 @@ from weightsync.memory import arenas
 from weightsync.protocol import addresses, directories, http, states
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
-from weightsync.protocol.lockstep import Lockstep
 from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.transports import registry
 
@@ -53,46 +53,6 @@ _ABORTED: Final = 64
 _ANSWER_S: Final = 0.25
 
 
-class EngineFrontEnd(Protocol):
-    """What the process that serves HTTP must offer. Any error but a `WeightSyncError` counts as a failed commit."""
-
-    engine: str
-    engine_version: str
-    model: str
-    pause_refused: dict[str, str]
-    """For each pause mode that the engine does not support, the reason."""
-    waits: bool
-    """Whether the engine was started to wait for its first push; it is paused until then."""
-    off: dict[str, str]
-    """What this engine does not support, or what a push does not update, by name, with the reason."""
-    asleep: tuple[str, ...]
-    """The engine's tags of memory that slept when a push or `diagnose` last asked the ranks."""
-    lockstep: Lockstep | None
-    """Its part, if it is in lockstep with other engines; then its `commit` agrees with theirs."""
-
-    @property
-    def busy(self) -> str:
-        """What runs in the engine that calls to its ranks wait for; empty if they need not wait."""
-
-    async def version(self) -> str:
-        """The label of the weights being served."""
-
-    async def call(self, method: str, payload: bytes) -> Replies:
-        """Run `rank_methods.handle` on every rank; returns the `rank_replies.RankReply` of each. Has no deadline."""
-
-    async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
-        """Pause, apply, drop caches, set the version, resume. Every rank is ready; ``stopped``: already paused.
-
-        If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
-        """
-
-    async def withdraw(self, push: str) -> None:
-        """Note that this engine does not serve ``push``: engines in lockstep with it need not wait. Never raises."""
-
-    async def stay_stopped(self, why: str) -> None:
-        """Keep a dirty engine paused until a full push commits; ``why`` answers anybody who tries to resume it."""
-
-
 class FrontEnd:
     """One engine, as its routes use it. A server passes the ``metrics`` that it serves."""
 
@@ -108,6 +68,8 @@ class FrontEnd:
         self._turn = Turn()
         self._exclusive = functools.partial(exclusive, self._turn, self._call)
         self._push = self._committed = ""
+        #: The adapter that the current push brings, if it is one.
+        self._lora: str | msgspec.UnsetType = msgspec.UNSET
         self._aborted: deque[str] = deque(maxlen=_ABORTED)
         self._detail = "it waits for its first push" if front.waits else ""
         self._watch: asyncio.Task[None] | None = None
@@ -136,6 +98,7 @@ class FrontEnd:
             network=arenas.network_id(),
             stopped=bool(self.stopped),
             lockstep=self.front.lockstep,
+            adapters=lora_versions(self.front) or msgspec.UNSET,
         )
 
     async def expected(self, asked: ExpectedRequest) -> ExpectedReply:
@@ -172,6 +135,7 @@ class FrontEnd:
             holder="" if lapsed else self._lease.holder,
             detail="; ".join(filter(None, (self._detail, detail))),
             off=self.front.off,
+            adapters=lora_versions(self.front) or msgspec.UNSET,
         )
 
     async def diagnose(self, asked: DiagnoseRequest) -> DiagnoseReply:
@@ -213,9 +177,13 @@ class FrontEnd:
         addresses.check_address(asked.address, asked.server_key, remote=not local)
         deadline = Deadline(asked.timeout_s)
         with self._report.prepare(asked):
+            asked = addressed(asked, self.front, self.stopped)
             accepted = await self._prepare(asked, method, deadline)
         record_s, kept = max(rank.record_s for rank in accepted), tuple(rank.kept for rank in accepted)
-        return http.UpdateReply(await self.front.version(), self.instance, bool(self.stopped), record_s, kept)
+        version = await self.front.version()
+        if asked.lora is not msgspec.UNSET:
+            version = lora_versions(self.front).get(asked.lora, "")
+        return http.UpdateReply(version, self.instance, bool(self.stopped), record_s, kept)
 
     async def _prepare(self, asked: http.UpdateRequest, method: str, deadline: Deadline) -> list[Accepted]:
         async with self._exclusive("prepare", deadline):
@@ -237,6 +205,7 @@ class FrontEnd:
                 raise
             self._machine.move("prepare")
             self._push = asked.push
+            self._lora = asked.lora
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.ensure_future(self._watch_trainer())
             return accepted
@@ -276,6 +245,8 @@ class FrontEnd:
     async def _commit_owned(self, asked: http.CommitRequest, deadline: Deadline) -> http.CommitReply:
         if not asked.rollback and asked.push != self._push:
             raise TransferFailed(f"this {self.front.engine} has not prepared push {asked.push}")
+        if not asked.rollback and asked.lora != self._lora:
+            raise TransferFailed(f"push {asked.push} was prepared as another adapter, or as weights")
         with self._report.commit(asked) as committed:
             if asked.rollback:
                 if asked.push in self._aborted:
@@ -309,6 +280,7 @@ class FrontEnd:
             if not unchanged:
                 self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
                 await self.front.stay_stopped(refusals.half_way(error))
+                withdraw(self.front, asked.lora)
             await self._forget_after_failure(asked.push, deadline)
             self._as_dirty(error)
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from threading import Event
 
+from msgspec import UNSET
+
 from weightsync.deadline import Deadline
 from weightsync.engine.loading.planned import Arriving
 from weightsync.engine.stage import Staged
@@ -21,8 +23,15 @@ class Job:
         self.cancelled, self.ended = Event(), Event()
         self.incoming: Incoming | None = None
         self.staged: Staged | None = None
+        #: The adapter that was made of what arrived, if it is one; it has copies.
+        self.made: object | None = None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether this is a push of an adapter."""
+        return self.request.lora is not UNSET
 
     def end(self) -> None:
         """Drop all references to the sender's memory: the push was applied or cancelled."""
-        self.incoming = self.staged = self.arriving = None
+        self.incoming = self.staged = self.arriving = self.made = None
         self.cancelled.set()

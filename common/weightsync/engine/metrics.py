@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
+from msgspec import UNSET
+
 from weightsync import observe
 from weightsync.errors import ManifestUnknown, changed_nothing
 from weightsync.protocol import http, states
@@ -114,9 +116,11 @@ class Report:
         now = time.perf_counter()
         self._observe("prepare", now - start)
         logger.debug("push %s: accepted after %.3f s", asked.push, now - start)
-        if asked.manifest and self._metrics is not None:
-            self._manifest = asked.known, sum(map(_nbytes, asked.manifest))
         known, nbytes = self._manifest
+        if asked.manifest and self._metrics is not None:
+            known, nbytes = asked.known, sum(map(_nbytes, asked.manifest))
+        if asked.adapter is UNSET:  # an adapter's manifest is always sent
+            self._manifest = known, nbytes
         self._accepted = _Accepted(asked.push, nbytes if known == asked.known else 0, now)
 
     @contextmanager

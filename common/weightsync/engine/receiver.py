@@ -7,7 +7,6 @@ own loop while generation is stopped. `states.ENGINE` defines what is legal in w
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 
@@ -21,12 +20,12 @@ from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.job import Job
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
+from weightsync.engine.lora import LoraLoading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
+from weightsync.engine.rank_info import rank_info
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
 from weightsync.errors import ApplyFailed, DigestMismatch, TransferFailed, WrongState
 from weightsync.memory import arenas
-from weightsync.memory.cuda_ipc import device_uuid
-from weightsync.memory.processes import started
 from weightsync.protocol.expected import ExpectedReply, StandbyRequest
 from weightsync.protocol.http import (
     CommitRequest,
@@ -60,6 +59,7 @@ class Receiver:
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
         self._loading = Loading(adapter)
+        self._lora = LoraLoading(adapter)
         #: By transport, each made on first use.
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(adapter.rank, adapter.device)
@@ -80,19 +80,7 @@ class Receiver:
 
     def info(self) -> RankInfo:
         """Describe this rank: process, device, free memory, transports."""
-        device = self._adapter.device
-        return RankInfo(
-            rank=self._adapter.rank,
-            pid=os.getpid(),
-            device=device.type,
-            device_uuid=device_uuid(device),
-            free_bytes=arenas.free_bytes(device),
-            transports=registry.available(),
-            settings=registry.settings(),
-            process_space=arenas.process_space(),
-            host=arenas.host_id(),
-            started=started(os.getpid()),
-        )
+        return rank_info(self._adapter.rank, self._adapter.device)
 
     def expected(self) -> ExpectedReply:
         """This rank's part of the list of a complete push."""
@@ -148,18 +136,25 @@ class Receiver:
         self._settled()
 
     def prepare(self, request: UpdateRequest, transport: str) -> Accepted:
-        """Check the manifest, then fetch the bytes in a thread.
-
-        Raises `ManifestMismatch`, `TransferFailed`, or `Busy`.
-        """
-        end = self._end(transport)
+        """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch`, `TransferFailed`, `Busy`."""
+        end, adapts = self._end(transport), request.lora is not UNSET
         end.check(request)
+        way = self._lora if adapts else self._loading
         if self._job is not None and self._job.request == request:
-            return self._loading.accepted()  # asked again, because another rank was not ready
+            return way.accepted()  # asked again, because another rank was not ready
         self._supersede(request.push)
         self._borrowing.give_back(but=request.address)
         self._disown(request.owner)
         self._machine.check("prepare")
+        job = self._lora.job(request, end) if adapts else self._job_of_weights(request, end, transport)
+        with self._lock:
+            self._machine.move("prepare")
+            self._job, self._last, self._detail = job, job, ""
+        self._thread.submit(lambda: self._receive(job))
+        logger.debug("push %s: rank %d receives it", request.push, self._adapter.rank)
+        return way.accepted()
+
+    def _job_of_weights(self, request: UpdateRequest, end: EngineEnd, transport: str) -> Job:
         layout = self._loading.accept(request.manifest, request.known, request.push, request.kept, request.domains)
         check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
@@ -171,28 +166,26 @@ class Receiver:
             self._loading.standby.release()
         ordered = not (request.stream or request.any_order)
         arriving = self._loading.arriving(layout, request.push, request.bucket_bytes) if ordered else None
-        job = Job(request, end, subset, arriving)
-        with self._lock:
-            self._machine.move("prepare")
-            self._job, self._last, self._detail = job, job, ""
-        self._thread.submit(lambda: self._receive(job))
-        logger.debug("push %s: rank %d receives it", request.push, self._adapter.rank)
-        return self._loading.accepted()
+        return Job(request, end, subset, arriving)
 
     def _receive(self, job: Job) -> None:
         try:
             try:
                 incoming = job.transport.open(job.request, job.subset, self._adapter.rank, job.cancelled)
             except BaseException:
-                self._kept.forget(None)  # the sender may already write
+                if not job.adapts:
+                    self._kept.forget(None)  # the sender may already write
                 raise
-            self._kept.forget(incoming.arena)
             staged, verify_s = None, 0.0
-            if not job.request.stream:
-                how = job.request, job.subset, self._kept.current, job.arriving
-                staged, verify_s = self._stages.fill(incoming, *how)
-            # Load plans bound to arenas that are no longer in use are dropped, and with them the memory.
-            self._loading.keep(one.data for one in (staged, *self._kept) if one is not None)
+            if job.adapts:
+                verify_s = self._lora.receive(incoming, job)
+            else:
+                self._kept.forget(incoming.arena)
+                if not job.request.stream:
+                    how = job.request, job.subset, self._kept.current, job.arriving
+                    staged, verify_s = self._stages.fill(incoming, *how)
+                # Load plans bound to arenas that are no longer used are dropped, and with them the memory.
+                self._loading.keep(one.data for one in (staged, *self._kept) if one is not None)
             with self._lock:
                 if job.cancelled.is_set():
                     raise TransferFailed("the push was aborted")
@@ -229,7 +222,7 @@ class Receiver:
     def ready(self, request: CommitRequest) -> Ready:
         """Check that ``request`` can be applied. Raises `TransferFailed` without its push, `WrongState` out of turn."""
         wanted = self._wanted(request)
-        if wanted is None and request.rollback:
+        if wanted is None and (request.rollback or request.lora is not UNSET):
             return Ready()
         self._loading.prepare_load(wanted, request.push, request.timeout_s)
         return self._loading.ready()
@@ -268,10 +261,14 @@ class Receiver:
         with self._lock:
             wanted = self._wanted(request)
             self._machine.move("rollback" if request.rollback else "commit")
-            self._kept.begin(request.push)
             job = None if request.rollback else self._job
+            adapts = job is not None and job.adapts
+            if not adapts:
+                self._kept.begin(request.push)
         try:
-            if job is None:
+            if job is not None and adapts:
+                self._lora.serve(job, self._machine)
+            elif job is None:
                 self._load(wanted, request.push)
                 self._kept.loaded(self._kept.previous if wanted is None else wanted)
             else:
@@ -284,7 +281,8 @@ class Receiver:
                 self._job = None
                 job.end()
         self._detail = ""
-        self._kept.labels.applied(request.version)
+        if not adapts:
+            self._kept.labels.applied(request.version)
         self._machine.move("applied")
         took_s, rank = time.perf_counter() - start, self._adapter.rank
         logger.info("push %s: rank %d has loaded version %r in %.3f s", request.push, rank, request.version, took_s)
@@ -345,6 +343,9 @@ class Receiver:
 
         Raises `ApplyFailed` if it was not kept.
         """
+        if request.lora is not UNSET:
+            self._lora.restore(request.push, self._machine)
+            return
         slots = self._kept.before(request.push)
         self._machine.check("rollback")
         # What a rank held that was dirty before is no version.

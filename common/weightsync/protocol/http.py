@@ -14,10 +14,11 @@ from weightsync.errors import Weights, WeightSyncError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import Shape, Text
 from weightsync.protocol.lockstep import Lockstep
+from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 6)
+PROTOCOL: Final[tuple[int, int]] = (1, 7)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
@@ -112,7 +113,7 @@ class OpenReply(Message, frozen=True):
     ``pause_refused`` maps each pause mode that the engine does not support to the reason. ``host`` is its
     `arenas.host_id`, ``user`` its `directories.meeting`, ``network`` its `arenas.network_id`; each equals the trainer's
     if the two share it. ``stopped``: it serves nothing, because it is dirty or waits for its first push. ``lockstep``:
-    its part in that of several engines; pushes reach all of them or none.
+    its part in that of several engines; pushes reach all of them or none. ``adapters`` as in `StatusReply`.
     """
 
     protocol: tuple[int, int]
@@ -129,6 +130,7 @@ class OpenReply(Message, frozen=True):
     network: str = ""
     stopped: bool = False
     lockstep: Lockstep | None = None
+    adapters: dict[Text, Text] | msgspec.UnsetType = msgspec.UNSET
 
 
 class UpdateRequest(Message, frozen=True):
@@ -143,7 +145,8 @@ class UpdateRequest(Message, frozen=True):
     ``known`` is `layout.Layout.name`; an empty ``manifest`` is the one of that name in the push before. ``parts``:
     ranks may fetch and verify only their subsets. ``kept`` names expected tensors that stay as the engine has them.
     ``any_order``: each `control.BucketReady` names the tensors that begin in its bucket. ``domains``: what each host of
-    the trainer holds of the stream, if several do, see `layout.Table`.
+    the trainer holds of the stream, if several do, see `layout.Table`. ``adapter``: what crosses is no checkpoint but
+    this adapter, and the model's weights stay as they are.
     """
 
     push: Text
@@ -166,6 +169,12 @@ class UpdateRequest(Message, frozen=True):
     kept: tuple[Text, ...] = ()
     any_order: bool = False
     domains: Annotated[tuple[tuple[tuple[int, tuple[Shape, Shape]], ...], ...], msgspec.Meta(max_length=1024)] = ()
+    adapter: LoraSpec | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def lora(self) -> str | msgspec.UnsetType:
+        """The name of the adapter, if the push is one."""
+        return self.adapter if self.adapter is msgspec.UNSET else self.adapter.name
 
     def by_name(self) -> UpdateRequest:
         """The request with the name of its manifest alone, for an engine that has it."""
@@ -223,8 +232,9 @@ class JoinReply(Message, frozen=True):
 
 
 class UpdateReply(Message, frozen=True):
-    """The version that the engine serves now. It serves nothing if it is ``stopped``: dirty, or waiting for its first
-    push. ``record_s`` is that of its slowest rank, ``kept`` those of all ranks, see `Accepted`.
+    """The version that the engine serves now, of the adapter if one is pushed. It serves nothing if it is ``stopped``:
+    dirty, or waiting for its first push. ``record_s`` is that of its slowest rank, ``kept`` those of all ranks, see
+    `Accepted`.
     """
 
     version: str = ""
@@ -238,7 +248,7 @@ class CommitRequest(Message, frozen=True):
     """Serve the prepared push ``push`` as ``version``; ``timeout_s`` bounds the wait for requests in flight.
 
     With ``rollback`` the engine serves its kept version again, and ``push`` is a new identifier for this step.
-    ``instance`` is the engine instance that prepared the push.
+    ``instance`` is the engine instance that prepared the push. ``lora`` names the adapter, if the push is one.
     """
 
     push: Text
@@ -248,6 +258,7 @@ class CommitRequest(Message, frozen=True):
     owner: Text = ""
     rollback: bool = False
     instance: Text = ""
+    lora: Text | msgspec.UnsetType = msgspec.UNSET
 
 
 class CommitReply(Message, frozen=True):
@@ -326,9 +337,9 @@ class RankStatus(Message, frozen=True):
 class StatusReply(Message, frozen=True):
     """What an engine serves and what its ranks are doing.
 
-    ``committed`` is the push that brought the served weights, ``holder`` the public name of the lease's owner,
-    ``detail`` why the engine does not generate or which ranks do not answer. ``off`` maps what the engine cannot do,
-    and what a push leaves unchanged in it, to the reasons.
+    ``committed`` is the push that was committed last, ``holder`` the public name of the lease's owner, ``detail`` why
+    the engine does not generate or which ranks do not answer. ``off`` maps what the engine cannot do, and what a push
+    leaves unchanged in it, to the reasons. ``adapters`` has the versions of pushed adapters that it serves, by name.
     """
 
     engine: str
@@ -340,6 +351,7 @@ class StatusReply(Message, frozen=True):
     holder: str = ""
     detail: str = ""
     off: dict[str, str] = {}
+    adapters: dict[Text, Text] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Done(Message, frozen=True):

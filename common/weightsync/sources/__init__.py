@@ -13,11 +13,12 @@ from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.dtensor import LocalShard
 from weightsync.sources.fused import Fused, FusedSource, Rule
 from weightsync.sources.iterator import IteratorSource
+from weightsync.sources.lora import open_lora
 from weightsync.sources.mapping import MappingSource, Remembered
 from weightsync.sources.module import ModuleSource
 from weightsync.sources.weight_source import WeightSourceAdapter, is_weight_source
 
-__all__ = ["Fused", "LocalShard", "Rule", "Source", "open_source"]
+__all__ = ["Fused", "LocalShard", "Rule", "Source", "Sources", "open_source"]
 
 
 def open_source(model: object, *, reuse: Source | Remembered | None = None) -> Source:
@@ -49,3 +50,21 @@ def open_source(model: object, *, reuse: Source | Remembered | None = None) -> S
         "mapping of names to tensors, a folder of safetensors files, an iterator of pairs of a name and a tensor, or "
         "an object with metadata() and iteration in the shape of vLLM's WeightSource"
     )
+
+
+class Sources:
+    """The sources of one sender; the module or mapping that was opened last costs less to open again."""
+
+    def __init__(self) -> None:
+        self._known: Source | Remembered | None = None
+
+    def open(self, model: object, lora: str | None) -> Source:
+        """As `open_source`, or as `lora.open_lora` with ``lora``."""
+        if lora is not None:
+            return open_lora(model, lora)
+        source = open_source(model, reuse=self._known)
+        # Other sources might keep a whole gathered model alive until the next push.
+        self._known = source if isinstance(source, ModuleSource) else None
+        if isinstance(source, MappingSource):
+            self._known = source.seen
+        return source

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
+from msgspec import UNSET, UnsetType
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -28,13 +29,15 @@ from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
 from weightsync.sources import Source
 from weightsync.sources.iterator import IteratorSource
-from weightsync.trainer import buckets, metrics
+from weightsync.sources.lora import LoraSource
+from weightsync.trainer import buckets, lora_plan, metrics
+from weightsync.trainer.engine import Commits
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.lockstep import in_lockstep
 from weightsync.trainer.model_push import ModelPush, Repeated
 from weightsync.trainer.outgoing import Sent
 from weightsync.trainer.progress import Shown, shown
-from weightsync.trainer.push import Commits, Push, Rollback, connect, release, settle
+from weightsync.trainer.push import Push, Rollback, connect, release, settle
 from weightsync.trainer.push_plan import Options, Planner
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.reading import Reading
@@ -53,13 +56,20 @@ class Asked(NamedTuple):
     version: str | None
     expected: str | None
     allow_missing: tuple[str, ...]
+    lora: str | None = None
 
     @classmethod
-    def of(cls, version: str | None, expected: str | None, allow_missing: Sequence[str]) -> Asked:
-        """Check the arguments. Raises `UnsupportedOption`."""
+    def of(
+        cls, version: str | None, expected: str | None, allow_missing: Sequence[str], lora: str | None, *, several: bool
+    ) -> Asked:
+        """Check the arguments; ``several``: the trainer has several processes. Raises `UnsupportedOption`."""
         if isinstance(allow_missing, str):
             raise UnsupportedOption("allow_missing: give a list of patterns")
-        return cls(version, expected, tuple(allow_missing))
+        if lora is not None and allow_missing:
+            raise UnsupportedOption("allow_missing is for weights; an adapter is pushed as a whole")
+        if lora is not None and several:
+            raise UnsupportedOption("lora: a trainer of several processes pushes its adapter with a Sender of one")
+        return cls(version, expected, tuple(allow_missing), lora)
 
 
 class Driver:
@@ -153,7 +163,9 @@ class Driver:
     ) -> ModelPush:
         transfer, start = self._open_transfer(source), time.perf_counter()
         planner, patterns = self._planner, asked.allow_missing
-        if isinstance(source, IteratorSource):
+        if isinstance(source, LoraSource):
+            plan = lora_plan.of(source, planner, transfer, deadline)
+        elif isinstance(source, IteratorSource):
             plan = planner.of_iterator(source, transfer, deadline, patterns)
         else:
             plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns, again, reading.early))
@@ -162,7 +174,8 @@ class Driver:
         return ModelPush(plan, reading, self._ranks, deadline, placed)
 
     def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
-        label = self._next_version() if asked.version is None else asked.version
+        lora = UNSET if asked.lora is None else asked.lora
+        label = self._next_version(lora) if asked.version is None else asked.version
         push = self._new_push(self._open_transfer(payload.plan.source), deadline, asked.expected)
         push.seconds["plan"] = self._plan_s
         with self._shown(f"push {label}", payload.nbytes):
@@ -173,7 +186,8 @@ class Driver:
         except SourceError as error:
             error.settle(dict.fromkeys(commits, "unknown"))
             raise
-        self.served = label
+        if asked.lora is None:
+            self.served = label
         choice = plan.choice
         return PushResult(
             label,
@@ -189,6 +203,7 @@ class Driver:
             plan.request.kept,
             push.unverified,
             reading.how,
+            asked.lora or "",
         )
 
     def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
@@ -321,8 +336,8 @@ class Driver:
             self._planner.choose_again()
         return self._transfer
 
-    def _next_version(self) -> str:
-        versions = [engine.version for engine in self.engines.by_url.values()]
+    def _next_version(self, lora: str | UnsetType) -> str:
+        versions = [engine.serves(lora) for engine in self.engines.by_url.values()]
         return str(max((int(v) for v in versions if v.isdecimal()), default=0) + 1)
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
+
 from weightsync.errors import Weights
 from weightsync.protocol import http
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.trainer.client import EngineClient
 from weightsync.transports.base import Peer
+
+#: The replies of engines to a commit, by URL.
+Commits = dict[str, http.CommitReply]
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Engine:
     the name of the last manifest sent to it. ``committed``: the instance of it that last committed a push of this
     sender. ``record_s``: seconds that it generated nothing in the last prepare, while its loader was recorded.
     ``unsettled``: the push or rollback that it was asked to commit, until the outcome is known. ``expected``: what it
-    said a complete push is, once it was asked.
+    said a complete push is, once it was asked. ``adapters``: the versions of the adapters that it served, by name.
     """
 
     client: EngineClient
@@ -38,6 +43,21 @@ class Engine:
     record_s: float = 0.0
     unsettled: str = ""
     expected: ExpectedReply | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.adapters |= self.hello.adapters or {}
+
+    def serves(self, lora: str | UnsetType) -> str:
+        """The version that it served by its last reply, of its weights or of an adapter; empty if there is none."""
+        return self.version if lora is UNSET else self.adapters.get(lora, "")
+
+    def now_serves(self, committed: http.CommitRequest) -> None:
+        """It has committed a push of this sender, or a rollback."""
+        if committed.lora is not UNSET:
+            self.adapters[committed.lora] = committed.version
+        else:
+            self.version, self.stopped, self.committed = committed.version, False, self.hello.instance
 
     @property
     def weights(self) -> Weights:

@@ -31,7 +31,7 @@ from weightsync.protocol.expected import SINCE_MINOR, ExpectedReply
 from weightsync.protocol.http import Handshake
 from weightsync.protocol.in_process import Target, name_of
 from weightsync.trainer.client import EngineClient, check_distinct, weights_at_open
-from weightsync.trainer.engine import Engine
+from weightsync.trainer.engine import Commits, Engine
 from weightsync.trainer.lockstep import check_lockstep, in_lockstep
 from weightsync.trainer.progress import Shown
 from weightsync.transports import registry
@@ -281,21 +281,21 @@ class Engines:
             if expected is not None and (reply.stopped or reply.version != expected):
                 serves = "nothing" if reply.stopped else f"version {reply.version!r}"
                 raise WrongState(f"{client.url} serves {serves}, and this push expects version {expected!r}")
-            if reply.version != engine.version:
-                engine.noticed.append(f"served {reply.version!r}, not {engine.version!r} as this sender left it")
+            if reply.version != (left := engine.serves(request.lora)):
+                engine.noticed.append(f"served {reply.version!r}, not {left!r} as this sender left it")
 
         self.all(run)
 
     def _prepared(self, engine: Engine, request: http.UpdateRequest, deadline: Deadline) -> http.UpdateReply:
         """Prepare one engine; a manifest that it already has is sent as its name."""
-        if request.known and engine.manifest == request.known:
+        if request.lora is msgspec.UNSET and request.known and engine.manifest == request.known:
             try:
                 return engine.client.prepare(request.by_name(), engine.transport, deadline)
             except ManifestUnknown:
                 logger.debug("%s no longer has the manifest; it is sent in full", engine.client.url)
-        engine.manifest = ""
+        before, engine.manifest = engine.manifest, ""
         reply = engine.client.prepare(request, engine.transport, deadline)
-        engine.manifest = request.known
+        engine.manifest = request.known if request.lora is msgspec.UNSET else before
         return reply
 
     def commit(self, request: http.CommitRequest, deadline: Deadline) -> list[Commit]:
@@ -309,7 +309,7 @@ class Engines:
 
         return self.asked(ask)
 
-    def outcome(self, futures: Sequence[Commit], version: str, deadline: Deadline) -> dict[str, http.CommitReply]:
+    def outcome(self, futures: Sequence[Commit], asked: http.CommitRequest, deadline: Deadline) -> Commits:
         """Wait for the replies to `commit`, by URL. Raises the failures as one error, with what each engine serves."""
         replies: dict[str, http.CommitReply] = {}
         failed: dict[str, WeightSyncError] = {}
@@ -328,7 +328,7 @@ class Engines:
                 replies[client.url] = reply
                 if reply.asleep:
                     engine.noticed.append(f"its memory for {', '.join(reply.asleep)} sleeps, and has to be woken")
-                engine.version, engine.stopped, engine.committed = version, False, engine.hello.instance
+                engine.now_serves(asked)
         if failed:
             raise joined(failed, dict.fromkeys(replies, "committed"))
         return replies

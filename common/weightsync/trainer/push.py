@@ -27,6 +27,7 @@ from weightsync.protocol import http
 from weightsync.protocol.states import Machine
 from weightsync.trainer import metrics
 from weightsync.trainer.client import EngineClient
+from weightsync.trainer.engine import Commits
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import agree
 from weightsync.trainer.lease import renewed
@@ -36,8 +37,6 @@ from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
 
 logger = logging.getLogger(__name__)
-
-Commits = dict[str, http.CommitReply]
 
 
 def connect(transfer: Transfer, engines: Engines, deadline: Deadline) -> None:
@@ -133,7 +132,7 @@ class Change:
     def _commit(self, request: http.CommitRequest) -> Commits:
         self._deadline.check("the engines to be asked to commit")
         with self._timed("commit"):
-            return self._engines.outcome(self._engines.commit(request, self._deadline), request.version, self._deadline)
+            return self._engines.outcome(self._engines.commit(request, self._deadline), request, self._deadline)
 
     def _begin(self, push: str, label: str, nbytes: int) -> None:
         engines = len(self._engines.by_url)
@@ -248,7 +247,8 @@ class Push(Change):
                     self._machine.move("staged")
                     logger.debug("push %s: every rank has received it", payload.name)
             if not outgoing.plan.stream:
-                commits = self._commit(self._request(payload.name, label))
+                request = self._request(payload.name, label)
+                commits = self._commit(msgspec.structs.replace(request, lora=outgoing.plan.lora))
         self._committed(payload.name, label)
         self._push_transfer.served(outgoing)
         return sent, commits
@@ -301,20 +301,21 @@ class Push(Change):
         """Send the bytes while the engines are paused, so that no stage is needed."""
         self._machine.move("stream")
         with self._timed("commit"):
-            commits = self._engines.commit(self._request(payload.name, label), self._deadline)
+            request = self._request(payload.name, label)
+            commits = self._engines.commit(request, self._deadline)
             try:
                 sent = self._send(payload, outgoing)
             except BaseException as error:
                 self._enter("commit")
                 self._push_transfer.cancel(error)
                 # The engines' own replies say what they serve; this raises for those that failed.
-                replies = self._engines.outcome(commits, label, self._deadline)
+                replies = self._engines.outcome(commits, request, self._deadline)
                 raise TransferFailed(
                     f"every engine has committed, but sending ended with an error: {error}",
                     engines=dict.fromkeys(replies, "committed"),
                 ) from error
             self._enter("commit")
-            return sent, self._engines.outcome(commits, label, self._deadline)
+            return sent, self._engines.outcome(commits, request, self._deadline)
 
 
 class Rollback(Change):

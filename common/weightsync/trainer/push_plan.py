@@ -190,7 +190,7 @@ class Planner:
         self._check_kept(kept)
         if table and shared is None:
             self._check_domains(choice)
-        request = self._request(transfer, source, layout, choice, kept)
+        request = self.request(transfer, source, layout, choice, kept)
         ranks = self._ranks if assembled else None
         return PushPlan(source, request, layout, choice, shared, identity, conversions, ranks)
 
@@ -225,7 +225,7 @@ class Planner:
             dropped = frozenset.intersection(*(frozenset(reply.optional) for reply in lists.values()))
             layout = self._layout_of(tuple(spec for spec in layout.specs if spec.name not in dropped), False)
             choice = self._choose(transfer, layout)
-        request = self._request(transfer, source, layout, choice, ())
+        request = self.request(transfer, source, layout, choice, ())
         if in_turn:
             request = structs.replace(request, any_order=True, parts=False)
         found = fitting(lists).crossing
@@ -247,13 +247,13 @@ class Planner:
                 "which names an iterator lacks is known at its end: allow_missing takes memory for an arena that holds "
                 "everything, and excludes keep_previous and bucket_bytes; or push a module or a mapping"
             )
-        self._check_protocol(
+        self.check_protocol(
             ANY_ORDER_MINOR,
             "takes an iterator's tensors only from an arena that holds all of them, without keep_previous and "
             "bucket_bytes",
         )
 
-    def _check_protocol(self, minor: int, older: str) -> None:
+    def check_protocol(self, minor: int, older: str) -> None:
         """Raise `UnsupportedOption` if an engine speaks an older minor version, which does what ``older`` says."""
         for url, engine in self._engines.by_url.items():
             if engine.hello.protocol < (http.PROTOCOL[0], minor):
@@ -317,7 +317,7 @@ class Planner:
         """Raise `UnsupportedOption` if an engine cannot take a push from several memory domains."""
         apart = self._ranks is not None and self._ranks.domains.apart
         minor = SHARED_SHARDS_MINOR if apart else SEVERAL_HOSTS_MINOR
-        self._check_protocol(minor, f"cannot be pushed to from several {'GPUs' if apart else 'hosts'}")
+        self.check_protocol(minor, f"cannot be pushed to from several {'GPUs' if apart else 'hosts'}")
         if choice.staging == "none":
             raise UnsupportedOption(
                 f"the trainer's ranks on several hosts push into a stage, which is excluded: {choice.reason}"
@@ -329,6 +329,15 @@ class Planner:
             self._layout, self._assembled, self._chosen = layout_of(manifest, table), assembled, None
             return self._layout
         return known
+
+    def expected(self, deadline: Deadline) -> dict[str, ExpectedReply]:
+        """What each engine says a complete push is, by URL."""
+        return self._engines.expected(deadline)
+
+    def choose_apart(self, transfer: Transfer, layout: Layout) -> Choice:
+        """Buckets of an arena, beside those of the weights, that holds all of an adapter; always with a stage."""
+        free, rank_bytes = transfer.free_bytes(), buckets.stage_bytes(self._engines.ranks)
+        return choose(layout.nbytes, free, rank_bytes, None, "full", False, far=not self._engines.local)
 
     def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
         """Buckets and staging; kept for as long as the layout is, or until `choose_again`."""
@@ -349,7 +358,7 @@ class Planner:
             )
         return self._chosen
 
-    def _request(
+    def request(
         self, transfer: Transfer, source: Source, layout: Layout, choice: Choice, kept: tuple[str, ...]
     ) -> http.UpdateRequest:
         """The request to every engine; each transport adds its address and secret."""

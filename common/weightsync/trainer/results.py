@@ -49,6 +49,8 @@ class PushResult:
     ``read`` is how the trainer's tensors were read: they were ``"copied"`` before any engine was asked (`push_async`),
     read while they were ``"sent"``, or read by the engines ``"in place"`` until they had committed.
 
+    ``lora`` is the name of the adapter that was pushed, empty for weights.
+
     ``engines`` has each engine's part, by URL. ``verify`` is how the push was verified, ``staging`` where the bytes
     waited for the commit, and ``staging_reason`` why there.
     """
@@ -66,6 +68,7 @@ class PushResult:
     kept: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     read: How = "sent"
+    lora: str = ""
 
 
 class PushFuture(Future[PushResult]):

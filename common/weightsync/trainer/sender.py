@@ -14,9 +14,7 @@ from weightsync.protocol import auth, http
 from weightsync.protocol.in_process import Target, name_of, target
 from weightsync.protocol.names import check_label, plain_url
 from weightsync.protocol.states import PUSH, Machine
-from weightsync.sources import Source, open_source
-from weightsync.sources.mapping import MappingSource, Remembered
-from weightsync.sources.module import ModuleSource
+from weightsync.sources import Source, Sources
 from weightsync.trainer import metrics
 from weightsync.trainer.background import in_background
 from weightsync.trainer.buckets import Staging
@@ -124,8 +122,7 @@ class Sender:
         self._targets, self._urls = targets, urls
         self._machine: Machine[str] = Machine(PUSH, "idle", "this sender", metrics.moved)
         metrics.moved("", "idle")
-        #: The module or mapping that was pushed last: opening it again costs less.
-        self._known: Source | Remembered | None = None
+        self._sources = Sources()
         self._ranks = ranks(group, self._options.of_all_ranks([one for one in targets if isinstance(one, str)]))
         if address is not None and not isinstance(self._ranks, Follower):  # it is that of rank 0's host
             self._options = self._options._replace(address=own_address(address))
@@ -220,6 +217,7 @@ class Sender:
         version: str | None = None,
         expected: str | None = None,
         allow_missing: Sequence[str] = (),
+        lora: str | None = None,
     ) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
 
@@ -229,12 +227,16 @@ class Sender:
         tensors that are loaded into one parameter with others that are pushed, and where two engines hold different
         values.
 
+        With ``lora``, the name of a model, what is pushed is the active adapter of a PEFT model, or that of a folder
+        that PEFT has written. The engines serve it as the model ``lora``, with versions of its own; their weights stay
+        as they are. `ManifestMismatch` is raised for an adapter that an engine cannot serve.
+
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, an object in the shape of
         vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once.
         ``version`` is a string of 1 to 1024 printable characters. On return every rank of every engine serves exactly
         these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine serves.
         """
-        return self._push("push", model, Asked.of(version, expected, allow_missing), Reading())
+        return self._push("push", model, self._asked(version, expected, allow_missing, lora), Reading())
 
     def push_async(
         self,
@@ -243,6 +245,7 @@ class Sender:
         version: str | None = None,
         expected: str | None = None,
         allow_missing: Sequence[str] = (),
+        lora: str | None = None,
     ) -> PushFuture:
         """As `push`, in the background: returns once the tensors of ``model`` were read, and may change.
 
@@ -257,8 +260,11 @@ class Sender:
         """
         if self._driver is not None:
             self._driver.engines.check_caller()
-        asked = Asked.of(version, expected, allow_missing)
+        asked = self._asked(version, expected, allow_missing, lora)
         return in_background(lambda reading: self._push("push_async", model, asked, reading))
+
+    def _asked(self, *asked: Any) -> Asked:
+        return Asked.of(*asked, several=self.is_distributed)
 
     def _push(self, what: str, model: object, asked: Asked, reading: Reading) -> PushResult:
         start = time.perf_counter()
@@ -267,21 +273,13 @@ class Sender:
             for label in (asked.version, asked.expected):  # before any engine is asked for anything
                 if label is not None:
                     check_label(label)
-            return self._source_of(model)
+            return self._sources.open(model, asked.lora)
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"
             return self._rank_0_driver.push(source, asked, deadline, start, reading)
 
         return self._counted("push", lambda: self._run(what, PushResult, act, open_model, reading))
-
-    def _source_of(self, model: object) -> Source:
-        source = open_source(model, reuse=self._known)
-        # Other sources might keep a whole gathered model alive until the next push.
-        self._known = source if isinstance(source, ModuleSource) else None
-        if isinstance(source, MappingSource):
-            self._known = source.seen
-        return source
 
     def add_engine(self, url: object) -> EngineResult | None:
         """Add an engine, given as to `Sender`. Raises what building a sender raises, and what `push` raises.

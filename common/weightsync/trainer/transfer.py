@@ -39,6 +39,8 @@ class Transfer:
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first. With ``keep_previous`` a second one holds the served version.
         self._arenas: list[Arena] = []
+        #: That of adapters, so that those above go on holding the weights.
+        self._apart: Arena | None = None
         #: The sizes of other memory domains' arenas, which have the name of the first and are made anew with it.
         self._sizes: list[int] = []
         self._current: Outgoing | None = None
@@ -83,14 +85,35 @@ class Transfer:
 
         ``shared`` are all tensors, if the ranks read them in place.
         """
-        self._served, start = None, time.perf_counter()
-        if shared is not None:
-            self._share(layout, shared)
+        start = time.perf_counter()
+        if plan.adapter is not msgspec.UNSET:
+            arena = self._make_apart(plan.slots * plan.bucket_bytes)
         else:
-            self._make_arenas(plan, layout)
+            self._served = None
+            if shared is not None:
+                self._share(layout, shared)
+            else:
+                self._make_arenas(plan, layout)
+            arena = self._arenas[0]
         self.arena_s += time.perf_counter() - start
-        self._current = Outgoing(self._ends, self._packed, plan, layout, self._arenas[0], self._arenas[1:])
+        self._current = Outgoing(self._ends, self._packed, plan, layout, arena, self._but(arena))
         return self._current
+
+    def _make_apart(self, nbytes: int) -> Arena:
+        arena = self._apart
+        if arena is None or arena.bytes.numel() != nbytes or not arenas.reachable(arena):
+            if arena is not None:
+                self._packed.clear()
+                for end in self._ends.values():
+                    end.forget()
+                arena.close()
+            arena = self._apart = arenas.make(nbytes, self.device)
+        return arena
+
+    def _but(self, arena: Arena) -> list[Arena]:
+        """The other arenas that ranks may still use."""
+        found = self._arenas if self._apart is None else [*self._arenas, self._apart]
+        return [other for other in found if other is not arena]
 
     def again(self) -> Outgoing | None:
         """Start a push of the served version, for `Outgoing.resend`; None if no arena holds that version."""
@@ -100,8 +123,7 @@ class Transfer:
 
     def repeat(self, last: Outgoing) -> Outgoing:
         """Start a push of what the arena of ``last``, a push of this transfer, holds."""
-        plan, others = msgspec.structs.replace(last.plan, push=secrets.token_hex(8)), list(self._arenas)
-        others.remove(last.arena)
+        plan, others = msgspec.structs.replace(last.plan, push=secrets.token_hex(8)), self._but(last.arena)
         self._current = Outgoing(self._ends, self._packed, plan, last.layout, last.arena, others, last.announced)
         return self._current
 
@@ -169,6 +191,8 @@ class Transfer:
     def served(self, push: Outgoing) -> None:
         """Note that a push is served. With two arenas, the next push goes into the other one."""
         again, self._current = self._served is not None, None
+        if push.arena is self._apart:
+            return
         # Shared parameters change with the next training step, and other hosts' arenas are not this sender's.
         if push.is_whole and self.shared is None and not push.layout.table:
             self._served = push
@@ -188,6 +212,9 @@ class Transfer:
         """Release everything; idempotent."""
         self.closed = True
         self._free()
+        if self._apart is not None:
+            self._apart.close()
+            self._apart = None
         while self._ends:
             self._ends.popitem()[1].close()
         native_copy.release()

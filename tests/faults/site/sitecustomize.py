@@ -175,6 +175,26 @@ def arm_post_load(adapter):
             return original(*args, **kwargs)
 
 
+def adapters(module):
+    @around(module.LoraLoading, "__init__")
+    def made(original, self, adapter):
+        original(self, adapter)
+        hooks = adapter.lora_hooks
+
+        def faulty():
+            found = hooks()
+            serve = found.serve
+
+            def serving(*served):
+                serve(*served)
+                at("rank serves adapter", rank=adapter.rank)
+
+            found.serve = serving
+            return found
+
+        adapter.lora_hooks = faulty
+
+
 def engine_control(module):
     @around(module.EngineControl, "open")
     def open_control(original, self, request, subset, rank, mapped, cancelled):
@@ -325,6 +345,7 @@ def compat_pause(module):
 
 PATCHES = {
     "vllm_weightsync.compat_pause": compat_pause,
+    "weightsync.engine.lora": adapters,
     "weightsync.engine.receiver": receiver,
     "weightsync.engine.loading.standby": standby,
     "weightsync.transports.control.engine": engine_control,
