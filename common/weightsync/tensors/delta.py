@@ -163,10 +163,11 @@ def _gaps(at: _Numbers) -> _Bytes:
 def _positions(codes: _Bytes, count: int, elements: int) -> _Numbers:
     """The positions that ``codes`` stand for. Raises `TransferFailed` unless there are ``count`` below ``elements``."""
     ends = codes != _ESCAPE
-    at = np.cumsum(codes + ends.astype(np.int64))[ends]
+    at: _Numbers = np.cumsum(codes + ends.astype(np.int64))[ends]
     if len(at) != count or not ends[-1] or at[-1] > elements:
         raise TransferFailed(f"a delta is damaged: its positions are not {count} of {elements} elements")
-    return at - 1
+    at -= 1
+    return at
 
 
 def _folded(before: _Numbers, after: _Numbers, itemsize: int) -> list[_Bytes]:
