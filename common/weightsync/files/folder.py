@@ -126,8 +126,12 @@ class Folder:
                 if before and (spec.name not in before or held[spec.name][0] != spec):
                     raise SourceError(f"{spec.name}: the version before had no such tensor; write again, in full")
                 stored.append(_store(out, spec, tensor, held))
+            if not stored:
+                raise SourceError("the model holds no tensors; there is nothing to write")
             if lost := before - {one.spec.name for one in stored}:
                 raise SourceError(f"{min(lost)}: the version before had this tensor; write again, in full")
+        order = {name: at for at, name in enumerate(held)}
+        stored.sort(key=lambda one: order[one.spec.name])  # an iterator may have another with each version
         alone = all(one.way == "dense" for one in stored)
         parent = None if alone else self._last
         return VersionManifest(
@@ -211,8 +215,6 @@ def _read(model: object) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
                 raise SourceError(f"the iterator yielded {spec.name} twice; every tensor needs a unique name")
             names.add(spec.name)
             yield spec, tensor
-        if not names:
-            raise SourceError("the iterator holds no tensors; there is nothing to write")
         return
     source = open_source(model)
     yield from zip(source.specs, source.tensors(), strict=True)

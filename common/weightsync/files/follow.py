@@ -29,7 +29,7 @@ class Follower:
     if ``where`` cannot be opened.
     """
 
-    def __init__(self, where: str, engines: Sequence[str], say: Say, timeout_s: float = 300.0):
+    def __init__(self, where: str, engines: Sequence[object], say: Say, timeout_s: float = 300.0):
         self._key = auth.sender_token()
         if not self._key:
             raise AuthenticationFailed(f"versions are signed, and the key is {auth.origin('')}")
@@ -166,7 +166,7 @@ class Follower:
             self._say(text, {**fields, **({"number": number} if number else {})})
 
 
-def follow(where: str, engines: Sequence[str], say: Say, *, once: bool, every_s: float, timeout_s: float) -> bool:
+def follow(where: str, engines: Sequence[object], say: Say, *, once: bool, every_s: float, timeout_s: float) -> bool:
     """Push what appears in ``where`` until interrupted; with ``once``, what is there, and return as `Follower.step`."""
     follower = Follower(where, engines, say, timeout_s)
     try:

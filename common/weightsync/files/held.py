@@ -14,7 +14,7 @@ from weightsync.memory.arenas import ShmArena
 from weightsync.protocol.version_files import StoredTensor, Version, is_data_of
 from weightsync.tensors import delta
 from weightsync.tensors.digest import digests
-from weightsync.tensors.layout import Layout, listed
+from weightsync.tensors.layout import Entry, Layout, listed
 
 #: Bytes that are read, and hashed, at a time.
 _READ_BYTES: Final = 4 << 20
@@ -56,7 +56,7 @@ class HeldVersion:
             if not manifest.parent:
                 self.version = None
                 self._make_room(layout)
-                for entry in layout.entries:
+                for entry, _ in _in_file(version, layout):
                     content.read_into(entry.raw(self._memory()))
                 content.check()
                 known: Iterable[StoredTensor] = ()
@@ -131,7 +131,7 @@ def _checked(version: Version) -> Layout:
     if not is_data_of(manifest.data, manifest.number):
         raise _wrong(version, f"{manifest.data!r} is no file of its bytes")
     at = 0
-    for entry, stored in zip(layout.entries, manifest.tensors, strict=True):
+    for entry, stored in _in_file(version, layout):
         nbytes = {"dense": entry.nbytes, "delta": stored.nbytes, "same": 0}[stored.way]
         if (stored.offset, stored.nbytes) != (at, nbytes) or not (manifest.parent or stored.way == "dense"):
             raise _wrong(version, f"{stored.nbytes} bytes of {stored.spec.name} ({stored.way}) at {stored.offset}")
@@ -139,6 +139,12 @@ def _checked(version: Version) -> Layout:
     if at != manifest.data_nbytes:
         raise _wrong(version, f"its tensors take {at} of {manifest.data_nbytes} bytes")
     return layout
+
+
+def _in_file(version: Version, layout: Layout) -> list[tuple[Entry, StoredTensor]]:
+    """The tensors in the order of their bytes in the file."""
+    pairs = zip(layout.entries, version.manifest.tensors, strict=True)
+    return sorted(pairs, key=lambda pair: (pair[1].offset, pair[1].nbytes))
 
 
 def _wrong(version: Version, why: str) -> TransferFailed:

@@ -30,7 +30,7 @@ FILE_NAME: Final = re.compile(r"(?P<number>[0-9]{12})(?:(?P<manifest>\.json)|\.j
 
 Way = Literal["dense", "delta", "same"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Sha256 = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
 
 
 class StoredTensor(Message, frozen=True):
@@ -62,7 +62,7 @@ class VersionManifest(Message, frozen=True):
     digest: Literal["xxh3_64", "mix64"]
     tensors: tuple[StoredTensor, ...]
     parent: _Count = 0
-    parent_sha256: _Sha256 | Literal[""] = ""
+    parent_sha256: _Sha256 = ""
     format: int = FORMAT
 
 
