@@ -41,6 +41,10 @@ from weightsync.tensors.layout import DTYPES
 _DIGEST: Final = "xxh3_64"
 
 
+Held = dict[str, tuple[TensorSpec, torch.Tensor]]
+"""What a version holds, by name: its tensors as bytes."""
+
+
 @dataclass(frozen=True)
 class Written:
     """A version that was written: its label and number, whether it is complete without others, bytes and seconds."""
@@ -61,7 +65,7 @@ class Folder:
       ``s3://bucket/run``, with the extra ``weightsync[files]``.
     - ``token``: the key that signs versions, by default ``$WEIGHTSYNC_TOKEN`` or the content of this user's key file.
     - ``full_every``: every so many versions one is complete; the others have what changed since the one before. So is
-      the first after a start or a failure, one of other tensors than before, and one after deltas that together take
+      the first after a start or a failure, and one after deltas that together take
       as much as it does.
 
     Only one process at a time writes into a folder. It holds a copy of the last version in host memory. Files that
@@ -77,7 +81,7 @@ class Folder:
         self._where, self._full_every = str(where), full_every
         self._place: Place = open_place(where)
         #: What the last version holds, by name; empty if the next one has to be complete.
-        self._held: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        self._held: Held = {}
         self._last: Version | None = None
         #: Of the last complete version, and of the deltas since.
         self._full_bytes = self._delta_bytes = self._deltas = 0
@@ -98,39 +102,38 @@ class Folder:
         check_label(label)
         # Any failure leaves what is held behind as neither this version nor the one before.
         held, self._held = self._held, {}
-        if self._deltas + 1 >= self._full_every or self._delta_bytes >= self._full_bytes:
-            held = {}
+        full = not held or self._deltas + 1 >= self._full_every or self._delta_bytes >= self._full_bytes
         with errors.during("write"):
-            manifest = self._write_data(model, number, label, held)
+            manifest = self._write_data(model, number, label, held, full)
             content, self._last = sign(manifest, self._key)
             with reported(f"{self._where}: {manifest_name(number)} cannot be written"):
                 self._place.publish(manifest_name(number), content)
         self._held = held
-        full = not manifest.parent
-        if full:
+        if not manifest.parent:
             self._full_bytes, self._delta_bytes, self._deltas = manifest.data_nbytes, 0, 0
         else:
             self._delta_bytes, self._deltas = self._delta_bytes + manifest.data_nbytes, self._deltas + 1
         with reported(f"{self._where}: outdated files cannot be removed"):
             self._shelf.add(self._last)
-        return Written(label, number, full, manifest.data_nbytes, time.perf_counter() - start)
+        return Written(label, number, not manifest.parent, manifest.data_nbytes, time.perf_counter() - start)
 
-    def _write_data(
-        self, model: object, number: int, label: str, held: dict[str, tuple[TensorSpec, torch.Tensor]]
-    ) -> VersionManifest:
+    def _write_data(self, model: object, number: int, label: str, held: Held, full: bool) -> VersionManifest:
         """Write the file of bytes, and update ``held``, which becomes this version."""
         name = data_name(number, secrets.token_hex(4))
-        before, stored = frozenset(held), list[StoredTensor]()
+        stored = list[StoredTensor]()
         with _Out(self._place, name, self._where) as out:
             for spec, tensor in _read(model):
-                if before and (spec.name not in before or held[spec.name][0] != spec):
+                if not full and (spec.name not in held or held[spec.name][0] != spec):
                     raise SourceError(f"{spec.name}: the version before had no such tensor; write again, in full")
-                stored.append(_store(out, spec, tensor, held))
+                stored.append(_store(out, spec, tensor, held, full))
             if not stored:
                 raise SourceError("the model holds no tensors; there is nothing to write")
-            if lost := before - {one.spec.name for one in stored}:
+            lost = held.keys() - {one.spec.name for one in stored}
+            if lost and not full:
                 raise SourceError(f"{min(lost)}: the version before had this tensor; write again, in full")
-        order = {name: at for at, name in enumerate(held)}
+        for gone in lost:
+            del held[gone]
+        order = {key: at for at, key in enumerate(held)}
         stored.sort(key=lambda one: order[one.spec.name])  # an iterator may have another with each version
         alone = all(one.way == "dense" for one in stored)
         parent = None if alone else self._last
@@ -180,15 +183,12 @@ class _Out:
                     self._place.remove(self._name)
 
 
-def _store(
-    out: _Out, spec: TensorSpec, tensor: torch.Tensor, held: dict[str, tuple[TensorSpec, torch.Tensor]]
-) -> StoredTensor:
+def _store(out: _Out, spec: TensorSpec, tensor: torch.Tensor, held: Held, full: bool) -> StoredTensor:
     """Write what a follower needs of a tensor, and hold it."""
-    raw, offset = _host_bytes(tensor), out.nbytes
-    made = None
-    if spec.name in held:
+    raw, offset, made = _host_bytes(tensor), out.nbytes, None
+    if spec.name in held and held[spec.name][0] == spec:
         old = held[spec.name][1]
-        made = delta.encode(old, raw, DTYPES[spec.dtype].itemsize)
+        made = None if full else delta.encode(old, raw, DTYPES[spec.dtype].itemsize)
         if made != b"":
             arenas.copy(old, raw)
     else:

@@ -114,7 +114,7 @@ def _frame(
 
     ``deflates``: which to try, None for all.
     """
-    at, before, after = _changes(old, new, itemsize)
+    at, before, after = changes(old, new, itemsize)
     if not len(at):
         return _U32.pack(0), deflates
     codes = _gaps(at)
@@ -126,7 +126,7 @@ def _frame(
     return b"".join((header, *packed)), smaller if len(at) >= _LEAST_DEFLATED else None
 
 
-def _changes(old: _Bytes, new: _Bytes, itemsize: int) -> tuple[_Numbers, _Numbers, _Numbers]:
+def changes(old: _Bytes, new: _Bytes, itemsize: int) -> tuple[_Numbers, _Numbers, _Numbers]:
     """Positions of the elements that differ, in order, and what they were and are."""
     kind = f"u{itemsize}"
     body = len(old) // _WORD_BYTES * _WORD_BYTES
