@@ -128,6 +128,22 @@ def test_an_engine_may_start_after_the_follower(folder, where, model_folder, ver
     assert serves(engine, versions(1), "1")
 
 
+def test_a_push_is_for_all_engines(folder, where, engine, model_folder, versions, events, made):
+    port = free_port()
+    other = made(ReferenceEngine(model_folder("llama", 0), port=port).__enter__())
+    follower = made(Follower(str(where), [engine.url, other.url], lambda text, fields: events.append(fields)))
+    folder.write(versions(1))
+    assert follower.step()
+    other.close()
+    folder.write(versions(2))
+    assert not follower.step()
+    assert serves(engine, versions(1), "1")
+    again = made(ReferenceEngine(model_folder("llama", 0), port=port).__enter__())
+    assert follower.step()
+    assert serves(engine, versions(2), "2")
+    assert serves(again, versions(2), "2")
+
+
 def test_a_store_is_followed_as_a_folder_is(engine, versions, capsys):
     folder = Folder("memory://followed")
     folder.write(versions(1))
