@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 
 from weightsync import errors
 from weightsync.errors import AuthenticationFailed, SourceError, UnsupportedOption, WeightSyncError
-from weightsync.files.places import Place, open_place, reported
+from weightsync.files.places import Place, Unreachable, open_place, reported
 from weightsync.files.shelf import Shelf
 from weightsync.memory import arenas
 from weightsync.protocol import auth
@@ -36,6 +37,8 @@ from weightsync.sources.iterator import read_pair
 from weightsync.tensors import delta
 from weightsync.tensors.digest import digest_bytes
 from weightsync.tensors.layout import DTYPES
+
+logger = logging.getLogger(__name__)
 
 #: Versions may be on a GPU; their digests are always of host memory.
 _DIGEST: Final = "xxh3_64"
@@ -113,8 +116,11 @@ class Folder:
             self._full_bytes, self._delta_bytes, self._deltas = manifest.data_nbytes, 0, 0
         else:
             self._delta_bytes, self._deltas = self._delta_bytes + manifest.data_nbytes, self._deltas + 1
-        with reported(f"{self._where}: outdated files cannot be removed"):
-            self._shelf.add(self._last)
+        try:
+            with reported(f"{self._where}: outdated files stay, because they cannot be removed"):
+                self._shelf.add(self._last)
+        except Unreachable as error:
+            logger.warning("%s", error)  # the version is there all the same; the next one tries again
         return Written(label, number, not manifest.parent, manifest.data_nbytes, time.perf_counter() - start)
 
     def _write_data(self, model: object, number: int, label: str, held: Held, full: bool) -> VersionManifest:

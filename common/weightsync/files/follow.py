@@ -35,14 +35,15 @@ class Follower:
             raise AuthenticationFailed(f"versions are signed, and the key is {auth.origin('')}")
         self._where, self._engines, self._say, self._timeout_s = where, list(engines), say, timeout_s
         self._place, self._held = open_place(where), HeldVersion()
-        #: Manifests that were verified, and why others, or their bytes, were refused, which are not read again.
+        #: Manifests that were verified, and why the bytes of some were refused, which are not read again.
         self._versions: dict[int, Version] = {}
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, WeightSyncError] = {}
         self._sender: Sender | None = None
         #: The number of the version that all engines were brought to.
         self._pushed = 0
-        #: What went wrong in the last step: it is not told again until it is something else.
+        #: What went wrong in this step and in the last one, which is not told again.
         self._told: set[str] = set()
+        self._again: set[str] = set()
 
     def step(self) -> bool:
         """Look once, and push if there is something to push.
@@ -50,8 +51,7 @@ class Follower:
         Returns whether all engines serve the newest version, and no newer one was refused. Failures are told, not
         raised: the next step tries again.
         """
-        told, self._told = self._told, set()
-        self._again = told
+        self._again, self._told = self._told, set()
         try:
             with reported(f"{self._where} cannot be read"):
                 there = numbers(self._place.names())
@@ -89,15 +89,16 @@ class Follower:
             self._tell(TransferFailed(f"{old}; to go back to it, start this command again"))
         return bool(there) and there[-1] == self._held.number
 
-    def _chain(self, number: int, there: Sequence[int], failed: dict[int, str]) -> list[Version] | None:
+    def _chain(self, number: int, there: Sequence[int], failed: dict[int, WeightSyncError]) -> list[Version] | None:
         """The versions to read, one after the other, to hold version ``number``; None, told, if that is impossible."""
         chain: list[Version] = []
         at, wanted = number, ""
         while True:
             try:
                 if at in failed:
-                    raise (TransferFailed if at in self._refused else Unreachable)(failed[at])
-                if at not in there:
+                    raise failed[at]
+                # A listing while files come and go may lack some.
+                if at not in there and at not in numbers(self._place.names()):
                     raise TransferFailed(f"it is not in {self._where}")
                 if at not in self._versions:
                     self._versions[at] = read_version(self._place, at, self._key)
@@ -105,7 +106,8 @@ class Follower:
                     raise TransferFailed("the one that is there is another")
             except (AuthenticationFailed, TransferFailed) as error:
                 base = f"{manifest_name(number)} needs version {at}: " if at != number else ""
-                self._fail(number, type(error)(base + error.message), failed)
+                failed[number] = type(error)(base + error.message)
+                self._tell(failed[number], number)
                 return None
             version = self._versions[at]
             if self._held.version is not None and self._held.version.sha256 == version.sha256:
@@ -115,21 +117,19 @@ class Follower:
             if not at:
                 return chain
 
-    def _take(self, chain: Sequence[Version], failed: dict[int, str]) -> bool:
+    def _take(self, chain: Sequence[Version], failed: dict[int, WeightSyncError]) -> bool:
         """Read versions one after the other; returns whether all of them could be read, and tells which was not."""
         for version in chain:
             try:
                 self._held.take(self._place, version)
             except TransferFailed as error:
-                self._fail(version.manifest.number, error, failed)
+                number = version.manifest.number
+                failed[number] = error
+                if not isinstance(error, Unreachable):
+                    self._refused[number] = error
+                self._tell(error, number)
                 return False
         return True
-
-    def _fail(self, number: int, error: WeightSyncError, failed: dict[int, str]) -> None:
-        failed[number] = error.message
-        if not isinstance(error, Unreachable):
-            self._refused[number] = error.message
-        self._tell(error, number)
 
     # ---- pushing -----------------------------------------------------------------------------------------------------
 
@@ -155,15 +155,12 @@ class Follower:
         self._say(text, {"event": "pushed", "version": label, "number": number, "seconds": seconds})
 
     def _tell(self, error: WeightSyncError, number: int = 0) -> None:
-        text = f"refused: {error}" if number and not isinstance(error, Unreachable) else str(error)
+        refused = number and not isinstance(error, Unreachable)
+        text = f"refused: {error}" if refused else str(error)
         self._told.add(text)
         if text not in self._again:
-            fields = {
-                "event": "refused" if number else "failed",
-                "error": type(error).__name__,
-                "message": error.message,
-            }
-            self._say(text, {**fields, **({"number": number} if number else {})})
+            event = {"event": "refused", "number": number} if refused else {"event": "failed"}
+            self._say(text, {**event, "error": type(error).__name__, "message": error.message})
 
 
 def follow(where: str, engines: Sequence[object], say: Say, *, once: bool, every_s: float, timeout_s: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from weightsync.errors import AuthenticationFailed, TransferFailed
-from weightsync.files.places import Place, reported
+from weightsync.files.places import Place, Unreachable, reported
 from weightsync.protocol.version_files import (
     FILE_NAME,
     MAX_MANIFEST_BYTES,
@@ -52,6 +52,8 @@ class Shelf:
         for number in there:
             try:
                 self._manifests[number] = read_version(place, number, key).manifest
+            except Unreachable:
+                raise
             except (AuthenticationFailed, TransferFailed):
                 self._foreign.add(number)
 
