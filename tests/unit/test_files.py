@@ -353,23 +353,33 @@ def test_a_manifest_that_contradicts_itself_is_refused(written, held):
     take(held, written, 1)
     spec = read_version(open_place(written), 1, auth.sender_token()).manifest.tensors[0].spec
     other = msgspec.structs.replace(spec, name="other")
-    for version in (
-        resigned(written, 2, data="../000000000002-00000000.data"),
-        resigned(written, 2, data="000000000001-00000000.data"),
-        resigned(written, 2, data="000000000002.json"),
-        resigned(written, 2, data_nbytes=1 << 40),
-        changed(written, 2, 0, offset=1),
-        changed(written, 2, 0, nbytes=5),
-        changed(written, 2, 0, way="dense"),
-        changed(written, 2, 0, spec=other),
-        changed(written, 2, 0, spec=msgspec.structs.replace(spec, dtype="object")),
-        changed(written, 2, 1, spec=spec),
-        resigned(written, 2, parent=0),
+    for version, said in (
+        (resigned(written, 2, data="../000000000002-00000000.data"), "no file of its bytes"),
+        (resigned(written, 2, data="000000000001-00000000.data"), "no file of its bytes"),
+        (resigned(written, 2, data="000000000002.json"), "no file of its bytes"),
+        (resigned(written, 2, data_nbytes=1 << 40), "its tensors take"),
+        (changed(written, 2, 0, offset=1), "at 1"),
+        (changed(written, 2, 0, nbytes=5), "5 bytes of"),
+        (changed(written, 2, 0, way="dense"), "0 bytes of"),
+        (changed(written, 2, 0, spec=other), "has other tensors"),
+        (changed(written, 2, 0, spec=msgspec.structs.replace(spec, dtype="object")), "is not a tensor"),
+        (changed(written, 2, 1, spec=spec), "two tensors have the same name"),
+        (resigned(written, 2, parent=0), "at 0"),
     ):
-        with pytest.raises(TransferFailed):
+        with pytest.raises(TransferFailed, match=said):
             held.take(open_place(written), version)
         assert held.number == 1
         assert same(held.weights(), weights())
+
+
+def test_a_manifest_appears_whole(tmp_path):
+    """Whoever reads a file while it is replaced reads all of the one before."""
+    place = open_place(tmp_path)
+    place.publish("000000000001.json", b"before")
+    with place.open("000000000001.json") as reading:
+        place.publish("000000000001.json", b"afterwards")
+        assert reading.read() == b"before"
+    assert files(tmp_path) == ["000000000001.json"]
 
 
 def test_digests_are_of_whole_tensors(written, held):
