@@ -221,7 +221,7 @@ def test_a_writer_removes_what_killed_ones_left_and_nothing_else(tmp_path):
     first = Folder(tmp_path)
     for _ in range(3):
         first.write(weights())
-    for name in ("000000000004-00000000.data", "000000000002-00000000.data", "000000000004.json.part", "notes.txt"):
+    for name in ("000000000004-00000000.data", "000000000002-00000000.data", "000000000004-00000000.part", "notes.txt"):
         (tmp_path / name).write_text("left")
     Folder(tmp_path, token="another key").write(weights())
     assert numbers(os.listdir(tmp_path)) == [1, 2, 3, 4]
@@ -375,11 +375,32 @@ def test_a_manifest_that_contradicts_itself_is_refused(written, held):
 def test_a_manifest_appears_whole(tmp_path):
     """Whoever reads a file while it is replaced reads all of the one before."""
     place = open_place(tmp_path)
-    place.publish("000000000001.json", b"before")
+    place.publish("000000000001.json", "000000000001-00000000.part", b"before")
     with place.open("000000000001.json") as reading:
-        place.publish("000000000001.json", b"afterwards")
+        place.publish("000000000001.json", "000000000001-00000000.part", b"afterwards")
         assert reading.read() == b"before"
     assert files(tmp_path) == ["000000000001.json"]
+
+
+def test_what_is_no_file_is_not_waited_for(written):
+    os.mkfifo(written / "000000000003.json")
+    with pytest.raises(TransferFailed, match=r"000000000003\.json is not a file"):
+        read_version(open_place(written), 3, auth.sender_token())
+
+
+def test_links_in_the_folder_are_not_written_through(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    (tmp_path / "000000000001-00000000.part").symlink_to(elsewhere)
+    (tmp_path / "000000000001.json").symlink_to(elsewhere)
+    place = open_place(tmp_path)
+    with pytest.raises(FileExistsError):
+        place.publish("000000000001.json", "000000000001-00000000.part", b"content")
+    with pytest.raises(FileExistsError):
+        place.create("000000000001-00000000.part")
+    place.publish("000000000001.json", "000000000001-00000001.part", b"content")
+    assert elsewhere.read_text() == "precious"
+    assert (tmp_path / "000000000001.json").read_bytes() == b"content"
 
 
 def test_digests_are_of_whole_tensors(written, held):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ from weightsync.protocol.version_files import (
     Version,
     VersionManifest,
     Way,
-    data_name,
     manifest_name,
+    new_name,
     sign,
 )
 from weightsync.sources import open_source
@@ -68,8 +67,7 @@ class Folder:
       ``s3://bucket/run``, with the extra ``weightsync[files]``.
     - ``token``: the key that signs versions, by default ``$WEIGHTSYNC_TOKEN`` or the content of this user's key file.
     - ``full_every``: every so many versions one is complete; the others have what changed since the one before. So is
-      the first after a start or a failure, and one after deltas that together take
-      as much as it does.
+      the first after a start or a failure, and one after deltas that together take as much as it does.
 
     Only one process at a time writes into a folder. It holds a copy of the last version in host memory. Files that
     neither of the newest two versions needs are removed. Raises `AuthenticationFailed` without a key.
@@ -96,8 +94,8 @@ class Folder:
 
         ``model`` is what `Sender.push` takes, but whole: in a trainer of several processes one of them gathers it, as
         in an iterator of names and tensors. Once this returns, followers see the version. If it raises, the next
-        version is complete. Raises `SourceError` if the model cannot be read, `UnsupportedOption` for a
-        label that is not valid, and `TransferFailed` if files cannot be written.
+        version is complete. Raises `SourceError` if the model cannot be read, `UnsupportedOption` for a label that is
+        not valid, and `TransferFailed` if files cannot be written.
         """
         start = time.perf_counter()
         number = self._shelf.take_number()
@@ -110,7 +108,7 @@ class Folder:
             manifest = self._write_data(model, number, label, held, full)
             content, self._last = sign(manifest, self._key)
             with reported(f"{self._where}: {manifest_name(number)} cannot be written"):
-                self._place.publish(manifest_name(number), content)
+                self._place.publish(manifest_name(number), new_name(number, "part"), content)
         self._held = held
         if not manifest.parent:
             self._full_bytes, self._delta_bytes, self._deltas = manifest.data_nbytes, 0, 0
@@ -125,7 +123,7 @@ class Folder:
 
     def _write_data(self, model: object, number: int, label: str, held: Held, full: bool) -> VersionManifest:
         """Write the file of bytes, and update ``held``, which becomes this version."""
-        name = data_name(number, secrets.token_hex(4))
+        name = new_name(number, "data")
         stored = list[StoredTensor]()
         with _Out(self._place, name, self._where) as out:
             for spec, tensor in _read(model):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -29,8 +31,8 @@ class Place(Protocol):
     def create(self, name: str) -> BinaryIO:
         """Open a new file for writing."""
 
-    def publish(self, name: str, content: bytes) -> None:
-        """Write a file that appears whole or not at all."""
+    def publish(self, name: str, part: str, content: bytes) -> None:
+        """Write a file that appears whole or not at all; where that takes another name first, as ``part``."""
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -74,16 +76,21 @@ class _Folder:
             return []
 
     def open(self, name: str) -> BinaryIO:
-        return open(self._path / name, "rb", buffering=0)
+        # Whoever may write the folder may put there what cannot be read to its end, such as a pipe.
+        file = io.FileIO(os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(f"{name} is not a file")
+        return cast(BinaryIO, file)
 
     def create(self, name: str) -> BinaryIO:
         self._path.mkdir(parents=True, exist_ok=True)
-        return open(self._path / name, "xb", buffering=0)
+        return open(self._path / name, "xb", buffering=0)  # follows no link
 
-    def publish(self, name: str, content: bytes) -> None:
-        part = self._path / f"{name}.part"
-        part.write_bytes(content)
-        part.rename(self._path / name)
+    def publish(self, name: str, part: str, content: bytes) -> None:
+        with open(self._path / part, "xb") as file:
+            file.write(content)
+        (self._path / part).rename(self._path / name)
 
     def remove(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
@@ -109,7 +116,7 @@ class _Store:
         self._system.makedirs(self._path, exist_ok=True)
         return cast(BinaryIO, self._system.open(f"{self._path}/{name}", "wb"))
 
-    def publish(self, name: str, content: bytes) -> None:
+    def publish(self, name: str, part: str, content: bytes) -> None:
         self._system.pipe_file(f"{self._path}/{name}", content)
 
     def remove(self, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+import secrets
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
@@ -25,8 +26,8 @@ MAX_MANIFEST_BYTES: Final = 64 << 20
 #: A key signs other things, too: what is signed begins with what it is.
 _SIGNED: Final = b"weightsync version\n"
 
-#: The files of a version: its manifest, what is being written to become one, its bytes.
-FILE_NAME: Final = re.compile(r"(?P<number>[0-9]{12})(?:(?P<manifest>\.json)|\.json\.part|-[0-9a-f]{8}\.data)")
+#: The files of a version: its manifest, its bytes, and what is to become its manifest.
+FILE_NAME: Final = re.compile(r"(?P<number>[0-9]{12})(?:(?P<manifest>\.json)|-[0-9a-f]{8}\.(?:data|part))")
 
 Way = Literal["dense", "delta", "same"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -85,9 +86,9 @@ def manifest_name(number: int) -> str:
     return f"{number:012d}.json"
 
 
-def data_name(number: int, random: str) -> str:
-    """The name of the file of bytes; ``random``, 8 hex digits, keeps two writers apart."""
-    return f"{number:012d}-{random}.data"
+def new_name(number: int, ending: Literal["data", "part"]) -> str:
+    """A name that no file has, and that nobody can guess, for what is written beside the manifest."""
+    return f"{number:012d}-{secrets.token_hex(4)}.{ending}"
 
 
 def is_data_of(name: str, number: int) -> bool:
