@@ -59,6 +59,13 @@ def serves(engine, state, version):
         return (rank.digest, sender.status()[engine.url].version) == (digest_of(state.items()), version)
 
 
+def digest_in(engine):
+    """The digest of what an engine of this process serves."""
+    with Sender([engine]) as sender:
+        (status,) = sender.status(digest=True).values()
+    return status.ranks[0].digest
+
+
 def data_of(where, number):
     return next(where.glob(f"{number:012d}-*.data"))
 
@@ -304,6 +311,40 @@ def test_a_reader_beside_a_writer_and_its_garbage_collection(where, model_folder
     assert labels[-1] == 40
     assert {one["event"] for one in refused} <= {"failed"}
     assert all("No such file" in one["message"] or "holds no version" in one["message"] for one in refused)
+    assert digest_in(engine) == digest_of(states[-1].items())
+
+
+WRITER = """
+import sys
+from safetensors.torch import load_file
+from weightsync.files import Folder
+
+folder, state = Folder(sys.argv[1], full_every=3), load_file(sys.argv[2])
+while True:
+    for tensor in state.values():
+        tensor.view(-1)[::50] *= 1.01
+    folder.write(state)
+"""
+
+
+def test_a_writer_may_be_killed_at_any_moment(where, model_folder, versions, made):
+    """What it left unfinished is no version; a follower and the next writer go on."""
+    engine = made(ReferenceInProcess(model_folder("llama", 0)))
+    events = []
+    follower = made(Follower(str(where), [engine], lambda text, fields: events.append(fields), timeout_s=60.0))
+    command = [sys.executable, "-c", WRITER, str(where), str(model_folder("llama", 1) / "model.safetensors")]
+    with subprocess.Popen(command) as writer:
+        while sum(event["event"] == "pushed" for event in events) < 5:
+            assert writer.poll() is None
+            follower.step()
+        writer.kill()
+    assert follower.step()
+    newest = max(event["number"] for event in events if event["event"] == "pushed")
+    assert f"{newest:012d}.json" == max(path.name for path in where.glob("*.json"))
+    assert Folder(where).write(versions(1)).number == newest + 1
+    assert follower.step()
+    assert digest_in(engine) == digest_of(versions(1).items())
+    assert not [event for event in events if event["event"] == "refused"]
 
 
 def test_the_command_follows_until_it_is_interrupted(folder, where, engine, versions):
