@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load gpu faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-deltas bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load gpu faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -78,6 +78,9 @@ bench-fleet: env  ## what each engine costs a trainer, extrapolated to 1,000 eng
 
 bench-metrics: env  ## what it costs to tell of a push in metrics and logs, as a share of the push
 	.venv/bin/python -m benchmarks.metrics $(ARGS)
+
+bench-deltas: env  ## finding, making and applying what changed in a tensor, and the bytes of each change
+	.venv/bin/python -m benchmarks.deltas $(ARGS)
 
 bench-files: env  ## files of ours that a warm push into SGLang executes: make bench-files ARGS="--against COMMIT"
 	.venv/bin/python benchmarks/files.py $(ARGS)

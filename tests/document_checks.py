@@ -120,6 +120,7 @@ class World:
     def __init__(self, urls, folder, parsers, ranks):
         self.folder, self.parsers, self.ranks = folder, parsers, ranks
         port = servers.free_port()
+        self._written = tempfile.TemporaryDirectory()
         self._places = {
             "http://127.0.0.1:8000": urls[0],
             "http://127.0.0.1:30000": urls[1],
@@ -132,6 +133,7 @@ class World:
             "Qwen/Qwen3-0.6B": str(folder),
             "path/to/model": str(folder),
             "MODEL_FOLDER": str(folder),
+            "/shared/run": str(Path(self._written.name) / "run"),
         }
         self.llm = ReferenceInProcess(folder)
         self.names = {
@@ -155,6 +157,7 @@ class World:
             if isinstance(value, Sender):
                 value.close()
         self.llm.close()
+        self._written.cleanup()
 
 
 def train_step(model, _):
@@ -319,7 +322,11 @@ def weightsync(command, world, where):
     """Run the command; one without arguments only has to exist."""
     if len(command.words) == 2:
         command = Command(f"{command.line} --help", [*command.words, "--help"])
+    follows = command.words[1] == "follow" and command.words[2] != "--help"
+    if follows and "--once" not in command.words:
+        command = Command(f"{command.line} --once", [*command.words, "--once"])
     said = real(command, world, where)
+    check(not follows or "pushed in" in said, where, said)
     if command.words[1] in ("status", "abort") and command.words[2] != "--help":
         check("reference serving, version" in said, where, said)
     if command.words[1] == "doctor" and command.words[2] != "--help":

@@ -1,4 +1,4 @@
-"""``weightsync status URL ...``, ``doctor [URL ...]``, ``bench URL ...``, ``abort URL ...``, ``join TRAINER URL ...``
+"""``weightsync status|bench|abort URL ...``, ``doctor [URL ...]``, ``join TRAINER URL ...``, ``follow FOLDER URL ...``
 
 For operators.
 """
@@ -71,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--address", default="", help="address of this host that engines dial, as in Sender")
     command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each push")
     command.add_argument("--json", action="store_true", help="print a line of JSON")
+    summary = "push each version that a trainer writes into a folder or an object store (weightsync.files.Folder)"
+    command = commands.add_parser("follow", help=summary, description=summary)
+    command.add_argument("folder", metavar="FOLDER", help="a path, or a URL that fsspec knows, such as s3://BUCKET/RUN")
+    command.add_argument("urls", metavar="URL", nargs="+", help="base URL of an engine, as this host reaches it")
+    command.add_argument("--once", action="store_true", help="push the newest version and end; 1 if that failed")
+    command.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two looks")
+    command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each push")
+    command.add_argument("--json", action="store_true", help="print a line of JSON for each event")
     options = parser.parse_args(arguments)
     if options.command in _WHOLE:
         return _WHOLE[options.command](options)
@@ -144,6 +152,32 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _follow(options: argparse.Namespace) -> int:
+    from weightsync.files.follow import follow  # loads torch
+
+    def say(text: str, fields: dict[str, Any]) -> None:
+        if options.json:
+            print(json.dumps(fields), flush=True)
+        else:
+            print(_printable(text), file=sys.stderr if "error" in fields else sys.stdout, flush=True)
+
+    try:
+        pushed = follow(
+            options.folder,
+            options.urls,
+            say,
+            once=options.once,
+            every_s=max(options.every, _LEAST_WATCH_S),
+            timeout_s=options.timeout,
+        )
+    except WeightSyncError as error:
+        say(str(error), {"event": "failed", "error": type(error).__name__, "message": str(error)})
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0 if pushed else 1
+
+
 def _status(client: EngineClient, url: str, deadline: Deadline) -> Said:
     status = client.status(deadline)
     return _text(client, status), msgspec.to_builtins(status)
@@ -204,6 +238,6 @@ def _printable(line: str) -> str:
 
 
 #: Commands about all URLs together.
-_WHOLE = {"bench": _bench, "doctor": _doctor}
+_WHOLE = {"bench": _bench, "doctor": _doctor, "follow": _follow}
 #: Commands about one URL after the other.
 _RUN = {"status": _status, "abort": _abort, "join": _join}

@@ -116,7 +116,7 @@ class IteratorSource:
         came: set[str] = set()
         self.begun = True
         while (pair := next(self._pairs, None)) is not None:
-            found, tensor = _read(pair)
+            found, tensor = read_pair(pair)
             del pair
             crossing, conversion = fitting(found) if found.name not in dropped else ((found,), None)
             for spec in crossing:
@@ -128,7 +128,8 @@ class IteratorSource:
             del tensor
 
 
-def _read(pair: Any) -> tuple[TensorSpec, torch.Tensor]:
+def read_pair(pair: Any) -> tuple[TensorSpec, torch.Tensor]:
+    """What an iterator has yielded, described. Raises `SourceError` unless it is a name and a whole tensor."""
     if not (isinstance(pair, tuple) and len(pair) == 2):
         raise SourceError(f"the iterator yielded {type(pair).__name__}, not a pair of a name and a tensor")
     name, tensor = pair
