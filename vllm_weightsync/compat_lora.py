@@ -316,7 +316,7 @@ class VllmLora:
         self._served[name] = version, path
 
     def withdraw(self, name: str) -> None:
-        """See `ServedLora`."""
+        """Serve this adapter no more: its ranks may hold different versions."""
         self._models.lora_requests.pop(name, None)
         self._served.pop(name, None)
 

@@ -25,7 +25,6 @@ from vllm_weightsync import (
     compat_workers,
 )
 from weightsync.engine import metrics, refusals, servers
-from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import needs_pushable
@@ -113,7 +112,7 @@ class VllmFrontEnd:
         self.waits = compat.waits_for_initial_weights(engine_client)
         self._version = ""
         self.asleep: tuple[str, ...] = ()
-        self.lora: ServedLora | str = "it has no list of adapters that requests name; push to a server's URL"
+        self.lora: compat_lora.VllmLora | str = "it has no list of adapters that requests name; push to a server's URL"
         self.lockstep: Lockstep | None = None
         self._unsupported = lacking or compat.VLLM.check(compat.SERVER) or compat_config.unsupported(config)
         if not self._unsupported:
@@ -190,6 +189,8 @@ class VllmFrontEnd:
             await self._load(request, call)
         except Exception as error:
             failed = await self._failed(request.push, error)
+            if not changed_nothing(failed):
+                await self._abort_users_of(request.lora)
             if not paused or not changed_nothing(failed):
                 if failed is error:
                     raise
@@ -212,6 +213,16 @@ class VllmFrontEnd:
         end = time.perf_counter()
         seconds["resume"] = end - mark
         return http.CommitReply(request.version, end - begin, seconds, self.asleep)
+
+    async def _abort_users_of(self, lora: str | msgspec.UnsetType) -> None:
+        """Ranks may hold different versions of an adapter: whatever runs with it must not go on after the next push."""
+        if lora is msgspec.UNSET or isinstance(self.lora, str):
+            return
+        self.lora.withdraw(lora)
+        try:
+            await self._hold("abort", timeout_s=_TELL_S)
+        except Exception as error:
+            logger.error("requests with the adapter %r were not aborted: %s", lora, error)
 
     async def _set_version(self, request: http.CommitRequest) -> None:
         if request.lora is not msgspec.UNSET:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, apart, assert_same, differ, long_prompt
 from tests.lora.adapters import ALPHA, RANK, make_adapter
+from tests.lora.streams import STREAMED, Stream
 from tools import models, servers
 from weightsync import Sender, errors
 from weightsync.cli import main
@@ -24,8 +24,6 @@ from weightsync.cli import main
 SITE = servers.ROOT / "tests" / "faults" / "site"
 OPTIONS = ["--enable-lora", "--max-lora-rank", "16", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
 PATH = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
-#: Tokens of a request that is in flight during a push.
-STREAMED = 600
 
 
 @dataclass
@@ -146,29 +144,6 @@ def test_a_cached_prompt_is_computed_anew_with_a_new_adapter(served, sender):
     got = served.ask("policy", prompt)
     assert_same(got, served.ask("loaded-b", prompt))
     assert differ(got, first)
-
-
-class Stream:
-    """A request in flight: a thread reads its tokens."""
-
-    def __init__(self, server, n=STREAMED):
-        self.tokens, self.failed, self._begun = [], None, threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._read, args=(server, n), daemon=True)
-        self._thread.start()
-        assert all(self._begun.acquire(timeout=60) for _ in range(8))
-
-    def _read(self, server, n):
-        try:
-            for token, _ in servers.stream(server, PROMPT, n):
-                self.tokens.append(token)
-                self._begun.release()
-        except Exception as error:
-            self.failed = error
-
-    def end(self):
-        self._thread.join(300)
-        assert not self._thread.is_alive()
-        return self.tokens
 
 
 @pytest.mark.parametrize("pause", ["retract", "wait", "abort"])
@@ -300,6 +275,28 @@ def test_a_rank_that_fails_in_the_commit_leaves_the_adapter_before(served, sende
         assert failed.value.weights == "unchanged"
         assert served.serves() == before
     sender.push(served.folders["b"], lora="policy", version="after")
+    assert_same(served.ask("policy"), served.ask("loaded-b"))
+
+
+def test_an_adapter_that_cannot_go_back_is_served_no_more(served, sender):
+    """Its ranks may hold different versions: nothing is answered with these, also what was in flight."""
+    sender.push(served.folders["a"], lora="policy")
+    base, stream = served.ask("base"), Stream(served.asked("policy"))
+    order = {"point": "rank serves adapter", "where": {"rank": served.tp - 1}, "action": "raise", "times": 3}
+    served.fault.write_text(json.dumps(order))
+    with pytest.raises(errors.ApplyFailed) as failed:
+        sender.push(served.folders["b"], lora="policy")
+    assert failed.value.weights == "dirty"
+    assert len(stream.end()) < STREAMED
+    (status,) = sender.status().values()
+    assert status.state == "dirty"
+    with pytest.raises(errors.WrongState, match="push the weights first"):
+        sender.push(served.folders["b"], lora="policy")
+    sender.push(models.load_reference(served.base))
+    said, (answer,) = served.serves()
+    assert said[2:] == ("serving", [name for name in said[3] if name != "policy"])
+    assert_same(answer, base)
+    sender.push(served.folders["b"], lora="policy")
     assert_same(served.ask("policy"), served.ask("loaded-b"))
 
 

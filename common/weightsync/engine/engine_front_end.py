@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, structs
 
 from weightsync.engine.rank_calls import Calls, Replies
 from weightsync.errors import UnsupportedOption, WrongState
@@ -25,9 +25,6 @@ class ServedLora(Protocol):
     def serve(self, name: str, version: str, push: str) -> None:
         """Have new requests use the adapter that every rank has loaded."""
 
-    def withdraw(self, name: str) -> None:
-        """Serve this adapter no more: its ranks may hold different versions."""
-
 
 class EngineFrontEnd(Protocol):
     """What the process that serves HTTP must offer. Any error but a `WeightSyncError` counts as a failed commit."""
@@ -43,10 +40,12 @@ class EngineFrontEnd(Protocol):
     """What this engine does not support, or what a push does not update, by name, with the reason."""
     asleep: tuple[str, ...]
     """The engine's tags of memory that slept when a push or `diagnose` last asked the ranks."""
-    lora: ServedLora | str
-    """Its LoRA adapters; or why none can be pushed into it."""
     lockstep: Lockstep | None
     """Its part, if it is in lockstep with other engines; then its `commit` agrees with theirs."""
+
+    @property
+    def lora(self) -> ServedLora | str:
+        """Its LoRA adapters; or why none can be pushed into it."""
 
     @property
     def busy(self) -> str:
@@ -61,7 +60,8 @@ class EngineFrontEnd(Protocol):
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """Pause, apply, drop caches, set the version (that of an adapter, see `ServedLora.serve`), resume.
 
-        Every rank is ready; ``stopped``: already paused.
+        Every rank is ready; ``stopped``: already paused. An adapter that its ranks may hold in different versions is
+        not served afterwards, to no request.
 
         If it raises with ``weights`` unchanged it generates again unless it was ``stopped``, else it stays stopped.
         """
@@ -91,9 +91,3 @@ def addressed(asked: http.UpdateRequest, front: EngineFrontEnd, stopped: str) ->
     if stopped:
         raise WrongState(f"lora={name!r}: this {front.engine} does not generate ({stopped}); push the weights first")
     return structs.replace(asked, adapter=structs.replace(asked.adapter, number=front.lora.number(name)))
-
-
-def withdraw(front: EngineFrontEnd, lora: str | UnsetType) -> None:
-    """Withdraw the adapter of a push that failed half-way, if it is one."""
-    if lora is not UNSET and not isinstance(front.lora, str):
-        front.lora.withdraw(lora)

@@ -19,7 +19,7 @@ import msgspec
 from weightsync.deadline import Deadline
 from weightsync.engine import diagnosis, first_push, refusals
 from weightsync.engine.coverage import check_read
-from weightsync.engine.engine_front_end import EngineFrontEnd, addressed, lora_versions, withdraw
+from weightsync.engine.engine_front_end import EngineFrontEnd, addressed, lora_versions
 from weightsync.engine.lease import Lease
 from weightsync.engine.metrics import Metrics, Report
 from weightsync.engine.rank_calls import Calls, Turn, collect, exclusive
@@ -280,7 +280,6 @@ class FrontEnd:
             if not unchanged:
                 self._detail = f"a push failed half-way ({error}); it does not generate until a full push commits"
                 await self.front.stay_stopped(refusals.half_way(error))
-                withdraw(self.front, asked.lora)
             await self._forget_after_failure(asked.push, deadline)
             self._as_dirty(error)
             raise

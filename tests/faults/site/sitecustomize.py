@@ -36,8 +36,13 @@ def at(point, **facts):
             order = json.load(file)
         if order["point"] != point or any(facts.get(key) != value for key, value in order["where"].items()):
             return ""
-        os.rename(FILE, FILE + ".fired")
-        os.utime(FILE + ".fired")
+        if (times := order.get("times", 1)) > 1:
+            with open(FILE + ".next", "w") as file:
+                json.dump({**order, "times": times - 1}, file)
+            os.rename(FILE + ".next", FILE)
+        else:
+            os.rename(FILE, FILE + ".fired")
+            os.utime(FILE + ".fired")
     except (OSError, ValueError):
         return ""
     action = order["action"]
