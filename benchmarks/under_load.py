@@ -35,7 +35,7 @@ PROMPT = list(b"Once upon a time there was a policy that ")
 STREAMS, TOKENS = 8, 400
 PUSHES, WARM = 8, 2
 #: Tokens of every stream when the time without a push begins, and its seconds.
-SETTLED, QUIET_S = 10, 6.0
+SETTLED, QUIET_S = 10, 10.0
 START_S = 120.0
 #: Aims: share of the tokens per second, and seconds of a gap beyond the usual one and the pause.
 TOKENS_AIM, GAP_AIM_S = 0.5, 0.05
