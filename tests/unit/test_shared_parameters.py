@@ -195,7 +195,9 @@ def test_parameters_found_by_an_unfinished_push_are_not_taken_for_mapped_ones(en
         parameter = next(trained.parameters())
         parameter.data = (parameter.data * 2).share_memory_()
         assert (
-            sender._driver._planner.of(sender._source_of(trained), sender._driver._transfer, Deadline(30)).shared
+            sender._driver._planner.of(
+                sender._sources.open(trained, None), sender._driver._transfer, Deadline(30)
+            ).shared
             is not None
         )
         sender.push(trained)
