@@ -53,7 +53,11 @@ class Served:
         return said, [self.ask(name) for name in ("base", "policy") if name == "base" or name in names]
 
 
-@pytest.fixture(scope="module", params=[("llama", 1), ("qwen3", 2)], ids=lambda param: f"{param[0]}-tp{param[1]}")
+#: With one rank nothing is shown that two do not show.
+SERVERS = [pytest.param(("llama", 1), marks=pytest.mark.slow), ("qwen3", 2)]
+
+
+@pytest.fixture(scope="module", params=SERVERS, ids=lambda param: f"{param[0]}-tp{param[1]}")
 def served(request, model_folder, tmp_path_factory):
     kind, tp = request.param
     base, root = model_folder(kind, 0), tmp_path_factory.mktemp("adapters")
