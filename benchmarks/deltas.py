@@ -156,7 +156,7 @@ def table(record: report.Record) -> str:
         ("half changed, in the time of all", slower, DENSE_AIM),
         ("half changed, in the size of all", pairs[0][0]["nbytes"] / pairs[0][1]["nbytes"], DENSE_AIM),
     ):
-        lines.append(f"aim: {what}: at most {aim:g}: {value:.2f}: {'met' if value <= aim else 'MISSED'}")
+        lines.append(report.at_most(what, value, aim))
     lines.append(f"restored: {'yes' if record['restored'] else 'NO'}")
     return "\n".join(lines)
 
@@ -173,8 +173,7 @@ def main() -> int:
     for what, size, restored in steps():
         sizes[what], right = size, right and restored
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "rounds": args.rounds,
         "nbytes": args.bytes,
         "threads": native_copy.most_threads(),

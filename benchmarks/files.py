@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -138,8 +137,7 @@ def main() -> int:
             name = unpack(args.against, Path(temporary))
             trees[name] = measure(Path(temporary))
     record = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "engine": "sglang",
         "transport": "ipc_zmq",
         "aim": AIM,

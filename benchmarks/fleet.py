@@ -126,8 +126,7 @@ def main() -> int:
     args = parser.parse_args()
     samples, served = measure(args.rounds)
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "rounds": args.rounds,
         "files_allowed": resource.getrlimit(resource.RLIMIT_NOFILE),
         "samples": samples,

@@ -229,7 +229,7 @@ def main() -> int:
     if args.trainer:
         trainer(*json.loads(args.trainer))
     device = "cpu" if args.on_cpu else "cuda"
-    head: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware()}
+    head = report.here()
     head["torch"] = torch.__version__
     if device == "cuda":
         head["gpu"], head["nccl"] = torch.cuda.get_device_name(), list(torch.cuda.nccl.version())  # type: ignore[attr-defined,unused-ignore]

@@ -264,7 +264,7 @@ def main() -> int:
         send(args.send[0], int(args.send[1]))
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then the namespaces end too
-    head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "torch": torch.__version__}
+    head = {**report.here(), "torch": torch.__version__}
     print(f"links of {MBIT} Mbit/s, {args.rounds} rounds; {report.machine(head)}")
     print(f"{'':34}{'limit':>7} {'seconds':>8} {'':16}{'share of the limit':>6}", flush=True)
     record = {**head, **measure(args.rounds, [case for case in CASES if args.transport in (None, case.transport)])}

@@ -87,8 +87,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         samples, nbytes, served = measure(Path(root), args.rounds)
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "rounds": args.rounds,
         "bytes": nbytes,
         "samples": samples,

@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.trainer:
         trainer(*json.loads(args.trainer))
-    head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "torch": torch.__version__}
+    head = {**report.here(), "torch": torch.__version__}
     print(f"{RANKS} processes, {PUSHES} pushes; {report.machine(head)}\nMB")
     print(f"{'':24}{'share':>7}{'limit':>7}{'most of a process':>19}{'shared memory':>15}{'engine':>8}", flush=True)
     cases, fine = {}, True

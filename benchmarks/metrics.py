@@ -158,8 +158,7 @@ def main() -> int:
             done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, check=True)
         samples.append({"nbytes": nbytes, "several": several, **json.loads(done.stdout)})
     record = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "rounds": args.rounds,
         "samples": samples,
     }

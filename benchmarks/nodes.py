@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def main() -> int:
     parser.add_argument("--trainers", type=int, nargs="+", default=list(TRAINERS), choices=TRAINERS)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # then the namespaces end too
-    head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "torch": torch.__version__}
+    head = {**report.here(), "torch": torch.__version__}
     print(f"links of {MBIT} Mbit/s, {args.rounds} rounds; {report.machine(head)}")
     print(f"{'':34}{'limit':>7} {'seconds':>8}", flush=True)
     record = {**head, **measure(args.rounds, tuple(args.trainers))}

@@ -137,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
     args = parser.parse_args()
-    head = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": report.hardware(), "rounds": args.rounds}
+    head = {**report.here(), "rounds": args.rounds}
     print(f"{args.rounds} rounds; {report.machine(head)}")
     found = {}
     for case in CASES:

@@ -56,14 +56,13 @@ class Row(NamedTuple):
 
 
 def about(engine: str) -> Record:
-    """When and on which hardware a run takes place."""
+    """When, on which hardware and with which versions a run takes place."""
     probe = f"import importlib.metadata as m; print(m.version({engine!r}), m.version('torch'))"
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     answer = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True)
     version, torch_version = answer.stdout.split()
     return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": hardware(),
+        **here(),
         "versions": {
             "weightsync": weightsync.__version__,
             engine: version,
@@ -73,6 +72,16 @@ def about(engine: str) -> Record:
         },
         "threads_of_the_trainer": torch.get_num_threads(),
     }
+
+
+def here() -> Record:
+    """When and on which hardware a run takes place."""
+    return {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "hardware": hardware()}
+
+
+def at_most(what: str, value: float, aim: float) -> str:
+    """The line of an aim, and whether it was met."""
+    return f"aim: {what}: at most {aim:g}: {value:.2f}: {'met' if value <= aim else 'MISSED'}"
 
 
 def hardware() -> Record:

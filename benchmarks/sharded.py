@@ -173,8 +173,7 @@ def main() -> int:
             ranks = sender.status(digest=True)[engine.url].ranks
     found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(RANKS)]
     record = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "engine": f"SGLang over {RANKS} ranks" if sglang else "reference engine",
         "nbytes": found[0]["nbytes"],
         "written": [one["written"] for one in found],

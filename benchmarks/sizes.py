@@ -218,8 +218,7 @@ def main() -> int:
         print(f"{number} of {len(models)}: {model}", flush=True)
         measured.append(measure(model, args.rounds))
     record = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "rounds": args.rounds,
         "models": measured,
     }

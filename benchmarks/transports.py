@@ -29,7 +29,6 @@ import os
 import platform
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,8 +66,7 @@ def about() -> report.Record:
     except importlib.metadata.PackageNotFoundError:
         versions["nixl"] = ""
     return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "versions": versions,
         "environment": {name: value for name, value in os.environ.items() if name.startswith("UCX_")},
     }

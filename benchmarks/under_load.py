@@ -25,14 +25,14 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.bench import ARGS, ENVIRONMENT
+from benchmarks.streams import PROMPT, SERVERS, STREAMS
 from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
 from tools.progress import alive
 from weightsync import Sender
 
 KIND = "qwen3_0_6b"
-PROMPT = list(b"Once upon a time there was a policy that ")
-STREAMS, TOKENS = 8, 400
+TOKENS = 400
 PUSHES, WARM = 8, 2
 #: Tokens of every stream when the time without a push begins, and its seconds.
 SETTLED, QUIET_S = 10, 10.0
@@ -40,7 +40,7 @@ START_S = 120.0
 #: Aims: share of the tokens per second, and seconds of a gap beyond the usual one and the pause.
 TOKENS_AIM, GAP_AIM_S = 0.5, 0.05
 #: The additional options of each server: a pause that keeps requests needs them.
-KEEPS: dict[servers.Engine, list[str]] = {"vllm": ["--no-enable-prefix-caching"], "sglang": ["--disable-radix-cache"]}
+KEEPS = {engine: args for engine, kinds in SERVERS.items() for args, modes in kinds if "keep" in modes}
 
 
 Window = tuple[float, float]

@@ -152,7 +152,7 @@ def table(record: report.Record) -> str:
         ("packing with casts, in packings without", ratio, CAST_AIM),
         ("quantising, in memcpys by as many threads", quantising, QUANTISE_AIM),
     ):
-        lines.append(f"aim: {what}: at most {aim:g}: {value:.2f}: {'met' if value <= aim else 'MISSED'}")
+        lines.append(report.at_most(what, value, aim))
     lines.append(f"served: {'yes' if record['served'] else 'NO'}")
     return "\n".join(lines)
 
@@ -167,8 +167,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     samples, served = measure(args.bytes, args.rounds)
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hardware": report.hardware(),
+        **report.here(),
         "rounds": args.rounds,
         "nbytes": args.bytes,
         "samples": samples,
