@@ -15,11 +15,10 @@ from typing import Any, Final
 import torch
 
 from weightsync import errors
-from weightsync.errors import AuthenticationFailed, SourceError, UnsupportedOption, WeightSyncError
+from weightsync.errors import SourceError, UnsupportedOption, WeightSyncError
 from weightsync.files.places import Place, Unreachable, open_place, reported
 from weightsync.files.shelf import Shelf
 from weightsync.memory import arenas
-from weightsync.protocol import auth
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.names import check_label
 from weightsync.protocol.version_files import (
@@ -30,6 +29,7 @@ from weightsync.protocol.version_files import (
     manifest_name,
     new_name,
     sign,
+    signing_key,
 )
 from weightsync.sources import open_source
 from weightsync.sources.iterator import read_pair
@@ -76,9 +76,7 @@ class Folder:
     def __init__(self, where: str | Path, *, token: str | None = None, full_every: int = 16):
         if full_every < 1:
             raise UnsupportedOption(f"full_every {full_every} is not a number of versions: give 1 or more")
-        self._key = auth.usable(auth.sender_token() if token is None else token)
-        if not self._key:
-            raise AuthenticationFailed(f"versions are signed, and the key is {auth.origin('')}")
+        self._key = signing_key(token)
         self._where, self._full_every = str(where), full_every
         self._place: Place = open_place(where)
         #: What the last version holds, by name; empty if the next one has to be complete.

@@ -14,8 +14,7 @@ from weightsync.errors import AuthenticationFailed, TransferFailed, WeightSyncEr
 from weightsync.files.held import HeldVersion
 from weightsync.files.places import Unreachable, open_place, reported
 from weightsync.files.shelf import numbers, read_version
-from weightsync.protocol import auth
-from weightsync.protocol.version_files import Version, manifest_name
+from weightsync.protocol.version_files import Version, manifest_name, signing_key
 from weightsync.trainer.sender import Sender
 
 Say = Callable[[str, dict[str, Any]], None]
@@ -30,9 +29,7 @@ class Follower:
     """
 
     def __init__(self, where: str, engines: Sequence[object], say: Say, timeout_s: float = 300.0):
-        self._key = auth.sender_token()
-        if not self._key:
-            raise AuthenticationFailed(f"versions are signed, and the key is {auth.origin('')}")
+        self._key = signing_key()
         self._where, self._engines, self._say, self._timeout_s = where, list(engines), say, timeout_s
         self._place, self._held = open_place(where), HeldVersion()
         #: Manifests that were verified, and why the bytes of some were refused, which are not read again.

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from weightsync.errors import AuthenticationFailed, TransferFailed
-from weightsync.protocol.auth import same
+from weightsync.protocol import auth
 from weightsync.protocol.codec import Text, from_json, to_json
 from weightsync.protocol.http import Message, TensorSpec
 
@@ -97,6 +97,13 @@ def is_data_of(name: str, number: int) -> bool:
     return found is not None and name.endswith(".data") and int(found["number"]) == number
 
 
+def signing_key(token: str | None = None) -> str:
+    """The key that signs versions: ``token``, or that of a sender. Raises `AuthenticationFailed` if there is none."""
+    if key := auth.usable(auth.sender_token() if token is None else token):
+        return key
+    raise AuthenticationFailed(f"versions are signed, and the key is {auth.origin('')}")
+
+
 def sign(manifest: VersionManifest, key: str) -> tuple[bytes, Version]:
     """The content of a manifest's file."""
     body = to_json(manifest)
@@ -114,7 +121,7 @@ def verified(name: str, content: bytes, key: str) -> Version:
     except msgspec.MsgspecError as error:
         raise TransferFailed(f"{name} is damaged: it is not a signed manifest ({error})") from error
     body = bytes(signed.manifest)
-    if not same(signed.hmac, _hmac(body, key)):
+    if not auth.same(signed.hmac, _hmac(body, key)):
         raise AuthenticationFailed(f"{name} was not signed with this key, or was changed since")
     try:
         manifest = from_json(body, VersionManifest)
