@@ -276,30 +276,30 @@ def test_between_slices_the_engine_has_its_own_tensors(slices):
     assert zeros(adapter)
 
 
-def test_what_others_do_to_the_model_between_slices_stays(slices):
+def moved_between_slices():
+    """A loader that is being recorded, and a parameter to which others have given other memory meanwhile."""
     adapter = Stepwise()
-    loading, model = Loading(adapter), adapter.model
+    loading, parameter, other = Loading(adapter), adapter.model.layer_0, torch.full((30, 4), 7.0)
     with pytest.raises(Unfinished):
         loading.ahead.make(StandbyRequest("first", 60.0))
-    parameter, other = model.layer_0, torch.full((30, 4), 7.0)
     parameter.data = other
+    return loading, parameter, other
+
+
+def test_what_others_do_to_the_model_between_slices_stays(slices):
+    loading, parameter, other = moved_between_slices()
     make(loading)
     assert parameter.data_ptr() == other.data_ptr()
     assert loading.ahead._recorded is None
 
 
 def test_a_recording_that_is_called_off_puts_nothing_back(slices):
-    adapter = Stepwise()
-    loading, model = Loading(adapter), adapter.model
-    with pytest.raises(Unfinished):
-        loading.ahead.make(StandbyRequest("first", 60.0))
-    parameter, other = model.layer_0, torch.full((30, 4), 7.0)
-    parameter.data = other
+    loading, parameter, other = moved_between_slices()
     loading.ahead.stop()
     assert parameter.data_ptr() == other.data_ptr()
 
 
-def test_the_dtypes_of_parameters_are_found_in_slices_and_once(slices, monkeypatch):
+def test_the_dtypes_of_parameters_are_found_in_slices_and_once(slices):
     adapter, read = Stepwise(), itertools.count()
     adapter._specs = tuple(structs.replace(spec, dtype="bfloat16") for spec in adapter._specs)
     adapter.between = lambda model: next(read)

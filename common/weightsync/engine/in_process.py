@@ -42,8 +42,8 @@ def run_in_thread(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
 def _run(loop: asyncio.AbstractEventLoop, runs: threading.Event) -> None:
     loop.call_soon(runs.set)
     loop.run_forever()
-    loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
-    # A request that came as the loop ended has begun by now, and a cancelled one may call the ranks to clean up.
+    loop.run_until_complete(asyncio.sleep(0))  # begins a request that came as the loop ended
+    # More than once: a cancelled request may call the ranks to clean up.
     while tasks := asyncio.all_tasks(loop):
         loop.run_until_complete(_cancel(tasks))
     loop.close()
