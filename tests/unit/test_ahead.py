@@ -72,6 +72,26 @@ def test_it_is_made_in_slices_while_the_engine_serves_what_it_did(adapter, slice
     assert loading.standby.holds_before()
 
 
+@pytest.mark.parametrize("can", [True, False])
+def test_all_memory_that_a_plan_fills_is_provided(can, monkeypatch, slices):
+    populate, provided = arenas.populate, set()
+
+    def noted(memory, between):
+        assert memory.numel() == memory.untyped_storage().nbytes()
+        provided.add(memory.data_ptr())
+        if not can:
+            memory.fill_(1)
+        return can and populate(memory, between)
+
+    monkeypatch.setattr(arenas, "populate", noted)
+    loading = Loading(Moves())
+    make(loading)
+    assert provided == storages(loading)
+    if not can:  # then it is written to
+        assert all(not other.any() for _, other in loading.standby._set.tensors)
+    push(loading, 1)
+
+
 def test_the_longest_call_is_named(slices):
     loading = Loading(Packs())
     make(loading)

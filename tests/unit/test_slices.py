@@ -1,5 +1,6 @@
 """Work in slices: it runs only while it is waited for, and what is set for the process stays the engine's."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -9,7 +10,7 @@ import types
 import pytest
 import torch
 
-from weightsync.engine.exchange.slices import TORCH, Setting, Sliced
+from weightsync.engine.exchange.slices import TORCH, Cancelled, Setting, Sliced, beside, stop_if_over
 
 SLICE_S = 0.001
 ONE = torch.ones(4)
@@ -164,6 +165,64 @@ def test_a_long_call_goes_on_beside_the_engine_and_the_work_stops_after_it(monke
     while not sliced.advance(SLICE_S):
         assert len(after) < 2
     assert after == [1, 2]
+
+
+def advanced_until(sliced, event):
+    """Advance until the work, which goes on beside the engine by then, has set an event."""
+    while not event.is_set():
+        assert not sliced.advance(SLICE_S)
+
+
+def test_work_that_needs_nothing_of_the_engine_goes_on_beside_it_until_it_needs_something():
+    far, opened, after = threading.Event(), threading.Event(), []
+
+    def work():
+        with beside(), beside():
+            while not opened.is_set():
+                stop_if_over()  # of which the first would else wait for the next slice
+                ONE.sum()
+                far.set() if after else after.append("began")
+        after.append("needs")
+        ONE.sum()
+
+    sliced = Sliced(work)
+    assert not sliced.advance(SLICE_S)
+    assert far.wait(60)  # though nobody waits for the work
+    assert not sliced.advance(SLICE_S)
+    opened.set()
+    assert "needs" not in after
+    to_the_end(sliced)
+    assert after == ["began", "needs"]
+    assert sliced.stood_still == ""
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_work_beside_the_engine_ends_where_it_may_stop_once_it_is_cancelled(caught):
+    began, ended = threading.Event(), []
+
+    def work():
+        with contextlib.suppress(Cancelled if caught else ()):
+            try:
+                with beside():
+                    while True:
+                        began.set()
+                        stop_if_over()
+            finally:
+                ended.append(threading.current_thread())
+        ONE.sum()
+        ended.append("went on")
+
+    sliced = Sliced(work)
+    advanced_until(sliced, began)
+    sliced.cancel()
+    assert ended[1:] == (["went on"] if caught else [])
+    assert sliced.advance(SLICE_S)
+
+
+def test_outside_of_such_work_nothing_is_different():
+    with beside():
+        stop_if_over()
+        assert ONE.sum() == 4
 
 
 def test_a_long_call_that_may_not_go_on_alone_is_waited_for_and_named():

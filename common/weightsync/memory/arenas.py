@@ -20,6 +20,7 @@ import secrets
 import stat
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
@@ -117,24 +118,25 @@ def held_bytes() -> int:
 def _map(descriptor: int, nbytes: int, *, in_part: bool) -> torch.Tensor:
     memory = torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
     # Every page now: a first touch during a push would take ten times as long as the copy.
-    if not in_part and not _populate(memory):
+    if not in_part and not populate(memory):
         memory = torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _POPULATE), dtype=torch.uint8)
     return memory
 
 
-def _populate(memory: torch.Tensor) -> bool:
-    """Map every page of new memory; returns whether the system, Linux 5.14 or later, can.
+def populate(memory: torch.Tensor, between: Callable[[], object] = lambda: None) -> bool:
+    """Map every page of new host memory, 1-D and contiguous, in bytes; returns whether the system, Linux 5.14 or later,
+    can. ``between`` is called every few milliseconds.
 
     Without Python's lock, which mmap would hold meanwhile, and an engine could do nothing.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    starts = range(0, memory.numel(), _POPULATE_BYTES)
-    sizes = (min(_POPULATE_BYTES, memory.numel() - start) for start in starts)
-    return not any(
-        madvise(memory.data_ptr() + start, size, _MADV_POPULATE_WRITE)
-        for start, size in zip(starts, sizes, strict=True)
-    )
+    start, end = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, memory.data_ptr() + memory.numel()
+    for at in range(start, end, _POPULATE_BYTES):
+        if madvise(at, min(_POPULATE_BYTES, end - at), _MADV_POPULATE_WRITE):
+            return False
+        between()
+    return True
 
 
 class ShmArena:

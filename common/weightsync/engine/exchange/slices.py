@@ -30,6 +30,8 @@ _R = TypeVar("_R")
 SLICE_S: Final = 0.02
 #: Seconds between two looks whether work that has not stopped in time has done so.
 _LOOK_UP_S: Final = 0.001
+#: Seconds that an engine without anything else to do waits for what goes on beside it.
+_BESIDE_S: Final = 0.005
 #: Seconds in one piece for work that is cancelled.
 _CANCEL_S: Final = 60.0
 #: Functions of torch that use nothing but their arguments. One that takes longer than a slice goes on beside the
@@ -47,6 +49,19 @@ def stop_if_over() -> None:
     """Let work stop here if its slice is over, as at a function of torch. In any other thread this does nothing."""
     if (sliced := getattr(_here, "sliced", None)) is not None:
         sliced.stop_if_over()
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """For something that uses nothing of the engine's: if its slice ends meanwhile, it goes on beside the engine.
+
+    It may only stop at `stop_if_over`, which then just looks whether the work is cancelled.
+    """
+    if (sliced := getattr(_here, "sliced", None)) is None:
+        yield
+    else:
+        with sliced.beside():
+            yield
 
 
 def stop() -> None:
@@ -99,7 +114,7 @@ class Sliced(Generic[_R]):
         self._work, self._settings, self._around = work, (*settings, *_COLLECTOR), around
         self._inside: list[Any] | None = None
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        #: Guards the three below: what the thread calls that may go on alone, and whether it was left in it.
+        #: Guards the two below: whether the thread may go on beside the engine, and whether it does.
         self._lock = threading.Lock()
         self._alone = self._left = False
         self._end = 0.0
@@ -140,8 +155,8 @@ class Sliced(Generic[_R]):
 
     def _advance(self, start: float, seconds: float) -> None:
         if self._left:
-            if not self._back.acquire(timeout=seconds):
-                return  # still in a call that goes on alone
+            if not self._back.acquire(timeout=min(seconds, _BESIDE_S)):
+                return  # it still goes on beside the engine
             self._left = False
         with self._around(), self._set():
             self._end = start + seconds
@@ -192,33 +207,53 @@ class Sliced(Generic[_R]):
 
     def stop_if_over(self) -> None:
         """Wait for the next slice if this one is over. Raises `Cancelled`, once."""
-        if time.perf_counter() >= self._end and not _imports():
+        if self._alone:
+            self._look_up()
+        elif time.perf_counter() >= self._end and not _imports():
             self.wait()
 
     def wait(self) -> None:
         """Wait for the next slice. Raises as `stop_if_over`."""
         self._back.release()
         self._go.acquire()
+        self._look_up()
+
+    def _look_up(self) -> None:
         if self._cancelled and not self._told:
             self._told = True
             raise Cancelled
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of torch, after which the work stops if its slice ended meanwhile."""
+        if self._alone:
+            return function(*args, **kwargs)
         self.stop_if_over()
-        alone = function in _ALONE or isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-        self._alone, start = alone, time.perf_counter()
+        if function in _ALONE or isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            with self.beside():
+                return function(*args, **kwargs)
+        start = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
             took_s = time.perf_counter() - start
+            if took_s > self.call_s:
+                name, self.call_s = getattr(function, "__name__", str(function)), took_s
+                self.longest_call = f"{took_s:.3f} s in {name}"
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """See the function `beside`."""
+        if self._alone:
+            yield
+            return
+        self._alone = True
+        try:
+            yield
+        finally:
             with self._lock:
                 self._alone, left = False, self._left
             if left:
                 self.wait()
-            elif took_s > self.call_s:
-                name, self.call_s = getattr(function, "__name__", str(function)), took_s
-                self.longest_call = f"{took_s:.3f} s in {name}"
 
 
 class Steps(Generic[_R]):

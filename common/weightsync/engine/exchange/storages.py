@@ -8,8 +8,9 @@ from typing import Any, Final
 import torch
 
 from weightsync.engine.exchange.pairs import PLAIN, Rules, parts, slots
-from weightsync.engine.exchange.slices import stop_if_over
+from weightsync.engine.exchange.slices import beside, stop_if_over
 from weightsync.engine.exchange.swap import Link, Swap
+from weightsync.memory import arenas
 
 #: Bytes that are written to at once; where pages are new that takes some milliseconds.
 _TOUCHED_BYTES: Final = 4 << 20
@@ -55,15 +56,15 @@ class Storages(Swap):
             return empty.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def touch(self) -> None:
-        """Write to all of the standby's memory, which the system provides only then; little at once.
-
-        What the standby held is lost.
-        """
+        """Have the system provide all of the standby's memory, which it would else do when that is first written to."""
         storages = [other.untyped_storage() for _, other in self.tensors]
         for storage in {each.data_ptr(): each for each in storages}.values():
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            for part in torch.split(whole, _TOUCHED_BYTES):
-                part.zero_()
+            with beside():
+                provided = whole.device.type != "cpu" or arenas.populate(whole, stop_if_over)
+            if not provided:
+                for part in torch.split(whole, _TOUCHED_BYTES):
+                    part.zero_()
 
     def free(self) -> None:
         """Give back the memory of the standby's tensors, which nobody uses any more."""

@@ -10,7 +10,7 @@ import torch
 from weightsync.engine.adapter import StandbyHooks
 from weightsync.engine.exchange.copied import Copied
 from weightsync.engine.exchange.pairs import Pairs, Rules, Unlike, compared
-from weightsync.engine.exchange.slices import Sliced, stop, stop_if_over
+from weightsync.engine.exchange.slices import Sliced, beside, stop, stop_if_over
 from weightsync.engine.exchange.swap import Swap
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Arriving, Planned
@@ -100,7 +100,9 @@ def proving(
         with torch.inference_mode(False), torch.no_grad():
             load(weights())
         check(plan.memory.model)
-        if name := of_standby.differs(staged.data, stop_if_over):
+        with beside():
+            name = of_standby.differs(staged.data, stop_if_over)
+        if name:
             raise Unlike(f"{name} is not what was recorded: it is processed after loading")
         staged.check()
         return None, planned
