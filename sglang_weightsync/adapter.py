@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from sglang_weightsync import compat, compat_groups, compat_loading, compat_standby
-from weightsync.engine.adapter import Expected, LoaderHooks, WithoutLora
+from sglang_weightsync import compat, compat_groups, compat_loading, compat_lora, compat_standby
+from weightsync.engine.adapter import Expected, LoaderHooks, LoraHooks
 from weightsync.engine.expected_checkpoint import expected_of
 
 
-class SglangAdapter(WithoutLora):
+class SglangAdapter:
     """See `weightsync.engine.adapter.Adapter`."""
 
     def __init__(self, scheduler: Any):
@@ -33,6 +33,10 @@ class SglangAdapter(WithoutLora):
         model, load = found
         around = functools.partial(compat_loading.written_by_others, self._scheduler)
         return LoaderHooks(model, load, around, compat_standby.movable(self._scheduler))
+
+    def lora_hooks(self) -> LoraHooks:
+        """SGLang's own LoRA, if it was started with that."""
+        return compat_lora.SglangLoraHooks(self._scheduler)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through SGLang's begin/end session."""

@@ -10,10 +10,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from sglang_weightsync import compat, compat_config, compat_groups
+from msgspec import UNSET, UnsetType
+
+from sglang_weightsync import compat, compat_config, compat_groups, compat_lora
 from sglang_weightsync.messages import ENDS, HOLD, LABEL, LOAD, UNDO, WeightsyncReqInput, WeightsyncReqOutput
 from weightsync.engine import refusals
-from weightsync.engine.engine_front_end import ServedLora
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, any_failed, collect, settle, went_back
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError, changed_nothing
 from weightsync.protocol import http
@@ -25,6 +26,8 @@ _KEEP_REASON = refusals.old_kv("radix cache", "--disable-radix-cache")
 _STAGES_REASON = (
     'the stages of a pipeline (--pp-size) cannot be stopped while they hold requests; use "wait" or "abort"'
 )
+
+_WORKERS_REASON = "its tokenizer workers (--tokenizer-worker-num) do not share their lists of adapters; start one"
 
 
 class Tokenizers(Protocol):
@@ -90,7 +93,7 @@ class SglangFrontEnd:
             logger.warning("%s", untested)
             self.off["tests"] = untested
         self.asleep: tuple[str, ...] = ()
-        self.lora: ServedLora | str = "weightsync loads adapters into vLLM alone; push the merged weights"
+        self.lora: compat_lora.SglangLora | str = _WORKERS_REASON
         self.lockstep: Lockstep | None = None
         #: The replies to the last commit, of each group.
         self._last: list[WeightsyncReqOutput] = []
@@ -115,6 +118,10 @@ class SglangFrontEnd:
 
     async def commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         """See `EngineFrontEnd`: drain if asked to, then do the rest between two steps of the schedulers."""
+        async with self._adapters_held(request):
+            return await self._commit(request, call, stopped)
+
+    async def _commit(self, request: http.CommitRequest, call: Calls, stopped: bool) -> http.CommitReply:
         begin = time.perf_counter()
         async with self._held(request, stopped):
             held_s = time.perf_counter() - begin
@@ -150,7 +157,7 @@ class SglangFrontEnd:
             if error.weights != "unchanged" and last.restored:
                 raise went_back(error) from error
             raise
-        self._tokenizers.set_version(request.version)
+        self._set_version(request)
         return last.pause_s
 
     async def _apply_together(self, request: http.CommitRequest, call: Calls) -> float:
@@ -177,11 +184,32 @@ class SglangFrontEnd:
             failed = went_back(failed) if second is None else ApplyFailed(f"{failed}; {second}", weights="dirty")
         event = "applied" if failed is None else "untouched" if failed.weights == "unchanged" else "broken"
         if failed is None:  # before any of them generates, whatever becomes of the others
-            self._tokenizers.set_version(request.version)
+            self._set_version(request)
         settle(await step(ENDS[event]))
         if failed is not None:
             raise failed
         return max(output.pause_s for output in self._last)
+
+    def _set_version(self, request: http.CommitRequest) -> None:
+        if request.lora is UNSET:
+            self._tokenizers.set_version(request.version)
+            return
+        assert not isinstance(self.lora, str), "an adapter was prepared"
+        self.lora.serve(request.lora, request.version, request.push)
+
+    @contextlib.asynccontextmanager
+    async def _adapters_held(self, request: http.CommitRequest) -> AsyncIterator[None]:
+        """While no user changes what adapters there are, if the push is one."""
+        if isinstance(self.lora, str) or isinstance(request.lora, UnsetType):
+            yield
+            return
+        async with self.lora.alone(refusals.drain_s(request)):
+            try:
+                yield
+            except BaseException as error:
+                if not changed_nothing(error):
+                    self.lora.withdraw(request.lora)
+                raise
 
     @contextlib.asynccontextmanager
     async def _held(self, request: http.CommitRequest, stopped: bool) -> AsyncIterator[None]:

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any, Final
 
-from sglang_weightsync import compat, compat_config, compat_groups
+from sglang_weightsync import compat, compat_config, compat_groups, compat_lora
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ def install() -> None:
 
     make_first_calls()
     compat.hook(WeightsyncReqInput, WeightsyncReqOutput, _before_http, _add_handler)
+    compat_lora.hook()
 
 
 def _before_http(server_args: Any, tokenizer: Any) -> None:
@@ -46,6 +47,7 @@ def _add_routes(server_args: Any, tokenizer_manager: Any) -> None:
     from weightsync.protocol import auth
 
     front = SglangFrontEnd(server_args, OneTokenizer(server_args, tokenizer_manager))
+    front.lora = compat_lora.served(server_args, tokenizer_manager)
     front_end = FrontEnd(front, metrics.of_server())
     compat.app_routes().append(admin_routes(lambda: front_end, auth.engine_token()))
     compat.app_routes().insert(0, HealthGuard(lambda: front_end))

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import UNSET
+
 from sglang_weightsync import compat, compat_groups, compat_loading, compat_pause, gather
 from sglang_weightsync.adapter import SglangAdapter
 from sglang_weightsync.messages import (
@@ -179,9 +181,11 @@ class Handler:
         return self._exchange(lambda: self._flush(_asked(request)))
 
     def _label(self, request: WeightsyncReqInput) -> list[bytes]:
-        """Set the version of what is generated from now on."""
-        version = _asked(request).version
-        return self._exchange(lambda: compat.set_rank_version(self._scheduler, version))
+        """Set the version of what is generated from now on; an adapter has one of its own."""
+        asked = _asked(request)
+        if asked.lora is not UNSET:
+            return self._exchange(lambda: None)
+        return self._exchange(lambda: compat.set_rank_version(self._scheduler, asked.version))
 
     def _end(self, event: str, _: WeightsyncReqInput | None = None) -> list[bytes]:
         """Generate again unless the weights must not be served."""

@@ -50,6 +50,8 @@ class Server:
     log: Path
     start_s: float = 0.0
     """Wall time from launch until the server was ready, seconds."""
+    adapter: str = ""
+    """The LoRA adapter that requests ask for; empty for the model itself."""
 
     def __enter__(self) -> Server:
         return self
@@ -156,7 +158,7 @@ def answer(server: Server, prompt_ids: list[int], n: int) -> dict[str, Any]:
     if server.engine == "vllm":
         body: dict[str, Any] = _post(server, "/v1/completions", _vllm_request(server, prompt_ids, n)).json()
     else:
-        body = _post(server, "/generate", _sglang_request(prompt_ids, n)).json()
+        body = _post(server, "/generate", _sglang_request(server, prompt_ids, n)).json()
     return body
 
 
@@ -168,7 +170,7 @@ def stream(server: Server, prompt_ids: list[int], n: int) -> Iterator[tuple[int,
                 yield from zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
         return
     seen = 0
-    for event in _events(server, "/generate", _sglang_request(prompt_ids, n)):
+    for event in _events(server, "/generate", _sglang_request(server, prompt_ids, n)):
         pairs = event["meta_info"]["output_token_logprobs"]
         yield from ((token, logprob) for logprob, token, *_ in pairs[seen:])
         seen = len(pairs)
@@ -176,7 +178,7 @@ def stream(server: Server, prompt_ids: list[int], n: int) -> Iterator[tuple[int,
 
 def _vllm_request(server: Server, prompt_ids: list[int], n: int) -> dict[str, Any]:
     return {
-        "model": str(server.model),
+        "model": server.adapter or str(server.model),
         "prompt": prompt_ids,
         "max_tokens": n,
         "temperature": 0,
@@ -186,9 +188,10 @@ def _vllm_request(server: Server, prompt_ids: list[int], n: int) -> dict[str, An
     }
 
 
-def _sglang_request(prompt_ids: list[int], n: int) -> dict[str, Any]:
+def _sglang_request(server: Server, prompt_ids: list[int], n: int) -> dict[str, Any]:
     sampling = {"max_new_tokens": n, "temperature": 0, "ignore_eos": True}
-    return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
+    adapter = {"lora_path": server.adapter} if server.adapter else {}
+    return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, **adapter}
 
 
 def _post(server: Server, route: str, body: dict[str, Any], **options: Any) -> requests.Response:

@@ -23,7 +23,7 @@ from vllm_weightsync import compat
 from weightsync.engine.private_names import Names
 from weightsync.errors import ManifestMismatch, UnsupportedOption
 from weightsync.protocol.http import TensorSpec
-from weightsync.protocol.lora import LoraSpec
+from weightsync.protocol.lora import AdapterId, LoraSpec
 from weightsync.tensors import native_copy
 from weightsync.tensors.layout import listed
 
@@ -159,12 +159,12 @@ class VllmLoraHooks:
                 images[name] = _slot(other, 0)
         return images
 
-    def served(self, number: int) -> object | None:
+    def served(self, number: AdapterId) -> object | None:
         """See `LoraHooks`."""
-        known: dict[int, object] = {**self._manager.list_adapters(), **self._held}
+        known: dict[AdapterId, object] = {**self._manager.list_adapters(), **self._held}
         return known.get(number)
 
-    def serve(self, number: int, made: object | None) -> None:
+    def serve(self, number: AdapterId, made: object | None) -> None:
         """See `LoraHooks`: in the pause, into the slot that the adapter before has, if it has one."""
         manager, before = self._manager, self.served(number)
         model: Any = made.model if isinstance(made, _Made) else made
@@ -181,7 +181,7 @@ class VllmLoraHooks:
             manager.activate_adapter(number)
         self._held[number] = model
 
-    def _write(self, number: int, before: Any, made: _Made) -> None:
+    def _write(self, number: AdapterId, before: Any, made: _Made) -> None:
         """Write an adapter over another one in its slot; what neither has weights for is zero there already."""
         manager, targets, sources = self._manager, list[torch.Tensor](), list[torch.Tensor]()
         index = manager.lora_index_to_id.index(number)
@@ -195,8 +195,7 @@ class VllmLoraHooks:
                 layer.set_lora(index, new.lora_a, new.lora_b)
             elif old is not None:
                 layer.reset_lora(index)
-        threads = native_copy.most_threads()  # torch copies each of these by one thread
-        native_copy.each(_copy, [(targets[at::threads], sources[at::threads]) for at in range(threads)])
+        native_copy.copy_each(targets, sources)
         manager._registered_adapters[number] = made.model
         manager.lora_index_to_id[index] = number
         manager._active_adapters[number] = None
@@ -234,11 +233,6 @@ class VllmLoraHooks:
         return layers, kinds
 
 
-@torch.inference_mode()
-def _copy(both: tuple[_Image, _Image]) -> None:
-    torch._foreach_copy_(*both)
-
-
 def _slot(layer: Any, index: int) -> _Image:
     return [held[index] for held in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
 
@@ -249,9 +243,9 @@ def _add(manager: Any, made: Any) -> None:
     manager.add_adapter(made)
 
 
-def _held(loader: Any) -> dict[int, Any]:
+def _held(loader: Any) -> dict[AdapterId, Any]:
     """The pushed adapters of a worker, by number, to which vLLM comes back instead of a folder."""
-    held: dict[int, Any] | None = loader.__dict__.get(_HELD)
+    held: dict[AdapterId, Any] | None = loader.__dict__.get(_HELD)
     if held is None:
         held, load = loader.__dict__.setdefault(_HELD, {}), loader._load_adapter
 

@@ -32,27 +32,28 @@ from typing import Any, Final
 
 import requests
 import torch
+from msgspec import UnsetType
 
 from weightsync import observe
 from weightsync.engine import metrics
-from weightsync.engine.adapter import Expected, LoaderHooks, WithoutLora
-from weightsync.engine.engine_front_end import ServedLora
+from weightsync.engine.adapter import Expected, LoaderHooks, LoraHooks
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread, stop
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import EngineUnreachable, WeightSyncError
+from weightsync.errors import EngineUnreachable, WeightSyncError, changed_nothing
 from weightsync.protocol import auth, http
 from weightsync.protocol.lockstep import Lockstep
 from weightsync.tensors.layout import differing, digest_of
+from weightsync.testing_lora import ModelLora, ReferenceLora
 
 _START_S: Final = 120.0
 _STOP_S: Final = 10.0
 
 
-class ModelAdapter(WithoutLora):
+class ModelAdapter:
     """Adapter of a transformers model whose checkpoint names are its parameter names (dense models)."""
 
     rank = 0
@@ -63,6 +64,7 @@ class ModelAdapter(WithoutLora):
         self._folder = folder
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
         self.device: torch.device = self.model.device  # with its number, if it is a GPU
+        self.lora = ModelLora(self.model)
 
     def expected(self) -> Expected:
         """What a complete push consists of: the checkpoint in the model's folder."""
@@ -71,6 +73,10 @@ class ModelAdapter(WithoutLora):
     def loader_hooks(self) -> LoaderHooks | str:
         """`load`, with nothing to do before or after it."""
         return LoaderHooks(self.model, self.load, contextlib.nullcontext)
+
+    def lora_hooks(self) -> LoraHooks:
+        """Adapters of any linear layers."""
+        return self.lora
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -115,7 +121,7 @@ class ReferenceFrontEnd:
         self.waits = waits
         self.pause_refused: dict[str, str] = {}
         self.off: dict[str, str] = {}
-        self.lora: ServedLora | str = "the reference engine has no LoRA; push the merged weights"
+        self.lora: ReferenceLora | str = ReferenceLora()
         self.asleep: tuple[str, ...] = ()
         self.lockstep: Lockstep | None = None
         self._adapter = adapter
@@ -139,8 +145,14 @@ class ReferenceFrontEnd:
         try:
             settle(await call("weightsync_commit", payload, COMMIT_CALL_S))
         except WeightSyncError as error:
-            raise await restored(error, call, payload) from error
-        self._version = request.version
+            failed = await restored(error, call, payload)
+            if not (isinstance(self.lora, str) or isinstance(request.lora, UnsetType) or changed_nothing(failed)):
+                self.lora.withdraw(request.lora)
+            raise failed from error
+        if isinstance(self.lora, str) or isinstance(request.lora, UnsetType):
+            self._version = request.version
+        else:
+            self.lora.serve(request.lora, request.version, request.push)
         applied_s = time.perf_counter() - begin
         return http.CommitReply(version=request.version, pause_s=applied_s, seconds={"apply": applied_s})
 
@@ -150,19 +162,28 @@ class ReferenceFrontEnd:
     async def stay_stopped(self, why: str) -> None:
         """Nothing to do: `generate` checks the rank's state."""
 
-    async def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
-        """Greedy continuation of a prompt; None if a load failed while the request was queued."""
+    async def generate(
+        self, prompt: Sequence[int], tokens: int, adapter: str = ""
+    ) -> tuple[list[int], list[float]] | None:
+        """Greedy continuation of a prompt; None if a load failed while the request was queued. Raises `KeyError` for an
+        adapter that is not served."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loop, self._generate, prompt, tokens)
+        return await loop.run_in_executor(self._loop, self._generate, prompt, tokens, adapter)
 
     def close(self) -> None:
         """End the threads that generate and load, and receive, after what they are doing."""
         self._loop.shutdown(wait=False)
         self._receiver.close()
 
-    def _generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]] | None:
-        dirty = self._receiver.status().state.startswith("dirty")
-        return None if dirty else self._adapter.generate(prompt, tokens)
+    def _generate(self, prompt: Sequence[int], tokens: int, adapter: str) -> tuple[list[int], list[float]] | None:
+        if self._receiver.status().state.startswith("dirty"):
+            return None
+        if not adapter:
+            return self._adapter.generate(prompt, tokens)
+        if isinstance(self.lora, str) or adapter not in self.lora.versions:
+            raise KeyError(adapter)
+        with self._adapter.lora.applied(self.lora.number(adapter)):
+            return self._adapter.generate(prompt, tokens)
 
 
 def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, host: str = "127.0.0.1") -> None:
@@ -185,7 +206,10 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
         body = await request.json()
         if reason := front_end.stopped:
             return JSONResponse({"error": reason}, 503)
-        answer = await front.generate(body["prompt"], int(body["tokens"]))
+        try:
+            answer = await front.generate(body["prompt"], int(body["tokens"]), body.get("adapter", ""))
+        except KeyError as error:
+            return JSONResponse({"error": f"there is no adapter {error}"}, 404)
         if answer is None:
             return JSONResponse({"error": "a push failed half-way"}, 503)
         return JSONResponse({"tokens": answer[0], "logprobs": answer[1], "version": await front.version()})
@@ -296,9 +320,10 @@ class ReferenceEngine:
             else f"the reference engine ended with exit code {code} before it served; its output says why"
         )
 
-    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
-        body = {"prompt": list(prompt), "tokens": tokens}
+    def generate(self, prompt: Sequence[int], tokens: int, adapter: str = "") -> tuple[list[int], list[float]]:
+        """Greedy continuation of ``prompt`` by ``tokens`` tokens, with a pushed adapter or none, and the log
+        probability of each."""
+        body = {"prompt": list(prompt), "tokens": tokens, "adapter": adapter}
         response = requests.post(f"{self.url}/generate", json=body, timeout=_START_S)
         response.raise_for_status()
         reply = response.json()

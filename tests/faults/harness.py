@@ -18,6 +18,8 @@ import psutil
 import requests
 
 from tests.faults.plan import Fault
+from tests.lora.adapters import make_adapter
+from tests.lora.conftest import OPTIONS
 from tools import models, servers
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
@@ -120,14 +122,20 @@ class Asker:
 
 
 class Harness:
-    """One engine under test. ``engine`` is vllm, sglang or reference; ``stays`` is for vLLM alone, as on a GPU."""
+    """One engine under test. ``engine`` is vllm, sglang or reference; ``stays`` is for vLLM alone, as on a GPU.
 
-    def __init__(self, engine: str, tp: int, scratch: Path, *, stays: bool = False):
-        self.engine, self.tp, self._scratch, self._stays = engine, tp, scratch, stays
+    With ``lora``, a name, the versions that are pushed are of an adapter of this name, and the weights stay.
+    """
+
+    def __init__(self, engine: str, tp: int, scratch: Path, *, stays: bool = False, lora: str = ""):
+        self.engine, self.tp, self._scratch, self._stays, self.lora = engine, tp, scratch, stays, lora
         self.fault_file = scratch / "fault.json"
         self.folders = {name: models.make_model(scratch / name, "qwen3", seed=seed) for seed, name in enumerate("AB")}
+        self.base = self.folders["A"]
+        if lora:
+            self.folders = {name: make_adapter(scratch / name / "adapter", self.base, seed=ord(name)) for name in "AB"}
         self.port = servers.free_port()
-        self.bystander = ReferenceEngine(self.folders["A"]).__enter__()
+        self.bystander = ReferenceEngine(self.base).__enter__()
         self.restarts = 0
         self._prints: dict[str, float] = {}
         self.start()
@@ -150,12 +158,14 @@ class Harness:
         env = {"PYTHONPATH": str(SITE), "FAULT_FILE": str(self.fault_file)}
         if self.engine == "reference":
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
-            self._server = ReferenceEngine(self.folders["A"], env={**os.environ, **env}, port=self.port).__enter__()
+            self._server = ReferenceEngine(self.base, env={**os.environ, **env}, port=self.port).__enter__()
             self.url = self._server.url
         else:
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
             args = ["--worker-extension-cls", "copied_extension.Staying"] if self._stays else []
-            self._server = servers.start(self.engine, self.folders["A"], tp=self.tp, port=self.port, args=args, env=env)
+            args += OPTIONS[self.engine] if self.lora else []
+            self._server = servers.start(self.engine, self.base, tp=self.tp, port=self.port, args=args, env=env)
+            self._server.adapter = self.lora
             self.url = self._server.url
         self.client = EngineClient(self.url, engine_token())
         opened = self.client.open(Deadline(30))
@@ -198,7 +208,7 @@ class Harness:
 
     def _ask(self, timeout_s: float) -> float:
         if self.engine == "reference":
-            body = {"prompt": PROMPT, "tokens": 1}
+            body = {"prompt": PROMPT, "tokens": 1, "adapter": self.lora}
             reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
             reply.raise_for_status()
             return reply.json()["logprobs"][0]
@@ -207,7 +217,7 @@ class Harness:
             reply = requests.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
             reply.raise_for_status()
             return reply.json()["choices"][0]["logprobs"]["token_logprobs"][0]
-        body = servers._sglang_request(PROMPT, 1)
+        body = servers._sglang_request(self._server, PROMPT, 1)
         reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()["meta_info"]["output_token_logprobs"][0][0]
@@ -222,6 +232,10 @@ class Harness:
             if abs(found - printed) <= TOLERANCE:
                 return name
         return f"mixed ({found:.4f})"
+
+    def label(self, status: http.StatusReply) -> str:
+        """The label of what it serves."""
+        return (status.adapters or {}).get(self.lora, "") if self.lora else status.version
 
     def status(self) -> http.StatusReply | None:
         """The status as the front end reports it; None if it does not answer."""
@@ -251,7 +265,11 @@ class Harness:
 
     def _tell(self, name: str, version: str, options: dict, urls: list[str], spoil: str = ""):
         options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **options}
-        self.trainer.order(urls=urls, model=str(self.folders[name]), version=version, options=options, spoil=spoil)
+        pushed = {"model": str(self.folders[name]), "lora": self.lora}
+        if self.lora and (status := self.status()) is not None and status.state == "dirty":
+            self.trainer.order(urls=urls, model=str(self.base), version="base", options=options)
+            self.trainer.outcome(60)  # an adapter comes after the weights
+        self.trainer.order(urls=urls, version=version, options=options, spoil=spoil, **pushed)
 
     def push_clean(self, name: str, options: dict | None = None):
         """Push without a fault, which must succeed; returns the trainer's report."""

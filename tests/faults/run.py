@@ -137,12 +137,13 @@ def _left(harness, status, before, wanted, version, outcome) -> str:
             outcome.wrong = f"a dirty engine answered from {found}"
         return DIRTY
     found = harness.which(30.0)
-    if found == wanted and status.version == version:
+    label = harness.label(status)
+    if found == wanted and label == version:
         return COMMITTED
-    if found == before and status.version != version:
+    if found == before and label != version:
         return UNCHANGED
-    outcome.wrong = f"it serves {found} under the label {status.version}"
-    return f"{found} as {status.version}"
+    outcome.wrong = f"it serves {found} under the label {label}"
+    return f"{found} as {label}"
 
 
 def _judge(harness: Harness, fault: Fault, outcome: Outcome, restarts: int) -> None:

@@ -33,12 +33,18 @@ def spoil(weights, how):
 def push(sender, order, loaded):
     """Push what was ordered; what engines say."""
     folder = order["model"]
+    if order.get("lora"):
+        return told(sender.push(folder, version=order["version"], lora=order["lora"]))
     if folder not in loaded:
         loaded[folder] = models.load_reference(folder)
     weights = loaded[folder]
     if order.get("spoil"):
         weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
-    result = sender.push(weights, version=order["version"])
+    return told(sender.push(weights, version=order["version"]))
+
+
+def told(result):
+    """What engines say of a push."""
     noticed = [word for engine in result.engines.values() for word in engine.noticed]
     return {"engines": dict.fromkeys(result.engines, "committed"), "noticed": noticed}
 

@@ -9,7 +9,10 @@ from weightsync import Sender
 from weightsync.errors import UnsupportedOption
 
 #: What each engine says that was started without LoRA.
-SAID = {"vllm": "this vllm takes no adapter: start vLLM with --enable-lora", "sglang": "adapters into vLLM alone"}
+SAID = {
+    "vllm": "this vllm takes no adapter: start vLLM with --enable-lora",
+    "sglang": "this sglang takes no adapter: start SGLang with --enable-lora",
+}
 
 
 @pytest.mark.parametrize("engine", SAID)

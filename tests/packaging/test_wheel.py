@@ -131,7 +131,14 @@ NEEDED = {
         "compat_standby.NAMES",
         "compat_transfer.NAMES",
     ),
-    "sglang": ("compat.NEEDED", "compat.DEEP", "compat_groups.STAGES", "compat_workers.WORKERS"),
+    "sglang": (
+        "compat.NEEDED",
+        "compat.DEEP",
+        "compat_groups.STAGES",
+        "compat_lora.NAMES",
+        "compat_lora.SERVER",
+        "compat_workers.WORKERS",
+    ),
 }
 
 

@@ -187,6 +187,11 @@ GOLDEN_JSON = [
         b'"standby":"6"}',
     ),
     (
+        http.RankStatus(rank=1, state="serving", adapters={"policy": "6"}),
+        b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"","loading":"",'
+        b'"adapters":{"policy":"6"}}',
+    ),
+    (
         http.RankStatus(rank=1, state="serving", loading="load plan, 3 copies"),
         b'{"rank":1,"state":"serving","push":"","detail":"","digest":"","previous":"","failed":"",'
         b'"loading":"load plan, 3 copies"}',

@@ -110,7 +110,9 @@ def test_an_adapter_of_another_model_is_refused_by_the_engine_s_list(model, tmp_
 
 def test_an_engine_without_lora_refuses_and_serves_what_it_served(model, tmp_path):
     folder = make_adapter(tmp_path, model, seed=1)
-    with ReferenceEngine(model) as engine, Sender([engine.url]) as sender:
+    without = "testing.ReferenceLora = lambda: 'the reference engine has no LoRA'"
+    launched = f"from weightsync import testing; {without}; testing.main()"
+    with ReferenceEngine(model, launcher=(sys.executable, "-c", launched)) as engine, Sender([engine.url]) as sender:
         sender.push(model, version="base")
         for call in (sender.push, lambda *args, **more: sender.push_async(*args, **more).result()):
             with pytest.raises(errors.UnsupportedOption, match="the reference engine has no LoRA") as refused:

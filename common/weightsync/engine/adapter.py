@@ -10,9 +10,8 @@ import torch
 
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
-from weightsync.errors import UnsupportedOption
 from weightsync.protocol.http import TensorSpec
-from weightsync.protocol.lora import LoraSpec
+from weightsync.protocol.lora import AdapterId, LoraSpec
 
 
 class Expected(NamedTuple):
@@ -87,7 +86,7 @@ class Sealed(NamedTuple):
 
 
 class LoraHooks(Protocol):
-    """How one rank of an engine takes LoRA adapters, which the engine knows by their numbers."""
+    """How one rank of an engine takes LoRA adapters, which the engine knows by `AdapterId`."""
 
     def check(self, adapter: LoraSpec, manifest: Sequence[TensorSpec]) -> tuple[str, ...]:
         """The names of tensors for which this rank has no layer; another rank must have it.
@@ -99,20 +98,12 @@ class LoraHooks(Protocol):
         """An adapter of copies of these tensors, as `serve` takes it. Called while the engine generates, in any
         thread."""
 
-    def served(self, number: int) -> object | None:
+    def served(self, number: AdapterId) -> object | None:
         """The adapter of this number, None if there is none."""
 
-    def serve(self, number: int, made: object | None) -> None:
+    def serve(self, number: AdapterId, made: object | None) -> None:
         """Replace the adapter of this number by another, or by none. Called in the engine's loop; if it raises, it can
         be called again."""
-
-
-class WithoutLora:
-    """Base of the `Adapter` of an engine into which no LoRA adapter can be pushed."""
-
-    def lora_hooks(self) -> LoraHooks:
-        """See `Adapter`; the front end refuses such pushes first."""
-        raise UnsupportedOption("this engine takes no LoRA adapters; push the merged weights")
 
 
 class Adapter(Protocol):

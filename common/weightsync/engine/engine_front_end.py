@@ -10,6 +10,7 @@ from weightsync.engine.rank_calls import Calls, Replies
 from weightsync.errors import UnsupportedOption, WrongState
 from weightsync.protocol import http
 from weightsync.protocol.lockstep import Lockstep
+from weightsync.protocol.lora import AdapterId
 
 
 class ServedLora(Protocol):
@@ -19,8 +20,8 @@ class ServedLora(Protocol):
     def versions(self) -> dict[str, str]:
         """The versions of the pushed adapters that are served, by name."""
 
-    def number(self, name: str) -> int:
-        """The number by which the engine knows an adapter. Raises `UnsupportedOption` if it cannot have this name."""
+    def number(self, name: str) -> AdapterId:
+        """What the engine calls an adapter of this name. Raises `UnsupportedOption` if it cannot have this name."""
 
     def serve(self, name: str, version: str, push: str) -> None:
         """Have new requests use the adapter that every rank has loaded."""

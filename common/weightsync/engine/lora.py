@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import NamedTuple
 
 from msgspec import UNSET
 
 from weightsync.engine.adapter import Adapter, LoraHooks
 from weightsync.engine.job import Job
 from weightsync.engine.stage import Stages
-from weightsync.errors import ApplyFailed
+from weightsync.errors import ApplyFailed, TransferFailed
 from weightsync.memory import arenas
-from weightsync.protocol.http import State, UpdateRequest
-from weightsync.protocol.lora import LoraSpec
+from weightsync.protocol.http import CommitRequest, State, UpdateRequest
+from weightsync.protocol.lora import AdapterId, LoraSpec
 from weightsync.protocol.rank_replies import Accepted
 from weightsync.protocol.states import Machine
 from weightsync.tensors.layout import Layout
@@ -26,6 +27,25 @@ from weightsync.tensors.subset import Subset
 from weightsync.transports.base import EngineEnd, Incoming
 
 logger = logging.getLogger(__name__)
+
+
+class _Held(NamedTuple):
+    """An adapter that was pushed, as `LoraHooks.served` returns it."""
+
+    number: AdapterId
+    version: str
+    made: object
+
+
+class _Begun(NamedTuple):
+    """The last commit that began: the push, the adapter and its number, and what was there before."""
+
+    push: str = ""
+    name: str = ""
+    number: AdapterId = 0
+    before: object | None = None
+    current: _Held | None = None
+    previous: _Held | None = None
 
 
 class LoraLoading:
@@ -37,8 +57,10 @@ class LoraLoading:
         self.stages = Stages(adapter.rank, adapter.device)
         self._layout = Layout(())
         self._unread: tuple[str, ...] = ()
-        #: The last push whose commit began, the number of its adapter, and the one before.
-        self._before: tuple[str, int, object | None] = ("", 0, None)
+        self._begun = _Begun()
+        #: By name, the pushed adapters that are served, and those before them, to go back to.
+        self._current: dict[str, _Held] = {}
+        self._previous: dict[str, _Held] = {}
 
     @functools.cached_property
     def _hooks(self) -> LoraHooks:
@@ -62,17 +84,42 @@ class LoraLoading:
         job.made = self._hooks.make(spec_of(job.request), staged.tensors())
         return verify_s
 
-    def serve(self, job: Job, machine: Machine[State]) -> None:
-        """Have the engine use the adapter of a push. Raises `ApplyFailed`; ``weights`` says what is served then."""
-        number, rank = spec_of(job.request).number, self._adapter.rank
-        self._before = job.request.push, number, self._hooks.served(number)
+    def kept(self) -> dict[str, str]:
+        """The versions of adapters that a rollback can go back to, by name."""
+        return {name: held.version for name, held in list(self._previous.items()) if self._is_current(name)}
+
+    def _is_current(self, name: str) -> bool:
+        """Whether the engine still has the version that was pushed last: users may replace it."""
+        held = self._current.get(name)
+        return held is not None and self._hooks.served(held.number) == held.made
+
+    def check_kept(self, name: str, version: str) -> None:
+        """Raise `TransferFailed` unless a rollback can go back to this version of an adapter."""
+        if self.kept().get(name) != version:
+            rank = self._adapter.rank
+            raise TransferFailed(f"rank {rank} keeps no version {version!r} of the adapter {name!r} to go back to")
+
+    def apply(self, job: Job | None, request: CommitRequest, machine: Machine[State]) -> None:
+        """Have the engine use the adapter of a push, or with no ``job`` the one before. Raises `ApplyFailed`; its
+        ``weights`` says what is served then."""
+        if job is None:
+            held = self._previous[str(request.lora)]
+            self._serve(request, held.number, held.made, machine)
+        else:
+            self._serve(request, spec_of(job.request).number, job.made, machine)
+
+    def _serve(self, request: CommitRequest, number: AdapterId, made: object, machine: Machine[State]) -> None:
+        name, rank, before = str(request.lora), self._adapter.rank, self._hooks.served(number)
+        current = self._current.get(name) if self._is_current(name) else None
+        self._begun = _Begun(request.push, name, number, before, current, self._previous.get(name))
         try:
             # An engine step launched before the pause may still be reading the adapter before.
             arenas.synchronize(self._adapter.device)
-            self._hooks.serve(number, job.made)
+            self._hooks.serve(number, made)
+            self._note(name, _Held(number, request.version, self._hooks.served(number)), current)
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
-            if self._undo(job.request.push):
+            if self._undo(request.push):
                 machine.move("untouched")
                 raise ApplyFailed(f"rank {rank} serves the adapter before again: {failed}") from error
             machine.move("broken")
@@ -89,12 +136,20 @@ class LoraLoading:
         machine.move("rollback")
         machine.move("applied")
 
+    def _note(self, name: str, current: _Held | None, previous: _Held | None) -> None:
+        for held, one in ((self._current, current), (self._previous, previous)):
+            if one is None:
+                held.pop(name, None)
+            else:
+                held[name] = one
+
     def _undo(self, push: str) -> bool:
-        last, number, before = self._before
-        if last != push:
+        begun = self._begun
+        if begun.push != push:
             return True  # it was not begun here
         try:
-            self._hooks.serve(number, before)
+            self._hooks.serve(begun.number, begun.before)
+            self._note(begun.name, begun.current, begun.previous)
         except Exception:
             logger.exception("push %s: the adapter before could not be served again", push)
             return False

@@ -105,6 +105,7 @@ class Receiver:
             digest=self._adapter.digest() if digest else "",
             previous=kept.version if kept is not None else self._in_standby(),
             standby=self._in_standby() or UNSET,
+            adapters=self._lora.kept() or UNSET,
             failed=self._failed,
             loading=self._loading.path,
             model=self._loading.status() or UNSET,
@@ -232,9 +233,12 @@ class Receiver:
         return self._kept.labels.before if self._loading.standby.holds_before() else ""
 
     def _wanted(self, request: CommitRequest) -> Staged | None:
-        """The version to load, or None if it is streamed, or in the standby. Raises as `ready`."""
+        """The version to load, or None if it is streamed, in the standby, or of an adapter. Raises as `ready`."""
         if request.rollback:
             self._machine.check("rollback")
+            if request.lora is not UNSET:
+                self._lora.check_kept(request.lora, request.version)
+                return None
             if request.version == self._in_standby() and request.version and self._loading.standby.is_current():
                 return None
             if (previous := self._kept.previous) is None or previous.version != request.version:
@@ -261,13 +265,12 @@ class Receiver:
         with self._lock:
             wanted = self._wanted(request)
             self._machine.move("rollback" if request.rollback else "commit")
-            job = None if request.rollback else self._job
-            adapts = job is not None and job.adapts
+            job, adapts = None if request.rollback else self._job, request.lora is not UNSET
             if not adapts:
                 self._kept.begin(request.push)
         try:
-            if job is not None and adapts:
-                self._lora.serve(job, self._machine)
+            if adapts:
+                self._lora.apply(job, request, self._machine)
             elif job is None:
                 self._load(wanted, request.push)
                 self._kept.loaded(self._kept.previous if wanted is None else wanted)
@@ -339,10 +342,7 @@ class Receiver:
         arenas.synchronize(self._adapter.device)
 
     def restore(self, request: CommitRequest) -> None:
-        """Undo ``request``, which failed on another rank: load the version that was served before it.
-
-        Raises `ApplyFailed` if it was not kept.
-        """
+        """Undo ``request``, which failed on another rank: load the version before. Raises `ApplyFailed` without it."""
         if request.lora is not UNSET:
             self._lora.restore(request.push, self._machine)
             return

@@ -18,7 +18,7 @@ from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 7)
+PROTOCOL: Final[tuple[int, int]] = (1, 8)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
@@ -318,7 +318,7 @@ class RankStatus(Message, frozen=True):
     version before, ``standby`` the same if it is kept only until the next push is loaded. ``failed`` is the last push
     that ended here without being applied, ``detail`` the reason. ``loading`` says how pushes are loaded, ``model`` what
     they load. ``longest_call`` is the longest call for which the engine stood still when its standby was made or loaded
-    last, with its seconds, if these are more than a slice takes.
+    last, with its seconds, if these are more than a slice takes. ``adapters``: the kept versions of adapters.
     """
 
     rank: int
@@ -332,6 +332,7 @@ class RankStatus(Message, frozen=True):
     model: ModelStatus | msgspec.UnsetType = msgspec.UNSET
     standby: str | msgspec.UnsetType = msgspec.UNSET
     longest_call: str | msgspec.UnsetType = msgspec.UNSET
+    adapters: dict[Text, Text] | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(Message, frozen=True):

@@ -10,6 +10,8 @@ from weightsync.protocol.codec import Text
 
 #: The protocol's minor version from which engines take adapters.
 LORA_MINOR: Final = 7
+#: What an engine calls an adapter: vLLM a number, SGLang a text.
+AdapterId = int | Text
 _Rank = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
@@ -18,7 +20,7 @@ class LoraSpec(msgspec.Struct, frozen=True):
 
     ``rank`` and ``alpha`` hold for every module but those that match a pattern of ``ranks`` or ``alphas``, PEFT's
     ``rank_pattern`` and ``alpha_pattern``. A module's output is scaled by alpha / rank, or with ``rslora`` by alpha /
-    sqrt(rank). ``number`` is that by which the engine knows the adapter; the engine's front end sets it.
+    sqrt(rank). ``number`` is what the engine itself calls the adapter; the engine's front end sets it.
     """
 
     name: Text
@@ -27,4 +29,4 @@ class LoraSpec(msgspec.Struct, frozen=True):
     rslora: bool = False
     ranks: dict[Text, _Rank] = {}
     alphas: dict[Text, float] = {}
-    number: int = 0
+    number: AdapterId = 0

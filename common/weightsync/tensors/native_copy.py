@@ -110,6 +110,18 @@ class Hashes:
         return found
 
 
+@torch.inference_mode()
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into others of their shapes and dtypes, shared out among threads; torch copies each by one."""
+    threads = most_threads()
+    each(_copy_all, [(targets[at::threads], sources[at::threads]) for at in range(min(threads, len(targets)))])
+
+
+@torch.inference_mode()
+def _copy_all(both: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    torch._foreach_copy_(*both)
+
+
 def each(act: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
     """Call ``act`` with every item in several threads, and return the results in the order of the items.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -95,8 +96,13 @@ class Driver:
         self._transfer: Transfer | None = None
         #: The seconds in which the push was planned.
         self._plan_s = 0.0
-        #: Label of the version that was committed last.
-        self.served = ""
+        #: Labels of the versions that were committed last, of adapters by their names, of the weights by an empty one.
+        self.pushed: dict[str, str] = {}
+
+    @property
+    def served(self) -> str:
+        """Label of the version of the weights that was committed last; empty if there is none."""
+        return self.pushed.get("", "")
 
     def connect(self, deadline: Deadline) -> None:
         """Do what the first push then need not: ask engines what they expect, have them make standbys, make the arenas,
@@ -186,14 +192,13 @@ class Driver:
         except SourceError as error:
             error.settle(dict.fromkeys(commits, "unknown"))
             raise
-        if asked.lora is None:
-            self.served = label
+        self.pushed[asked.lora or ""] = label
         choice = plan.choice
         return PushResult(
             label,
             plan.layout.payload_bytes,
             _seconds(push.seconds, sent, start),
-            self._results(commits),
+            self._noted(self._results(commits)),
             plan.request.verify,
             choice.staging,
             choice.reason,
@@ -228,12 +233,28 @@ class Driver:
             results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, reason, noticed)
         return results
 
+    def _noted(self, results: dict[str, EngineResult]) -> dict[str, EngineResult]:
+        """The results, with the adapters that an engine lacks."""
+        for url, result in results.items():
+            has = self.engines.by_url[url].adapters
+            lacking = [f"{name!r} version {v!r}" for name, v in self.pushed.items() if name and has.get(name) != v]
+            if lacking:
+                note = f"lacks what this sender pushed as adapter {', '.join(lacking)}: catch_up(), or push it again"
+                results[url] = replace(result, noticed=(*result.noticed, note))
+        return results
+
+    def is_caught_up(self, url: str) -> bool:
+        """Whether an engine serves all that this sender pushed last, by its last reply."""
+        engine = self.engines.by_url[url]
+        served = {**engine.adapters, "": engine.version}
+        return bool(self.pushed) and self.pushed.items() <= served.items()
+
     def add_engine(self, target: Target, deadline: Deadline) -> EngineResult | None:
         """See `sender.Sender.add_engine`."""
         added = self.engines.add(target, deadline)
         self._planner.choose_again()  # the ranks of this engine may have less memory
         try:
-            return self._catch_up(added, deadline).get(added)
+            return self._catch_up(added, self.pushed, deadline).get(added)
         except BaseException:
             self._release([added], deadline)
             self.engines.remove(added)
@@ -248,44 +269,64 @@ class Driver:
     def catch_up(self, deadline: Deadline, only: str = "") -> dict[str, EngineResult]:
         """See `sender.Sender.catch_up`; ``only``: the URL of the one engine to catch up, empty for all."""
         results: dict[str, EngineResult] = {}
-        outdated, failed = self.engines.find_outdated(self.served, deadline)
-        for url in outdated:
+        outdated, failed = self.engines.find_outdated(self.pushed, deadline)
+        for url, lacking in outdated.items():
             together = in_lockstep(url, self.engines.by_url)
             if absent := sorted(together.keys() & failed.keys()):
                 failed[url] = failed[absent[0]]
             elif only in ("", url) and url not in results:
                 try:
-                    results |= self._catch_up(url, deadline)
+                    results |= self._catch_up(url, lacking, deadline)
                 except WeightSyncError as error:
                     failed |= dict.fromkeys(together, error)
         if raised := {url: error for url, error in failed.items() if only in ("", url)}:
             raise joined(raised, {**self.engines.last_known(), **dict.fromkeys(results, "committed")})
         return results
 
-    def _catch_up(self, url: str, deadline: Deadline) -> dict[str, EngineResult]:
-        """Catch up an engine, and those in lockstep with it; no results if no arena holds the version."""
-        outgoing = self._transfer.again() if self._transfer is not None else None
+    def _catch_up(self, url: str, lacking: Iterable[str], deadline: Deadline) -> dict[str, EngineResult]:
+        """Catch up an engine, and those in lockstep with it; no results if no arena holds what is ``lacking``.
+
+        The weights come first, and adapters to none that lacks them, or does not generate.
+        """
+        results: dict[str, EngineResult] = {}
+        for name in sorted(lacking):
+            if name and any(engine.stopped for engine in in_lockstep(url, self.engines.by_url).values()):
+                break
+            sent = self._sent_again(url, name, deadline)
+            if not (name or sent):
+                return {}
+            for one, result in sent.items():
+                first = results.get(one)
+                both = result if first is None else replace(first, noticed=(*first.noticed, *result.noticed))
+                results[one] = both
+        return self._noted(results)
+
+    def _sent_again(self, url: str, name: str, deadline: Deadline) -> dict[str, EngineResult]:
+        """Send what an arena holds of the weights, or of an adapter; no results if it does not."""
+        outgoing = self._transfer.again(name or UNSET) if self._transfer is not None else None
         if self._transfer is None or outgoing is None:
             return {}
-        start = time.perf_counter()
+        start, label = time.perf_counter(), self.pushed[name]
         with self.engines.only(url), metrics.counted("catch_up") as done:
             push = self._new_push(self._transfer, deadline)
-            with self._shown(f"catch_up {url} {self.served}", outgoing.layout.nbytes):
-                _, commits = push.run(Repeated(outgoing), self.served)
+            with self._shown(f"catch_up {url} {label}", outgoing.layout.nbytes):
+                _, commits = push.run(Repeated(outgoing), label)
             results = self._results(commits)
             done(
                 {**push.seconds, "total": time.perf_counter() - start}, results.values(), outgoing.layout.payload_bytes
             )
             return results
 
-    def rollback(self, deadline: Deadline) -> PushResult:
+    def rollback(self, deadline: Deadline, lora: str | None) -> PushResult:
         """See `sender.Sender.rollback`."""
         start = time.perf_counter()
         settle(self.engines, deadline)
-        kept = {rank.previous for status in self.status(deadline).values() for rank in status.ranks}
+        ranks = [rank for status in self.status(deadline).values() for rank in status.ranks]
+        kept = {rank.previous if lora is None else (rank.adapters or {}).get(lora, "") for rank in ranks}
         if len(kept) != 1 or "" in kept:
+            how = "pass keep_previous=True and push twice" if lora is None else f"push {lora!r} twice"
             error = TransferFailed(
-                "there is no version to go back to that every engine keeps; pass keep_previous=True and push twice",
+                f"there is no version to go back to that every engine keeps; {how}",
                 engines=self.engines.last_known(),
             )
             error.mend = ""
@@ -293,10 +334,11 @@ class Driver:
         (label,) = kept
         rollback = Rollback(self.engines, self._transfer, self._machine, deadline, self._options.pause)
         with self._shown(f"rollback {label}", 0):
-            commits = rollback.run(label)
-        self.served = label
+            commits = rollback.run(label, UNSET if lora is None else lora)
+        self.pushed[lora or ""] = label
         seconds = {**rollback.seconds, "total": time.perf_counter() - start}
-        return PushResult(label, 0, seconds, self._results(commits), "off", "full", "the engines kept it")
+        results = self._results(commits)
+        return PushResult(label, 0, seconds, results, "off", "full", "the engines kept it", lora=lora or "")
 
     def status(self, deadline: Deadline, *, digest: bool = False) -> dict[str, http.StatusReply]:
         """See `sender.Sender.status`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
@@ -24,9 +25,10 @@ class Engine:
     ``stopped``: it serves no version, being dirty or never synced. ``leased``: it has accepted the current push.
     ``noticed``: remarks for its next result. ``interfaces``: the network interfaces that its ranks use. ``manifest``:
     the name of the last manifest sent to it. ``committed``: the instance of it that last committed a push of this
-    sender. ``record_s``: seconds that it generated nothing in the last prepare, while its loader was recorded.
-    ``unsettled``: the push or rollback that it was asked to commit, until the outcome is known. ``expected``: what it
-    said a complete push is, once it was asked. ``adapters``: the versions of the adapters that it served, by name.
+    sender, of each adapter by its name, and of weights by an empty one. ``record_s``: seconds that it generated nothing
+    in the last prepare, while its loader was recorded. ``unsettled``: the push or rollback that it was asked to commit,
+    until the outcome is known. ``expected``: what it said a complete push is, once it was asked. ``adapters``: the
+    versions of the adapters that it served, by name.
     """
 
     client: EngineClient
@@ -39,7 +41,7 @@ class Engine:
     noticed: list[str] = field(default_factory=list)
     interfaces: str = ""
     manifest: str = ""
-    committed: str = ""
+    committed: dict[str, str] = field(default_factory=dict)
     record_s: float = 0.0
     unsettled: str = ""
     expected: ExpectedReply | None = None
@@ -57,7 +59,14 @@ class Engine:
         if committed.lora is not UNSET:
             self.adapters[committed.lora] = committed.version
         else:
-            self.version, self.stopped, self.committed = committed.version, False, self.hello.instance
+            self.version, self.stopped = committed.version, False
+        self.committed[committed.lora or ""] = self.hello.instance
+
+    def lacks(self, pushed: Mapping[str, str], status: http.StatusReply) -> list[str]:
+        """What it does not serve as this sender ``pushed`` it last, by the keys of ``committed``."""
+        served = {**(status.adapters or {}), "": "" if self.stopped else status.version}
+        instance = status.instance
+        return [n for n, version in pushed.items() if (served.get(n), self.committed.get(n)) != (version, instance)]
 
     @property
     def weights(self) -> Weights:

@@ -220,18 +220,18 @@ class Engines:
                 engine.stopped = states.is_stopped(reply.state)
         return dict(zip(self.by_url, replies, strict=True))
 
-    def find_outdated(self, version: str, deadline: Deadline) -> tuple[list[str], dict[str, WeightSyncError]]:
-        """The engines that do not serve ``version`` as this sender pushed it, and the errors of those that fail."""
+    def find_outdated(
+        self, pushed: Mapping[str, str], deadline: Deadline
+    ) -> tuple[dict[str, list[str]], dict[str, WeightSyncError]]:
+        """By URL, what engines lack (see `Engine.lacks`) of what was ``pushed``, and the errors of those that fail."""
         # Half of the time for each request: an engine that is frozen leaves time to reach those that are not.
         failed = self.reopen_each(Deadline(deadline.left() / 2))
-        found: list[str] = []
+        found: dict[str, list[str]] = {}
         for url, reply in self.status(Deadline(deadline.left() / 2)).items():
             if isinstance(reply, WeightSyncError):
                 failed.setdefault(url, reply)
-            elif url not in failed:
-                engine = self.by_url[url]
-                if engine.stopped or reply.version != version or engine.committed != reply.instance:
-                    found.append(url)
+            elif url not in failed and (lacking := self.by_url[url].lacks(pushed, reply)):
+                found[url] = lacking
         return found, failed
 
     def expected(self, deadline: Deadline) -> dict[str, ExpectedReply]:

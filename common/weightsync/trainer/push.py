@@ -321,9 +321,12 @@ class Push(Change):
 class Rollback(Change):
     """The return of every engine to the version that it kept."""
 
-    def run(self, label: str) -> Commits:
-        """Have every engine serve its kept version, ``label``; return the replies. Raises `WeightSyncError`."""
-        request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True)
+    def run(self, label: str, lora: str | msgspec.UnsetType) -> Commits:
+        """Have every engine serve its kept version, ``label``, of the weights or of an adapter; return the replies.
+
+        Raises `WeightSyncError`.
+        """
+        request = msgspec.structs.replace(self._request(secrets.token_hex(8), label), rollback=True, lora=lora)
         self._begin(request.push, label, 0)
         with self._failures_handled(request.push):
             check_lockstep(self._engines.by_url)
@@ -331,7 +334,7 @@ class Rollback(Change):
             commits = self._commit(request)
         self._committed(request.push, label)
         if self._transfer is not None:
-            self._transfer.rolled_back()
+            self._transfer.rolled_back(lora)
         return commits
 
 

@@ -284,8 +284,9 @@ class Sender:
     def add_engine(self, url: object) -> EngineResult | None:
         """Add an engine, given as to `Sender`. Raises what building a sender raises, and what `push` raises.
 
-        The engine is brought to the version that the others serve, from the arena that still holds it; the other
-        engines are not involved. If no arena holds a whole version, returns None: the next push is the engine's first.
+        The engine is brought to the version that the others serve, and to the adapters, from the arenas that still hold
+        them; the other engines are not involved. If no arena holds a whole version, returns None: the next push is the
+        engine's first. The result of a push says which adapters an engine lacks.
         """
         added = target(url)
         self._check_target(added)
@@ -317,15 +318,14 @@ class Sender:
                 self._catch_up(known)
             else:
                 self.add_engine(known)
-            version = engines.by_url[known].version
-            return version if version == self._rank_0_driver.served else ""
+            return engines.by_url[known].version if self._rank_0_driver.is_caught_up(known) else ""
 
     def catch_up(self) -> dict[str, EngineResult]:
         """Bring engines that do not serve the last pushed version, for example after a restart, to that version.
 
-        The bytes come from the arena that still holds them; the model is not needed. If no arena holds a whole version,
-        nothing happens, and the next push reaches these engines. Returns the results by URL. Raises what `push` raises
-        for engines that could not be caught up, after all others were.
+        The same for adapters that were pushed. The bytes come from the arenas that still hold them; the model is not
+        needed. If no arena holds a whole version, nothing happens, and the next push reaches these engines. Returns the
+        results by URL. Raises what `push` raises for engines that could not be caught up, after all others were.
         """
         return self._catch_up()
 
@@ -333,14 +333,15 @@ class Sender:
         results = dict[str, EngineResult]
         return self._run("catch_up", results, lambda _, deadline: self._rank_0_driver.catch_up(deadline, only))
 
-    def rollback(self) -> PushResult:
+    def rollback(self, *, lora: str | None = None) -> PushResult:
         """Serve the previous version again, which the engines kept, see ``keep_previous``. Raises as `push`.
 
-        A second rollback brings the newer version back.
+        A second rollback brings the newer version back. With ``lora``, it is an adapter of this name that goes back to
+        the version that was pushed before, which the engines always keep.
         """
 
         def run() -> PushResult:
-            return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline))
+            return self._run("rollback", PushResult, lambda _, deadline: self._rank_0_driver.rollback(deadline, lora))
 
         return self._counted("rollback", run)
 

@@ -39,8 +39,10 @@ class Transfer:
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first. With ``keep_previous`` a second one holds the served version.
         self._arenas: list[Arena] = []
-        #: That of adapters, so that those above go on holding the weights.
-        self._apart: Arena | None = None
+        #: Those of adapters, by name, so that those above go on holding the weights.
+        self._apart: dict[str, Arena] = {}
+        #: The pushes of the adapters that are served, by name, each still in its arena.
+        self._adapters: dict[str, Outgoing] = {}
         #: The sizes of other memory domains' arenas, which have the name of the first and are made anew with it.
         self._sizes: list[int] = []
         self._current: Outgoing | None = None
@@ -87,7 +89,7 @@ class Transfer:
         """
         start = time.perf_counter()
         if plan.adapter is not msgspec.UNSET:
-            arena = self._make_apart(plan.slots * plan.bucket_bytes)
+            arena = self._make_apart(plan.adapter.name, plan.slots * plan.bucket_bytes)
         else:
             self._served = None
             if shared is not None:
@@ -99,27 +101,27 @@ class Transfer:
         self._current = Outgoing(self._ends, self._packed, plan, layout, arena, self._but(arena))
         return self._current
 
-    def _make_apart(self, nbytes: int) -> Arena:
-        arena = self._apart
+    def _make_apart(self, name: str, nbytes: int) -> Arena:
+        self._adapters.pop(name, None)
+        arena = self._apart.get(name)
         if arena is None or arena.bytes.numel() != nbytes or not arenas.reachable(arena):
             if arena is not None:
                 self._packed.clear()
                 for end in self._ends.values():
                     end.forget()
                 arena.close()
-            arena = self._apart = arenas.make(nbytes, self.device)
+            arena = self._apart[name] = arenas.make(nbytes, self.device)
         return arena
 
     def _but(self, arena: Arena) -> list[Arena]:
         """The other arenas that ranks may still use."""
-        found = self._arenas if self._apart is None else [*self._arenas, self._apart]
-        return [other for other in found if other is not arena]
+        return [other for other in (*self._arenas, *self._apart.values()) if other is not arena]
 
-    def again(self) -> Outgoing | None:
-        """Start a push of the served version, for `Outgoing.resend`; None if no arena holds that version."""
-        if self._served is None or not arenas.reachable(self._served.arena):
-            return None
-        return self.repeat(self._served)
+    def again(self, lora: str | msgspec.UnsetType = msgspec.UNSET) -> Outgoing | None:
+        """Start a push of the served version, of the weights or of an adapter, for `Outgoing.resend`; None if no arena
+        holds that version."""
+        served = self._served if lora is msgspec.UNSET else self._adapters.get(lora)
+        return None if served is None or not arenas.reachable(served.arena) else self.repeat(served)
 
     def repeat(self, last: Outgoing) -> Outgoing:
         """Start a push of what the arena of ``last``, a push of this transfer, holds."""
@@ -191,7 +193,9 @@ class Transfer:
     def served(self, push: Outgoing) -> None:
         """Note that a push is served. With two arenas, the next push goes into the other one."""
         again, self._current = self._served is not None, None
-        if push.arena is self._apart:
+        if push.plan.lora is not msgspec.UNSET:
+            if push.is_whole:
+                self._adapters[push.plan.lora] = push
             return
         # Shared parameters change with the next training step, and other hosts' arenas are not this sender's.
         if push.is_whole and self.shared is None and not push.layout.table:
@@ -203,8 +207,11 @@ class Transfer:
         """Note that every rank has received the current push, and that no engine will load it."""
         self._current = None
 
-    def rolled_back(self) -> None:
-        """Note that the version before is served again."""
+    def rolled_back(self, lora: str | msgspec.UnsetType) -> None:
+        """Note that the version before is served again, of the weights or of an adapter."""
+        if lora is not msgspec.UNSET:
+            self._adapters.pop(lora, None)
+            return
         self._served = None
         self._arenas.reverse()
 
@@ -212,9 +219,9 @@ class Transfer:
         """Release everything; idempotent."""
         self.closed = True
         self._free()
-        if self._apart is not None:
-            self._apart.close()
-            self._apart = None
+        self._adapters.clear()
+        while self._apart:
+            self._apart.popitem()[1].close()
         while self._ends:
             self._ends.popitem()[1].close()
         native_copy.release()

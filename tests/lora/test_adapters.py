@@ -1,82 +1,34 @@
-"""vLLM with LoRA: adapters that are pushed, beside those that it loads from folders itself."""
+"""Engines with LoRA: adapters that are pushed, beside those that they load from folders themselves."""
 
-import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import requests
 import torch
 
-from tests.engines.conftest import BF16_ROUNDING, NEW_TOKENS, PROMPT, apart, assert_same, differ, long_prompt
+from tests.engines.conftest import BF16_ROUNDING, PROMPT, apart, assert_same, differ, long_prompt
 from tests.lora.adapters import ALPHA, RANK, make_adapter
 from tests.lora.streams import STREAMED, Stream
 from tools import models, servers
 from weightsync import Sender, errors
 from weightsync.cli import main
 
-SITE = servers.ROOT / "tests" / "faults" / "site"
-OPTIONS = ["--enable-lora", "--max-lora-rank", "16", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-PATH = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+
+def post(served, route, **body):
+    where = "/v1" if served.engine == "vllm" else ""
+    requests.post(f"{served.server.url}{where}/{route}", json=body, timeout=60).raise_for_status()
 
 
-@dataclass
-class Served:
-    """A server of model A with room for one adapter at a time, which has loaded adapters A and B from folders."""
-
-    server: servers.Server
-    tp: int
-    base: Path
-    other: Path
-    folders: dict[str, Path]
-    fault: Path
-
-    def asked(self, name):
-        """The server, as a request asks for a model or an adapter."""
-        return dataclasses.replace(self.server, model=self.base if name == "base" else name)
-
-    def ask(self, name, prompt=PROMPT, n=NEW_TOKENS):
-        return servers.greedy(self.asked(name), prompt, n)
-
-    def serves(self):
-        """What it says that it serves, and what it answers."""
-        with Sender([self.server.url]) as sender:
-            (status,) = sender.status().values()
-        names = [model["id"] for model in requests.get(f"{self.server.url}/v1/models", timeout=10).json()["data"]]
-        said = status.version, status.adapters, status.state, names
-        return said, [self.ask(name) for name in ("base", "policy") if name == "base" or name in names]
-
-
-#: With one rank nothing is shown that two do not show.
-SERVERS = [pytest.param(("llama", 1), marks=pytest.mark.slow), ("qwen3", 2)]
-
-
-@pytest.fixture(scope="module", params=SERVERS, ids=lambda param: f"{param[0]}-tp{param[1]}")
-def served(request, model_folder, tmp_path_factory):
-    kind, tp = request.param
-    base, root = model_folder(kind, 0), tmp_path_factory.mktemp("adapters")
-    folders = {name: make_adapter(root / name, base, seed=seed) for seed, name in enumerate("ab", 1)}
-    loaded = [f"loaded-{name}={folder}" for name, folder in folders.items()]
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PYTHONPATH": PATH, "FAULT_FILE": str(root / "fault")}
-    args = [*OPTIONS, "--lora-modules", *loaded]
-    with servers.start("vllm", base, tp=tp, args=args, env=environment) as server:
-        yield Served(server, tp, base, model_folder(kind, 1), folders, root / "fault")
-
-
-@pytest.fixture
-def sender(served):
-    with Sender([served.server.url]) as made:
-        yield made
+def load(served, name, folder):
+    post(served, "load_lora_adapter", lora_name=name, lora_path=str(folder))
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
-def test_an_adapter_is_served_as_one_that_vllm_loads_from_its_folder(served, transport):
+def test_an_adapter_is_served_as_one_that_the_engine_loads_from_its_folder(served, transport):
     before = served.ask("base")
     with Sender([served.server.url], transport=transport) as sender:
         for name in "abab":
@@ -136,15 +88,20 @@ def test_scaling_is_as_the_configuration_says(served, sender, tmp_path):
     assert_same(served.ask("policy"), as_a)
 
 
+def cached_tokens(served, prompt):
+    body = servers.answer(served.asked("policy"), prompt, 1)
+    if served.engine == "vllm":
+        return (body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+    return body["meta_info"]["cached_tokens"]
+
+
 def test_a_cached_prompt_is_computed_anew_with_a_new_adapter(served, sender):
     prompt = long_prompt() * 2
     sender.push(served.folders["a"], lora="policy")
     first = served.ask("policy", prompt)
-    again = servers.answer(served.asked("policy"), prompt, NEW_TOKENS)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert cached_tokens(served, prompt) > 100
     sender.push(served.folders["b"], lora="policy")
-    answer = servers.answer(served.asked("policy"), prompt, 1)
-    assert not (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+    assert not cached_tokens(served, prompt)
     got = served.ask("policy", prompt)
     assert_same(got, served.ask("loaded-b", prompt))
     assert differ(got, first)
@@ -173,7 +130,7 @@ def test_requests_in_flight_go_on_as_the_pause_says(served, pause):
 
 @pytest.mark.parametrize("options", [{}, {"staging": "none"}], ids=str)
 def test_a_push_of_the_weights_leaves_adapters_loaded(served, options, tmp_path):
-    """Also one whose folder is gone: vLLM drops all adapters when it loads weights, and reads them again."""
+    """Also one whose folder is gone: vLLM drops all adapters when it loads weights, and would read them again."""
     with Sender([served.server.url], **options) as sender:
         sender.push(models.load_reference(served.base))
         sender.push(served.folders["b"], lora="policy", version="kept")
@@ -189,6 +146,32 @@ def test_a_push_of_the_weights_leaves_adapters_loaded(served, options, tmp_path)
         assert_same(served.ask("policy"), policy)
         (status,) = sender.status().values()
         assert (status.version, status.adapters) == ("base", {"policy": "kept"})
+
+
+def test_an_adapter_goes_back_to_the_one_before_and_forth(served, sender):
+    sender.push(served.folders["a"], lora="policy", version="one")
+    before = served.ask("base")
+    sender.push(served.folders["b"], lora="policy", version="two")
+    served.ask("loaded-a"), served.ask("loaded-b")  # which take the slot of the pushed one
+    for version, name in (("one", "a"), ("two", "b"), ("one", "a")):
+        served.ask("policy" if name == "a" else "base")
+        assert sender.rollback(lora="policy").version == version
+        assert_same(served.ask("policy"), served.ask(f"loaded-{name}"))
+    assert_same(served.ask("base"), before)
+    sender.push(models.load_reference(served.base))
+    assert sender.rollback(lora="policy").version == "two"
+    assert_same(served.ask("policy"), served.ask("loaded-b"))
+
+
+def test_catch_up_brings_back_an_adapter_that_a_user_has_unloaded(served, sender):
+    sender.push(served.folders["a"], lora="policy", version="one")
+    post(served, "unload_lora_adapter", lora_name="policy")
+    assert "policy" not in served.names()
+    assert list(sender.catch_up()) == [served.server.url]
+    (status,) = sender.status().values()
+    assert status.adapters["policy"] == "one"
+    assert_same(served.ask("policy"), served.ask("loaded-a"))
+    assert sender.catch_up() == {}
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl"])
@@ -215,18 +198,37 @@ def test_an_adapter_is_pushed_in_the_background_and_expected_to_be_one(served, s
     assert_same(served.ask("second"), served.ask("loaded-a"))
 
 
-def test_a_name_that_vllm_has_loaded_is_replaced(served, sender, tmp_path):
+def test_a_name_that_the_engine_has_loaded_is_replaced(served, sender, tmp_path):
     folder = make_adapter(tmp_path / "mine", served.base, seed=1)
-    posted = {"lora_name": "mine", "lora_path": str(folder)}
-    route = f"{served.server.url}/v1/load_lora_adapter"
-    if requests.post(route, json=posted, timeout=60).status_code == 404:
-        pytest.fail("the server does not load adapters at run time")
+    load(served, "mine", folder)
+    assert_same(served.ask("mine"), served.ask("loaded-a"))
     sender.push(served.folders["b"], lora="mine", version="pushed")
     assert_same(served.ask("mine"), served.ask("loaded-b"))
-    requests.post(route, json={**posted, "load_inplace": True}, timeout=60).raise_for_status()
+    (status,) = sender.status().values()
+    assert status.adapters["mine"] == "pushed"
+    post(served, "unload_lora_adapter", lora_name="mine")
+    (status,) = sender.status().values()
+    assert "mine" not in status.adapters
+    load(served, "mine", folder)
     assert_same(served.ask("mine"), served.ask("loaded-a"))
     (status,) = sender.status().values()
     assert "mine" not in status.adapters
+    sender.push(served.folders["b"], lora="mine")
+    assert_same(served.ask("mine"), served.ask("loaded-b"))
+    post(served, "unload_lora_adapter", lora_name="mine")
+    sender.push(served.folders["b"], lora="mine")
+    assert_same(served.ask("mine"), served.ask("loaded-b"))
+
+
+def test_a_name_that_vllm_loads_in_place_is_the_folders(served, sender, tmp_path):
+    if served.engine != "vllm":
+        pytest.skip("vLLM alone loads an adapter in place of another")
+    sender.push(served.folders["b"], lora="policy")
+    folder = make_adapter(tmp_path / "mine", served.base, seed=1)
+    post(served, "load_lora_adapter", lora_name="policy", lora_path=str(folder), load_inplace=True)
+    assert_same(served.ask("policy"), served.ask("loaded-a"))
+    (status,) = sender.status().values()
+    assert "policy" not in status.adapters
 
 
 def renamed(tensors):

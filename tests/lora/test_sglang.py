@@ -1,0 +1,77 @@
+"""What SGLang alone does with adapters: how requests name them, what it fuses, and how many it may have loaded."""
+
+import pytest
+import requests
+
+from tests.engines.conftest import NEW_TOKENS, PROMPT, assert_same, differ
+from tests.lora.adapters import make_adapter
+from tests.lora.conftest import SGLANG_MOST, SGLANG_SERVERS
+from weightsync import errors
+
+pytestmark = pytest.mark.parametrize("served", SGLANG_SERVERS, indirect=True, ids=str)
+
+
+def completed(served, model):
+    """The logprobs of an OpenAI completion."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0, "logprobs": 1}
+    answer = requests.post(f"{served.server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60)
+    answer.raise_for_status()
+    return answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def test_a_request_for_the_model_policy_is_answered_by_the_adapter(served, sender):
+    """SGLang alone would answer it with the base model."""
+    sender.push(served.folders["a"], lora="policy")
+    assert "policy" in served.names()
+    named = completed(served, "policy")
+    assert_same(([], named), ([], served.ask("policy")[1]))
+    assert named == completed(served, f"{served.base}:policy")
+    assert named != completed(served, str(served.base))
+    assert completed(served, str(served.base)) == completed(served, "whatever")
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj",), ("o_proj", "down_proj")], ids="-".join)
+def test_some_layers_are_served_as_sglang_loads_them(served, sender, tmp_path, targets):
+    folder = make_adapter(tmp_path, served.base, seed=5, targets=targets)
+    sender.push(served.folders["a"], lora="policy")  # in a slot where the other layers are not zero
+    served.ask("policy")
+    sender.push(folder, lora="policy")
+    route = f"{served.server.url}/load_lora_adapter"
+    requests.post(route, json={"lora_name": "some", "lora_path": str(folder)}, timeout=60).raise_for_status()
+    try:
+        assert_same(served.ask("policy"), served.ask("some"))
+        assert differ(served.ask("policy"), served.ask("base"))
+    finally:
+        requests.post(f"{served.server.url}/unload_lora_adapter", json={"lora_name": "some"}, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("targets", "lacking"),
+    [(("q_proj", "k_proj"), "v_proj"), (("k_proj",), "q_proj, v_proj"), (("up_proj",), "gate_proj")],
+    ids=lambda found: "-".join(found) if isinstance(found, tuple) else "",
+)
+def test_parts_that_sglang_would_leave_out_are_refused(served, sender, tmp_path, targets, lacking):
+    sender.push(served.folders["a"], lora="policy")
+    before = served.serves()
+    with pytest.raises(errors.ManifestMismatch, match=f"of model.layers.0.* only with {lacking}"):
+        sender.push(make_adapter(tmp_path, served.base, seed=5, targets=targets), lora="policy")
+    assert served.serves() == before
+
+
+def test_several_ranks_or_alphas_are_refused(served, sender, tmp_path):
+    folder = make_adapter(tmp_path, served.base, seed=5, rank_pattern={"q_proj": 8})
+    with pytest.raises(errors.ManifestMismatch, match="several ranks or alphas, and SGLang takes one"):
+        sender.push(folder, lora="policy")
+
+
+def test_no_more_are_loaded_than_sglang_may_have(served, sender):
+    free = SGLANG_MOST - (len(served.names()) - 1)
+    pushed = [f"more-{number}" for number in range(free)]
+    for name in pushed:
+        sender.push(served.folders["a"], lora=name)
+    with pytest.raises(errors.UnsupportedOption, match=f"--max-loaded-loras {SGLANG_MOST}; unload one"):
+        sender.push(served.folders["a"], lora="one-more")
+    for name in pushed:
+        requests.post(f"{served.server.url}/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+    sender.push(served.folders["b"], lora="policy")
+    assert_same(served.ask("policy"), served.ask("loaded-b"))
