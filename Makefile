@@ -97,8 +97,8 @@ bench-memory: env  ## the memory that a push adds to every process of a trainer 
 bench-pauses: env  ## the pause of a push and rollbacks, in every way that weights get served
 	.venv/bin/python -m benchmarks.pauses $(ARGS)
 
-bench-lora: env  ## pushes of a LoRA adapter into vLLM, beside a folder that it loads
-	.venv/bin/python -m benchmarks.lora $(ARGS)
+bench-lora: env  ## pushes of a LoRA adapter, beside a folder that the engine loads: make bench-lora ENGINE=vllm|sglang
+	.venv/bin/python -m benchmarks.lora $(ASKED) $(ARGS)
 
 gpu:  ## what one GPU can show, in a Python that has torch for CUDA: make gpu PYTHON=python3 [WHEELS=folder]
 	@$(PYTHON) tools/gpu.py $(if $(WHEELS),--wheels $(WHEELS))
