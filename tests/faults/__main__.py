@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.faults.harness import BUCKET_BYTES, Harness, Outcome
-from tests.faults.plan import Fault, at_random, catalogue
+from tests.faults.plan import Fault, at_random, catalogue, of_adapters
 from tests.faults.run import suffer
 from tools import servers
 from weightsync.sources import open_source
@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--transport", action="append", choices=list(registry.names()), help="default: every one")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--stays", action="store_true", help="vLLM alone, whose weights stay where they are")
+    parser.add_argument("--adapters", action="store_true", help="pushes of an adapter; those of weights by default")
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only faults whose name and phase match this expression")
@@ -53,7 +54,8 @@ def main() -> int:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
             if asked.results and not asked.only:  # only complete results are written
-                _keep(asked.results / f"faults-{engine}{'-stays' if asked.stays else ''}.json", found, asked)
+                kind = f"{engine}{'-stays' * asked.stays}{'-adapters' * asked.adapters}"
+                _keep(asked.results / f"faults-{kind}.json", found, asked)
     return _summary(outcomes)
 
 
@@ -64,16 +66,20 @@ def _own_shm() -> bool:
 def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]:
     scratch.mkdir()
     tp = 1 if engine == "reference" else asked.tp
-    harness = Harness(engine, tp, scratch, stays=asked.stays)
+    harness = Harness(engine, tp, scratch, stays=asked.stays, lora="policy" if asked.adapters else "")
     try:
         harness.prove()
-        specs = open_source(harness.folders["A"]).specs
+        specs = open_source(harness.base).specs
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
         transports = asked.transport or list(registry.names())
         every = [
             fault
             for transport in transports
-            for fault in catalogue(tp, tensors - 1, transport, engine != "reference", copies=asked.stays)
+            for fault in (
+                of_adapters(tp, transport)
+                if asked.adapters
+                else catalogue(tp, tensors - 1, transport, engine != "reference", copies=asked.stays)
+            )
         ]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
         if engine == "reference":  # it has no such hook

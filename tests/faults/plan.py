@@ -70,6 +70,31 @@ def catalogue(tp: int, last: int, transport: str, standby: bool, *, copies: bool
     ]
 
 
+def of_adapters(tp: int, transport: str) -> list[Fault]:
+    """Every fault at every place of a push of an adapter, which goes through one bucket and leaves the weights alone.
+
+    A rank that fails in the commit has the adapter before again.
+    """
+    rank, worker = tp - 1, "worker"
+    weights = ("rank loads", "rank loaded", "rank stops", "post-load hook")
+    faults = [
+        replace(fault, order={**fault.order, "where": {**fault.order["where"], **_first(fault.order["where"])}})
+        for fault in catalogue(tp, 0, transport, False)
+        if fault.order is not None and fault.order["point"] not in weights and "staging" not in fault.options
+    ]
+    if transport == "ipc_zmq":
+        faults += [
+            Fault(f"SIGKILL {worker}", "commit, exchanging", C + D, do("rank serves adapter", "kill", rank=rank)),
+            Fault(f"SIGSTOP {worker}", "commit, exchanging", C + D, do("rank serves adapter", "stop", rank=rank)),
+            Fault(f"exception in {worker}", "commit, exchanging", U, do("rank serves adapter", "raise", rank=rank)),
+        ]
+    return faults
+
+
+def _first(where: dict[str, Any]) -> dict[str, int]:
+    return dict.fromkeys(where.keys() & {"bucket", "number"}, 0)
+
+
 def _signals(rank: int, last: int, route: str, standby: bool) -> list[Fault]:
     """Processes that die or freeze."""
     faults = []

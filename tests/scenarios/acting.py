@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 from hypothesis.stateful import RuleBasedStateMachine
 
 from tests.scenarios import truth
+from tests.scenarios.adapters import NAME
 from tests.scenarios.drawn import PLAIN, End
 from tests.scenarios.play import Interrupts, Meanwhile, Outcome, Play, Tally
 from tests.scenarios.pusher import Pusher
 from tests.scenarios.resources import OpenResources, held
 from tests.scenarios.suspect import PATIENCE_S, Fault
-from tests.scenarios.truth import Lag, NotPushable, Truth, Violation
+from tests.scenarios.truth import Lag, NotPushable, Truth, UntrueReport, Violation
 from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import Engine, World
 from weightsync import Sender
@@ -81,10 +82,10 @@ class Acting(RuleBasedStateMachine):
         found = {number % len(self.world.engines) for number in numbers}
         return [self.world.engines[number] for number in sorted(found)]
 
-    def label(self, content: int) -> str:
+    def label(self, content: int, *, lora: bool = False) -> str:
         """A new label for a push of ``content``."""
         self.labels += 1
-        self.truth.pushed(label := f"v{self.labels}", content)
+        self.truth.pushed(label := f"v{self.labels}", content, lora)
         return label
 
     def timed(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -119,8 +120,9 @@ class Acting(RuleBasedStateMachine):
         *,
         faults: Sequence[Fault | None] = (),
         meanwhile: Sequence[Meanwhile] = (),
+        lora: bool | None = False,
     ) -> Outcome:
-        """Run a call of the sender that makes engines, by default all of its own, serve ``label``."""
+        """Run a call of the sender that makes engines, by default all of its own, serve ``label``; ``lora``: `told`."""
         engines = self.engines(list(self.members) if numbers is None else numbers)
         before, instances = dict(self.truth.seen), self.instances()
         self.truth.forget(engines)
@@ -131,14 +133,41 @@ class Acting(RuleBasedStateMachine):
         if self.interrupted_or_meddled(meanwhile):
             return outcome
         if outcome.error is not None:
-            self.truth.told(outcome.error.engines, label, before, f"{what} of {label}: {_text(outcome.error)}")
+            self.truth.told(
+                outcome.error.engines, label, before, f"{what} of {label}: {_text(outcome.error)}", lora=lora
+            )
         elif not outcome.interrupted:
             told = outcome.result if isinstance(outcome.result, dict) else getattr(outcome.result, "engines", {})
-            self.truth.told(dict.fromkeys(told, "committed"), label, before, f"{what} of {label}")
+            self.truth.told(dict.fromkeys(told, "committed"), label, before, f"{what} of {label}", lora=lora)
             for engine in engines:
-                if engine.url in told:
+                if engine.url in told and not lora:
                     self.members[engine.number] = instances[engine.number]
         return outcome
+
+    def adapted(self, content: int, faults: Sequence[Fault | None], meanwhile: Sequence[Meanwhile]) -> None:
+        """Push an adapter with the current sender."""
+        assert self.sender is not None
+        label, held = self.label(content, lora=True), self.holds
+        push = partial(self.sender.push, self.world.weights.adapter(content), version=label, lora=NAME)
+        outcome = self.sent("push adapter", push, label, faults=faults, meanwhile=meanwhile, lora=True)
+        # The memory that holds the weights goes with a transfer that breaks.
+        result = outcome.result
+        self.holds = held if result is not None and not any(e.noticed for e in result.engines.values()) else ""
+
+    def adapter_rolled_back(self, faults: Sequence[Fault | None]) -> None:
+        """Roll the adapter back and check the report."""
+        assert self.sender is not None
+        ranks = [rank for status in self.truth.seen.values() if status is not None for rank in status.ranks]
+        kept = {(rank.adapters or {}).get(NAME) for rank in ranks}
+        back = partial(self.sender.rollback, lora=NAME)
+        outcome = self.sent("rollback adapter", back, "", faults=faults, lora=True)
+        if outcome.error is not None:
+            self.kept(outcome.error)
+        elif outcome.result is not None:
+            if outcome.result.version not in kept:
+                raise UntrueReport(f"rollback says {outcome.result.version!r}, and engines kept {kept}")
+            told = dict.fromkeys(outcome.result.engines, "committed")
+            self.truth.told(told, outcome.result.version, self.truth.seen, "rollback adapter", lora=True)
 
     def instances(self) -> dict[int, str]:
         """The instance of each engine, by number; "" if it could not be examined."""

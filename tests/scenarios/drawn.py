@@ -29,6 +29,10 @@ def _fault(last: int = 7) -> st.SearchStrategy[Fault]:
             ("rank prepares", ()),
         ]
     )
+    return _at(places)
+
+
+def _at(places: st.SearchStrategy[Any]) -> st.SearchStrategy[Fault]:
     actions = st.sampled_from(["hold", "raise", "stop", "kill"])
     return st.builds(lambda place, action, steps: Fault(place[0], action, place[1], steps), places, actions, still)
 
@@ -36,6 +40,12 @@ def _fault(last: int = 7) -> st.SearchStrategy[Fault]:
 fault = st.one_of(st.none(), _fault())
 #: One fault per engine; half of the draws have none.
 faults = st.one_of(st.just((None, None, None)), st.tuples(fault, fault, fault))
+_in_adapter = st.one_of(
+    st.none(),
+    _at(st.sampled_from([("rank serves adapter", ()), ("rank takes", (("bucket", 0),)), ("rank prepares", ())])),
+)
+#: The same for pushes and rollbacks of adapters.
+adapter_faults = st.one_of(st.just((None, None, None)), st.tuples(_in_adapter, _in_adapter, _in_adapter))
 #: What else happens during a call, and to which engine.
 meanwhile = st.lists(
     st.tuples(st.sampled_from(["release", "interrupt", "abort", "kill engine", "second sender"]), number), max_size=2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import starlette.applications  # noqa: F401 - for those who are forked
 import torch
 import uvicorn  # noqa: F401
 
+from tests.scenarios.adapters import TinyLora
 from tests.scenarios.weights import Tiny, TinyWeights
 from weightsync.engine.adapter import Expected, LoaderHooks, Movable, Sealed, StandbyHooks
 from weightsync.protocol.http import TensorSpec
@@ -20,6 +21,7 @@ class TinyAdapter(ModelAdapter):
 
     def __init__(self, loads: str):
         self.device, self.model, self._loads = torch.device("cpu"), Tiny(), loads
+        self.lora = TinyLora()
         self.load(TinyWeights._state(0).items())
 
     def expected(self) -> Expected:
@@ -39,6 +41,10 @@ class TinyAdapter(ModelAdapter):
         if self._loads == "into a standby" and isinstance(hooks, LoaderHooks):
             return hooks._replace(movable=Movable())
         return Sealed(self.model, "it packs layers", self._standby)
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """The digest of the adapter that is asked for."""
+        return self.lora.answer(), []
 
     def _standby(self) -> StandbyHooks:
         return StandbyHooks(self.model, 1 << 20, _make, _load, lambda: None, lambda model: None)

@@ -140,6 +140,18 @@ class Scenario(Acting):
             return
         self.rolled_back(faults, meanwhile)
 
+    @rule(content=drawn.content, faults=drawn.adapter_faults, meanwhile=drawn.meanwhile)
+    @step
+    def push_adapter(self, content: int, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
+        if self.world.kind == "reference" and self.built() is not None:
+            self.adapted(content, faults, meanwhile)
+
+    @rule(faults=drawn.adapter_faults)
+    @step
+    def rollback_adapter(self, faults: Sequence[Fault | None]) -> None:
+        if self.world.kind == "reference" and self.built() is not None:
+            self.adapter_rolled_back(faults)
+
     def rolled_back(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
         """Roll back and check the report."""
         assert self.sender is not None
@@ -183,6 +195,7 @@ class Scenario(Acting):
             label,
             {engine.number, *others},
             faults=faults,
+            lora=None,
         )
         if outcome.error is None and not known:
             self.members.setdefault(engine.number, "")
@@ -223,7 +236,7 @@ class Scenario(Acting):
         assert self.sender is not None
         label, instances = self.holds, self.instances()
         behind = [n for n, served in self.members.items() if served and instances[n] not in ("", served)]
-        outcome = self.sent("catch_up", self.sender.catch_up, label, faults=faults)
+        outcome = self.sent("catch_up", self.sender.catch_up, label, faults=faults, lora=None)
         if outcome.error is not None:
             self.kept(outcome.error)
         elif label and (left := [n for n in behind if self.members[n] != instances[n]]):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import requests
 
+from tests.scenarios import adapters
 from tests.scenarios.resources import OpenResources, left, mapped
 from tests.scenarios.suspect import PATIENCE_S
 from tests.scenarios.world import FIRST, Engine, World, digest_in
@@ -84,11 +85,24 @@ class Lag(threading.Thread):
 
 
 class Claim(NamedTuple):
-    """What was reported of an engine: its ``state``, "serving" or "dirty", and its label, None if unknown."""
+    """What was reported of an engine: its ``state``, "serving" or "dirty", and its label, None if unknown.
+
+    ``adapter``: the label of its adapter, empty if it has none and None if unknown, in the ``instance`` of the engine,
+    or in any.
+    """
 
     state: str
     label: str | None
     why: str
+    adapter: str | None = None
+    instance: str = ""
+
+    def denies(self, status: http.StatusReply) -> bool:
+        """Whether a status shows something else."""
+        adapter = None if self.instance not in ("", status.instance) else self.adapter
+        dirty = status.state == "dirty"
+        told = self.label in (None, status.version) and adapter in (None, adapter_of(status))
+        return dirty != (self.state == "dirty") or not told
 
 
 class Truth:
@@ -97,13 +111,14 @@ class Truth:
     def __init__(self, world: World, raised: list[str]):
         self._world, self._raised = world, raised
         self._contents = {FIRST: 0}
+        self._adapters: dict[str, int] = {}
         self._claims: dict[int, Claim] = {}
         #: The last status of each engine, by number; None if it could not be asked.
         self.seen: dict[int, http.StatusReply | None] = dict.fromkeys(range(len(world.engines)))
 
-    def pushed(self, label: str, content: int) -> None:
-        """Note that ``label`` was pushed with ``content``; an engine may serve it from now on."""
-        self._contents[label] = content
+    def pushed(self, label: str, content: int, lora: bool = False) -> None:
+        """Note that ``label`` was pushed with ``content``, of weights or an adapter; engines may serve it from now."""
+        (self._adapters if lora else self._contents)[label] = content
 
     def forget(self, engines: Iterable[Engine]) -> None:
         """Forget what was reported of these engines, because a call begins that may change it."""
@@ -111,18 +126,31 @@ class Truth:
             self._claims.pop(engine.number, None)
 
     def told(
-        self, engines: Mapping[str, str], label: str, before: Mapping[int, http.StatusReply | None], why: str
+        self,
+        engines: Mapping[str, str],
+        label: str,
+        before: Mapping[int, http.StatusReply | None],
+        why: str,
+        *,
+        lora: bool | None = False,
     ) -> None:
-        """Note by URL what a call reported of each engine that was to serve ``label``, if the label is known."""
+        """Note by URL what a call reported of each engine that was to serve ``label``, if the label is known.
+
+        ``lora``: it is that of an adapter, and the weights stay; None: of weights, with which adapters may come.
+        """
         for engine in self._world.engines:
             said = engines.get(engine.url)
             was = before[engine.number]
-            if said == "committed":
-                self._claims[engine.number] = Claim("serving", label or None, f"{why} said committed")
+            version, adapter, instance = (was.version, adapter_of(was), was.instance) if was else (None, None, "")
+            if said == "committed" and lora:
+                self._claims[engine.number] = Claim("serving", None, f"{why} said committed", label or None)
+            elif said == "committed":
+                same = None if lora is None else adapter
+                self._claims[engine.number] = Claim("serving", label or None, f"{why} said committed", same, instance)
             elif said == "dirty":
                 self._claims[engine.number] = Claim("dirty", None, f"{why} said dirty")
             elif said == "unchanged" and was is not None:
-                self._claims[engine.number] = Claim("serving", was.version, f"{why} said unchanged")
+                self._claims[engine.number] = Claim("serving", version, f"{why} said unchanged", adapter, instance)
 
     def check(self) -> None:
         """Check every engine that can answer, and that no thread raised an uncaught exception."""
@@ -148,7 +176,7 @@ class Truth:
                 if wrong is None:
                     break
                 again = engine.client.status(Deadline(PATIENCE_S))
-                if (again.state, again.version, again.committed) == (status.state, status.version, status.committed):
+                if _what(again) == _what(status):
                     raise wrong
             if time.monotonic() > end:
                 raise UntrueReport(f"{engine} is {status.state} for {PATIENCE_S:g} s, and nothing happens")
@@ -168,12 +196,27 @@ class Truth:
                 f"{engine} is {status.state} as {status.version!r}, which was pushed with content "
                 f"{self._contents.get(status.version)}; what it holds is {holds}"
             )
-        if claim is not None and (dirty != (claim.state == "dirty") or claim.label not in (None, status.version)):
-            return status, UntrueReport(f"{claim.why}; {engine} is {status.state} with {status.version!r}, not {claim}")
+        if claim is not None and claim.denies(status):
+            shown = f"{status.state} with {status.version!r} and adapter {adapter_of(status)!r}"
+            return status, UntrueReport(f"{claim.why}; {engine} is {shown}, not {claim}")
+        if not dirty and (label := adapter_of(status)):
+            content = self._adapters.get(label)
+            held = adapters.served(engine.url, PATIENCE_S)
+            if content is None or held != self._world.weights.adapter_digests[content]:
+                return status, WrongWeights(f"{engine} has adapter {label!r} of content {content}, and holds {held!r}")
         code = requests.get(f"{engine.url}/health", timeout=PATIENCE_S).status_code
         if dirty != (code == 503):
             return status, ServesDirty(f"{engine} is {status.state}, and its /health answers {code}")
         return status, None
+
+
+def adapter_of(status: http.StatusReply) -> str:
+    """The label of the adapter that an engine serves; empty if it serves none."""
+    return (status.adapters or {}).get(adapters.NAME, "")
+
+
+def _what(status: http.StatusReply) -> tuple[str, ...]:
+    return status.state, status.version, status.committed, adapter_of(status)
 
 
 def check_nothing_left(world: World, before: OpenResources) -> None:

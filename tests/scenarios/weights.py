@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.scenarios import adapters
 from tools import models
 from weightsync.tensors.layout import digest_of
 
@@ -78,6 +80,15 @@ class TinyWeights:
             path.mkdir()
             save_file(self._states[content], path / "model.safetensors")
         return path
+
+    def adapter(self, content: int) -> Path:
+        """The folder of an adapter."""
+        return adapters.folder(self._scratch / f"adapter-{content}", content)
+
+    @functools.cached_property
+    def adapter_digests(self) -> list[str]:
+        """The digest of each adapter in an engine."""
+        return [adapters.digest(self.adapter(content)) for content in range(CONTENTS)]
 
     def iterable(self, content: int) -> Described:
         """An object in the shape of vLLM's ``WeightSource``."""
