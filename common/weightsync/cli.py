@@ -194,7 +194,9 @@ def _text(client: EngineClient, status: http.StatusReply) -> str:
 
 
 def _rank(rank: http.RankStatus) -> Iterator[str]:
-    before = rank.previous and f"can go back to {rank.previous!r}"
+    versions = [repr(rank.previous)] if rank.previous else []
+    versions += [f"adapter {name} {version!r}" for name, version in (rank.adapters or {}).items()]
+    before = versions and f"can go back to {', '.join(versions)}"
     longest = rank.longest_call and f"stood still for {rank.longest_call} while its standby was loaded"
     yield f"  rank {rank.rank}: {rank.state}" + "".join(
         f", {word}" for word in (rank.push, rank.detail, rank.loading, longest, before) if word

@@ -6,6 +6,7 @@ import pytest
 
 from tests.lora.adapters import make_adapter
 from weightsync import Sender, errors
+from weightsync.cli import main
 from weightsync.testing import ReferenceEngine
 
 PROMPT, TOKENS = list(b"Once upon a time"), 6
@@ -30,7 +31,7 @@ def adapters(sender):
     return status.adapters, status.ranks[0].adapters
 
 
-def test_a_rollback_serves_the_adapter_before_and_a_second_the_newer_one(base, folders):
+def test_a_rollback_serves_the_adapter_before_and_a_second_the_newer_one(base, folders, capsys):
     with ReferenceEngine(base) as engine, Sender([engine.url], keep_previous=False) as sender:
         sender.push(folders["c"], lora="other", version="o")
         with pytest.raises(errors.TransferFailed, match=r"no version to go back to .*push 'other' twice"):
@@ -40,6 +41,8 @@ def test_a_rollback_serves_the_adapter_before_and_a_second_the_newer_one(base, f
             sender.push(folders[name], lora="policy", version=name)
             said[name] = answer(engine)
         assert adapters(sender) == ({"other": "o", "policy": "c"}, {"policy": "b"})
+        assert main(["status", engine.url]) == 0
+        assert "can go back to adapter policy 'b'" in capsys.readouterr().out
         for name in "bcb":
             result = sender.rollback(lora="policy")
             assert (result.version, result.lora, result.nbytes) == (name, "policy", 0)
