@@ -63,8 +63,12 @@ class Served:
 
 
 #: Of each engine one is slow: what it shows, the other shows too.
-SGLANG_SERVERS = [("sglang", "qwen3", 1), pytest.param(("sglang", "llama", 2), marks=pytest.mark.slow)]
-SERVERS = [pytest.param(("vllm", "llama", 1), marks=pytest.mark.slow), ("vllm", "qwen3", 2), *SGLANG_SERVERS]
+SERVERS = [
+    pytest.param(("vllm", "llama", 1), marks=pytest.mark.slow),
+    ("vllm", "qwen3", 2),
+    ("sglang", "qwen3", 1),
+    pytest.param(("sglang", "llama", 2), marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=lambda param: "-".join(map(str, param)))

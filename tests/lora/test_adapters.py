@@ -7,24 +7,15 @@ import sys
 import time
 
 import pytest
-import requests
 import torch
 
 from tests.engines.conftest import BF16_ROUNDING, PROMPT, apart, assert_same, differ, long_prompt
 from tests.lora.adapters import ALPHA, RANK, make_adapter
+from tests.lora.asking import cached_tokens, completed, load, post
 from tests.lora.streams import STREAMED, Stream
 from tools import models, servers
 from weightsync import Sender, errors
 from weightsync.cli import main
-
-
-def post(served, route, **body):
-    where = "/v1" if served.engine == "vllm" else ""
-    requests.post(f"{served.server.url}{where}/{route}", json=body, timeout=60).raise_for_status()
-
-
-def load(served, name, folder):
-    post(served, "load_lora_adapter", lora_name=name, lora_path=str(folder))
 
 
 @pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
@@ -41,6 +32,16 @@ def test_an_adapter_is_served_as_one_that_the_engine_loads_from_its_folder(serve
             assert status.version != f"{transport}-{name}"
         assert differ(served.ask("loaded-a"), served.ask("loaded-b"))
         assert_same(served.ask("base"), before)
+
+
+def test_a_request_for_the_model_policy_is_answered_by_the_adapter(served, sender):
+    """SGLang alone would answer it, as any name that it does not know, with the base model."""
+    sender.push(served.folders["a"], lora="policy")
+    assert "policy" in served.names()
+    assert apart(completed(served, "policy"), served.ask("policy")[1][:9]) <= BF16_ROUNDING
+    assert apart(completed(served, str(served.base)), served.ask("base")[1][:9]) <= BF16_ROUNDING
+    if served.engine == "sglang":
+        assert apart(completed(served, f"{served.base}:policy"), served.ask("policy")[1][:9]) <= BF16_ROUNDING
 
 
 def test_status_shows_adapters_with_their_versions(served, sender, capsys):
@@ -86,13 +87,6 @@ def test_scaling_is_as_the_configuration_says(served, sender, tmp_path):
     root = {"use_rslora": True, "lora_alpha": ALPHA / RANK**0.5}
     sender.push(make_adapter(tmp_path / "root", served.base, seed=1, **root), lora="policy")
     assert_same(served.ask("policy"), as_a)
-
-
-def cached_tokens(served, prompt):
-    body = servers.answer(served.asked("policy"), prompt, 1)
-    if served.engine == "vllm":
-        return (body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-    return body["meta_info"]["cached_tokens"]
 
 
 def test_a_cached_prompt_is_computed_anew_with_a_new_adapter(served, sender):
