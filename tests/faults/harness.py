@@ -36,6 +36,8 @@ PUSH_S = 8.0
 #: Small, so that a push takes a dozen buckets.
 BUCKET_BYTES = 96 * 1024
 SETTLE_S = 40.0
+#: Seconds: longer than a trainer takes that has yet to start, on a busy machine.
+PATIENCE_S = 180.0
 TOLERANCE = 2e-3
 
 
@@ -268,13 +270,13 @@ class Harness:
         pushed = {"model": str(self.folders[name]), "lora": self.lora}
         if self.lora and (status := self.status()) is not None and status.state == "dirty":
             self.trainer.order(urls=urls, model=str(self.base), version="base", options=options)
-            self.trainer.outcome(60)  # an adapter comes after the weights
+            self.trainer.outcome(PATIENCE_S)  # an adapter comes after the weights
         self.trainer.order(urls=urls, version=version, options=options, spoil=spoil, **pushed)
 
     def push_clean(self, name: str, options: dict | None = None):
         """Push without a fault, which must succeed; returns the trainer's report."""
         self.order(name, Fault("", "", (), options=options or {}))
-        said = self.trainer.outcome(60)
+        said = self.trainer.outcome(PATIENCE_S)
         assert said is not None, "the trainer says nothing"
         assert not said["error"], said
         self.serving = name
