@@ -120,14 +120,25 @@ class Asker:
 
 
 class Harness:
-    """One engine under test. ``engine`` is vllm, sglang or reference; ``stays`` is for vLLM alone, as on a GPU."""
+    """One engine under test: vllm, sglang or reference, or drafts, the reference engine with a draft model.
+
+    ``stays`` is for vLLM alone, as on a GPU.
+    """
 
     def __init__(self, engine: str, tp: int, scratch: Path, *, stays: bool = False):
         self.engine, self.tp, self._scratch, self._stays = engine, tp, scratch, stays
         self.fault_file = scratch / "fault.json"
         self.folders = {name: models.make_model(scratch / name, "qwen3", seed=seed) for seed, name in enumerate("AB")}
+        #: Of the draft of each version, if there is one.
+        self.drafts: dict[str, Path] = {}
+        if engine == "drafts":
+            seeds = enumerate("AB", 2)
+            self.drafts = {
+                name: models.make_model(scratch / f"draft-{name}", "qwen3", seed=seed) for seed, name in seeds
+            }
+        self._args = ["--draft", str(self.drafts["A"])] if self.drafts else []
         self.port = servers.free_port()
-        self.bystander = ReferenceEngine(self.folders["A"]).__enter__()
+        self.bystander = ReferenceEngine(self.folders["A"], args=self._args).__enter__()
         self.restarts = 0
         self._prints: dict[str, float] = {}
         self.start()
@@ -145,12 +156,18 @@ class Harness:
 
     # --- the engine
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the reference engine, with or without a draft."""
+        return self.engine in ("reference", "drafts")
+
     def start(self):
         """Start the engine, always on the same port."""
         env = {"PYTHONPATH": str(SITE), "FAULT_FILE": str(self.fault_file)}
-        if self.engine == "reference":
+        if self.is_reference:
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
-            self._server = ReferenceEngine(self.folders["A"], env={**os.environ, **env}, port=self.port).__enter__()
+            found = ReferenceEngine(self.folders["A"], args=self._args, env={**os.environ, **env}, port=self.port)
+            self._server = found.__enter__()
             self.url = self._server.url
         else:
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
@@ -173,7 +190,7 @@ class Harness:
 
     def restart(self):
         """Start the engine again after it died."""
-        if self.engine == "reference":
+        if self.is_reference:
             self._server.close()
         else:
             self._server.stop(deadline_s=3.0)
@@ -197,11 +214,13 @@ class Harness:
     # --- what it serves
 
     def _ask(self, timeout_s: float) -> float:
-        if self.engine == "reference":
+        if self.is_reference:
             body = {"prompt": PROMPT, "tokens": 1}
             reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
             reply.raise_for_status()
-            return reply.json()["logprobs"][0]
+            answer = reply.json()
+            # Of a model and a draft of different versions the sum is another one.
+            return sum(answer["logprobs"] + answer["drafted"])
         if self.engine == "vllm":
             body = servers._vllm_request(self._server, PROMPT, 1)
             reply = requests.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
@@ -251,7 +270,10 @@ class Harness:
 
     def _tell(self, name: str, version: str, options: dict, urls: list[str], spoil: str = ""):
         options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **options}
-        self.trainer.order(urls=urls, model=str(self.folders[name]), version=version, options=options, spoil=spoil)
+        order = {"urls": urls, "model": str(self.folders[name]), "version": version, "options": options, "spoil": spoil}
+        if self.drafts:
+            order["draft"] = str(self.drafts[name])
+        self.trainer.order(**order)
 
     def push_clean(self, name: str, options: dict | None = None):
         """Push without a fault, which must succeed; returns the trainer's report."""
@@ -283,7 +305,7 @@ class Harness:
         """End everything."""
         self.trainer.close()
         self.thaw()
-        if self.engine == "reference":
+        if self.is_reference:
             self._server.close()
         else:
             self._server.stop()

@@ -32,13 +32,14 @@ def spoil(weights, how):
 
 def push(sender, order, loaded):
     """Push what was ordered; what engines say."""
-    folder = order["model"]
-    if folder not in loaded:
-        loaded[folder] = models.load_reference(folder)
+    folder, draft = order["model"], order.get("draft")
+    for one in filter(None, (folder, draft)):
+        if one not in loaded:
+            loaded[one] = models.load_reference(one)
     weights = loaded[folder]
     if order.get("spoil"):
         weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
-    result = sender.push(weights, version=order["version"])
+    result = sender.push(weights, version=order["version"], draft=loaded[draft] if draft else None)
     noticed = [word for engine in result.engines.values() for word in engine.noticed]
     return {"engines": dict.fromkeys(result.engines, "committed"), "noticed": noticed}
 

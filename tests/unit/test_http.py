@@ -8,6 +8,7 @@ import pytest
 
 from weightsync.protocol import control, handles, http, rank_replies
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest, Finding, RankReport
+from weightsync.protocol.draft import DraftList
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.lockstep import Lockstep
@@ -25,6 +26,7 @@ GOLDEN_JSON = [
     ),
     (
         ExpectedReply(quantization={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ExpectedReply(draft=DraftList((http.TensorSpec("draft:w", "float32", (2,)),), ("draft:o",), "why")),
         b'{"tensors":[],"optional":[],"served":{},"why":"",'
         b'"quantization":{"quant_method":"fp8","weight_block_size":[128,128]}}',
     ),

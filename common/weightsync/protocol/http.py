@@ -18,7 +18,7 @@ from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 7)
+PROTOCOL: Final[tuple[int, int]] = (1, 8)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
