@@ -10,7 +10,7 @@ import torch
 
 from sglang_weightsync import compat, compat_groups, compat_loading, compat_standby
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, WithoutLora
-from weightsync.engine.drafts import WithDraft, why_not
+from weightsync.engine.drafts import WithDraft, apart, why_not
 from weightsync.engine.expected_checkpoint import expected_of
 
 
@@ -69,6 +69,10 @@ class SglangAdapter(WithoutLora):
 
 class DraftAdapter(SglangAdapter):
     """See `weightsync.engine.drafts.DraftAdapter`."""
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `SglangAdapter.differing`; without what belongs to the model."""
+        return apart(compat.model(self._scheduler), self._runner.model, super().differing(weights))
 
     def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
         """Nothing to do: SGLang makes no second set of two models."""

@@ -15,7 +15,7 @@ import torch
 
 from vllm_weightsync import compat, compat_draft, compat_lora, compat_models, compat_plans, compat_standby
 from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, LoraHooks, Sealed
-from weightsync.engine.drafts import WithDraft, why_not
+from weightsync.engine.drafts import WithDraft, apart, why_not
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import UnsupportedOption
 
@@ -94,12 +94,17 @@ class DraftAdapter(VllmAdapter):
 
     def __init__(self, target: VllmAdapter, worker: compat_draft.DraftWorker):
         self._worker = self._draft = worker
+        self._target = compat.model(target._worker)
         self.rank, self.device = target.rank, target.device
 
     def loader_hooks(self) -> LoaderHooks | Sealed:
         """See `VllmAdapter.loader_hooks`."""
         hooks = super().loader_hooks()
         return hooks._replace(standby=lambda: self._draft.sealed) if self._draft.sealed else hooks
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `VllmAdapter.differing`; without what belongs to the model."""
+        return apart(self._target, compat.model(self._draft), super().differing(weights))
 
     def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
         """What vLLM has both use."""

@@ -123,7 +123,7 @@ def test_a_draft_of_another_vocabulary_or_architecture_is_refused_by_name(drafte
     with Sender([drafted.server.url]) as sender:
         sender.push(a, draft=a)
         for draft, words in (
-            (narrow, r"draft:model.embed_tokens.weight \((256, 128)"),
+            (narrow, r"draft:model.embed_tokens.weight .*256, 128"),
             (models.load_reference(model_folder("llama", 0)), "unknown to the engine: draft:lm_head.weight"),
         ):
             with pytest.raises(ManifestMismatch, match=words) as caught:

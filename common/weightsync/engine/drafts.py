@@ -181,6 +181,14 @@ def _parted(weights: Weights) -> _Parts:
     return _Parts(target(), draft())
 
 
+def apart(target: torch.nn.Module, draft: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """Of names of what a draft holds, those that are not of a layer or parameter which it shares with the model."""
+    held = {id(each) for each in (*target.modules(), *target.parameters())}
+    own = (*draft.named_modules(remove_duplicate=False), *draft.named_parameters(remove_duplicate=False))
+    shared = {name for name, each in own if id(each) in held}
+    return [name for name in names if shared.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))]
+
+
 def why_not(target: torch.nn.Module, draft: torch.nn.Module, adapter: DraftAdapter) -> str:
     """Why a draft that has a checkpoint of its own cannot be pushed; empty if it can."""
     try:
