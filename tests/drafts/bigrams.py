@@ -33,7 +33,7 @@ def make(path, seed):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(Qwen2Config(**_SIZES)).to(torch.bfloat16)
-        norm = torch.empty(128).uniform_(0.1, 4.0).to(torch.bfloat16)
+        norm = (torch.randn(128) * 2).to(torch.bfloat16)
     model.save_pretrained(path)
     models.make_tokenizer().save_pretrained(path)
     weights = load_file(path / "model.safetensors")

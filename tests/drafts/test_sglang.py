@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 SITE = Path(__file__).parent / "site"
 OPTIONS = [
     *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
+    "--skip-server-warmup",  # which would generate
     *WAITING["sglang"],
 ]
 

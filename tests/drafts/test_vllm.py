@@ -56,7 +56,7 @@ def started(kind, tp, a, b):
     return servers.start("vllm", a, tp=tp, args=["--speculative-config", json.dumps(spec)]), a, b
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids="tp{}".format)
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids="tp{}".format)
 def drafted(request, model_folder):
     """With a draft model, which is a second A."""
     server, a, b = started("draft", request.param, *(model_folder("qwen3", seed) for seed in (0, 1)))
@@ -94,6 +94,7 @@ def test_acceptance_falls_with_the_model_alone_and_is_back_with_its_draft(drafte
         assert drafted.ask()[1] <= FEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"transport": "nccl"}, {"transport": "nixl"}, {"staging": "none"}, {"verify": "deep"}], ids=str
 )
