@@ -68,11 +68,8 @@ class SglangAdapter(WithoutLora):
 
 
 class DraftAdapter(SglangAdapter):
-    """See `weightsync.engine.drafts.DraftAdapter`."""
+    """That of a draft model alone."""
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """See `SglangAdapter.differing`; without what belongs to the model."""
         return apart(compat.model(self._scheduler), self._runner.model, super().differing(weights))
-
-    def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
-        """Nothing to do: SGLang makes no second set of two models."""

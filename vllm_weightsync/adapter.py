@@ -90,7 +90,7 @@ class VllmAdapter:
 
 
 class DraftAdapter(VllmAdapter):
-    """See `weightsync.engine.drafts.DraftAdapter`."""
+    """That of a draft model alone."""
 
     def __init__(self, target: VllmAdapter, worker: compat_draft.DraftWorker):
         self._worker = self._draft = worker
@@ -105,7 +105,3 @@ class DraftAdapter(VllmAdapter):
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """See `VllmAdapter.differing`; without what belongs to the model."""
         return apart(self._target, compat.model(self._draft), super().differing(weights))
-
-    def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
-        """What vLLM has both use."""
-        self._draft.share(target, draft)

@@ -18,10 +18,7 @@ from vllm_weightsync import compat, compat_models
 from weightsync.errors import UnsupportedOption
 
 #: What vLLM's proposer of a draft model has by which a second one can be built.
-_PROPOSER: Final = (
-    *("model", "vllm_config", "_create_draft_vllm_config"),
-    *("_maybe_share_embeddings", "_maybe_share_lm_head"),
-)
+_PROPOSER: Final = ("vllm_config", "_create_draft_vllm_config")
 #: What the configuration of speculative decoding has.
 _SPECULATIVE: Final = ("draft_model_config.model", "uses_draft_model", "method")
 
@@ -68,13 +65,6 @@ class DraftWorker:
 
         with set_current_vllm_config(self._worker.vllm_config if self.sealed else self.vllm_config):
             compat_models.reload_layers(self.model_runner.get_model(), self.model_config, weights_iterator)
-
-    def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
-        """Have ``draft`` use the layers of ``target`` that vLLM has both use."""
-        other = copy.copy(self._proposer)
-        other.model = draft
-        other._maybe_share_embeddings(target)
-        other._maybe_share_lm_head(target)
 
 
 def draft_worker(worker: Any) -> DraftWorker | str:

@@ -85,9 +85,6 @@ class ModelAdapter(WithoutLora):
         """Both, if there is a draft model."""
         return "" if self._draft is None else WithDraft(self, self._draft)
 
-    def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
-        """See `drafts.DraftAdapter`."""
-
     def loader_hooks(self) -> LoaderHooks | str:
         """`load`, with nothing to do before or after it."""
         return LoaderHooks(self.model, self.load, contextlib.nullcontext)

@@ -49,18 +49,26 @@ class Served:
 MOST, FEW = 0.8, 0.3
 
 
-def started(kind, tp, a, b):
-    spec = {"method": "mtp", "num_speculative_tokens": 1}
-    if kind == "draft":
-        spec = {"method": "draft_model", "model": str(a), "num_speculative_tokens": 3}
-    return servers.start("vllm", a, tp=tp, args=["--speculative-config", json.dumps(spec)]), a, b
+def started(a, tp, *args, **spec):
+    return servers.start("vllm", a, tp=tp, args=["--speculative-config", json.dumps(spec), *args])
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids="tp{}".format)
+#: What is packed, as in FP8, vLLM's own loader loads into a standby; else a load plan does.
+WAYS = [
+    (1, ""),
+    pytest.param((2, ""), marks=pytest.mark.slow),
+    pytest.param((1, "fp8_per_channel"), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids="{0[0]}{0[1]}".format)
 def drafted(request, model_folder):
     """With a draft model, which is a second A."""
-    server, a, b = started("draft", request.param, *(model_folder("qwen3", seed) for seed in (0, 1)))
-    with server:
+    (tp, quantization), (a, b) = request.param, (model_folder("qwen3", seed) for seed in (0, 1))
+    spec, args = {"method": "draft_model", "model": str(a), "num_speculative_tokens": 3}, []
+    if quantization:
+        spec["quantization"], args = quantization, ["--quantization", quantization]
+    with started(a, tp, *args, **spec) as server:
         yield Served(server, a, b)
 
 
@@ -92,6 +100,8 @@ def test_acceptance_falls_with_the_model_alone_and_is_back_with_its_draft(drafte
             assert drafted.digests() == fresh[1]
         sender.push(a, draft=b)
         assert drafted.ask()[1] <= FEW
+        (status,) = sender.status().values()
+        assert all("into a standby" in rank.loading for rank in status.ranks)
 
 
 @pytest.mark.slow
@@ -142,8 +152,8 @@ def test_status_tells_of_a_draft(drafted, capsys):
 def predicting(request, tmp_path_factory):
     """With a layer for multi-token prediction."""
     root = tmp_path_factory.mktemp("bigrams")
-    server, a, b = started("mtp", request.param, *(bigrams.make(root / str(seed), seed) for seed in (0, 1)))
-    with server:
+    a, b = (bigrams.make(root / str(seed), seed) for seed in (0, 1))
+    with started(a, request.param, method="mtp", num_speculative_tokens=1) as server:
         yield Served(server, a, b)
 
 

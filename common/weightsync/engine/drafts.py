@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,19 +23,23 @@ from weightsync.tensors.layout import listed
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class DraftAdapter(Adapter, Protocol):
-    """The `Adapter` of one rank's draft model alone, whose tensors have the names of its own checkpoint."""
-
-    def share(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
-        """Give the draft those layers of the model that the engine has both use, in a second set of the two."""
-
-
 class Models(torch.nn.Module):
     """A model and its draft as one model."""
 
     def __init__(self, target: torch.nn.Module, draft: torch.nn.Module):
         super().__init__()
         self.target, self.draft = target, draft
+
+    def shared(self) -> list[tuple[str, str]]:
+        """The names of the modules that the engine has both use: in the draft, and in the model."""
+        places = {id(module): name for name, module in self.target.named_modules()}
+        found = self.draft.named_modules(remove_duplicate=False)
+        return [(name, places[id(module)]) for name, module in found if id(module) in places]
+
+    def put(self, name: str, module: torch.nn.Module) -> None:
+        """Put a module in the place of one of the draft's."""
+        parent, _, own = name.rpartition(".")
+        self.draft.get_submodule(parent)._modules[own] = module
 
 
 class _Parts(NamedTuple):
@@ -46,7 +50,7 @@ class _Parts(NamedTuple):
 class WithDraft:
     """See `Adapter`: that of a model, and of its draft. ``own``: the draft has a checkpoint of its own."""
 
-    def __init__(self, target: Adapter, draft: DraftAdapter, *, own: bool = True):
+    def __init__(self, target: Adapter, draft: Adapter, *, own: bool = True):
         self._target, self._draft, self._own = target, draft, own
         self.rank, self.device = target.rank, target.device
         #: As one model, always the same object for the same models.
@@ -100,7 +104,8 @@ class WithDraft:
         def make(weights: Weights) -> torch.nn.Module:
             parts = self._parted(weights)
             made = Models(first.make(parts.target), second.make(parts.draft))
-            self._draft.share(made.target, made.draft)
+            for name, own in model.shared():
+                made.put(name, made.target.get_submodule(own))
             return made
 
         def load(found: torch.nn.Module, weights: Weights) -> None:
@@ -115,6 +120,8 @@ class WithDraft:
 
         def discard(found: torch.nn.Module) -> None:
             assert isinstance(found, Models)
+            for name, _ in found.shared():
+                found.put(name, torch.nn.Module())
             second.discard(found.draft)
             first.discard(found.target)
 
@@ -189,7 +196,7 @@ def apart(target: torch.nn.Module, draft: torch.nn.Module, names: Iterable[str])
     return [name for name in names if shared.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))]
 
 
-def why_not(target: torch.nn.Module, draft: torch.nn.Module, adapter: DraftAdapter) -> str:
+def why_not(target: torch.nn.Module, draft: torch.nn.Module, adapter: Adapter) -> str:
     """Why a draft that has a checkpoint of its own cannot be pushed; empty if it can."""
     try:
         specs = adapter.expected().specs
