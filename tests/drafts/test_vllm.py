@@ -54,11 +54,7 @@ def started(a, tp, *args, **spec):
 
 
 #: What is packed, as in FP8, vLLM's own loader loads into a standby; else a load plan does.
-WAYS = [
-    (1, ""),
-    pytest.param((2, ""), marks=pytest.mark.slow),
-    pytest.param((1, "fp8_per_channel"), marks=pytest.mark.slow),
-]
+WAYS = [(1, ""), *(pytest.param(way, marks=pytest.mark.slow) for way in ((2, ""), (1, "fp8_per_channel")))]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids="{0[0]}{0[1]}".format)

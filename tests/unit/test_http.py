@@ -26,9 +26,13 @@ GOLDEN_JSON = [
     ),
     (
         ExpectedReply(quantization={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        ExpectedReply(draft=DraftList((http.TensorSpec("draft:w", "float32", (2,)),), ("draft:o",), "why")),
         b'{"tensors":[],"optional":[],"served":{},"why":"",'
         b'"quantization":{"quant_method":"fp8","weight_block_size":[128,128]}}',
+    ),
+    (
+        ExpectedReply(draft=DraftList((http.TensorSpec("draft:w", "float32", (2,)),), ("draft:o",), "why")),
+        b'{"tensors":[],"optional":[],"served":{},"why":"",'
+        b'"draft":{"tensors":[["draft:w","float32",[2]]],"optional":["draft:o"],"why":"why"}}',
     ),
     (
         DiagnoseRequest(timeout_s=1.5, address="tcp://10.0.0.1:7", server_key="k"),
