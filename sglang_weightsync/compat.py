@@ -89,7 +89,7 @@ _SCHEDULER: Final = (
     "tp_group.world_size",
     "tp_cpu_group",
     "tp_worker.model_runner.model",
-    "model_config.model_path",
+    "tp_worker.model_runner.model_config.model_path",
     "weight_updater._session",
     "weight_updater.offload_tags",
     "enable_hicache_storage",
@@ -190,9 +190,9 @@ def device_of(scheduler: Any) -> torch.device:
     return next(model(scheduler).parameters()).device
 
 
-def model_source(scheduler: Any) -> tuple[str, str | None, object]:
-    """The served model's path or hub name, revision and dtype."""
-    config = scheduler.model_config
+def model_source(runner: Any) -> tuple[str, str | None, object]:
+    """The path or hub name, revision and dtype of a runner's model."""
+    config = runner.model_config
     return str(config.model_path), getattr(config, "revision", None), config.dtype
 
 

@@ -6,13 +6,13 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 
-from sglang_weightsync import compat, compat_config
+from sglang_weightsync import compat_config
 from weightsync.engine import fresh_model
 from weightsync.tensors.layout import digest_of
 
@@ -24,19 +24,31 @@ _EXPERT_LORA: Final = "FusedMoEWithLoRA"
 _fit: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
 
-def _runners(scheduler: Any) -> list[Any]:
-    """The runners of the models to load: also of a draft model, unless it has its own checkpoint."""
+def runners(scheduler: Any, which: str) -> list[Any]:
+    """The runners of ``"target"``, the model, of ``"draft"``, its draft models, or of ``"all"``."""
+    return [runner for _, runner in scheduler.weight_updater._select_runners(which)]
+
+
+def draft_runner(scheduler: Any) -> Any | str:
+    """The runner of the draft model; or why nothing can be pushed into that, empty if there is none."""
+    found = runners(scheduler, "draft")
+    if len(found) > 1 and draft_has_own_checkpoint():
+        return f"SGLang drafts with {len(found)} models"
+    return found[0] if len(found) == 1 else ""
+
+
+def draft_has_own_checkpoint() -> bool:
+    """Whether the draft has a checkpoint of its own; otherwise its layers are in the model's (NEXTN)."""
     from sglang.srt.runtime_context import get_model, get_spec
 
-    own = compat_config.has_own_checkpoint(get_spec().speculative_draft_model_path, get_model().model_path)
-    return [runner for _, runner in scheduler.weight_updater._select_runners("target" if own else "all")]
+    return compat_config.has_own_checkpoint(get_spec().speculative_draft_model_path, get_model().model_path)
 
 
 def refused(scheduler: Any) -> str:
     """Why weights cannot be loaded into one of the models; empty if they can."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    for runner in _runners(scheduler):
+    for runner in runners(scheduler, "all"):
         try:
             runner.weight_updater._assert_weight_cache_inactive("a push")
         except RuntimeError as error:
@@ -64,19 +76,16 @@ def _kinds(model: torch.nn.Module) -> set[type]:
     return found
 
 
-def load(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole checkpoint, with draft models whose weights are in it, in one begin/end session.
+def load(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load a whole checkpoint in one begin/end session.
 
-    The session is opened on the runners themselves: it begins and ends within one call of the scheduler's handler, so
+    The session is opened on the runner itself: it begins and ends within one call of the scheduler's handler, so
     nothing can come in between, and a rank that fails leaves no other waiting in the session's barrier.
     """
-    runners = _runners(scheduler)
-    named = weights if len(runners) == 1 else list(weights)
-    for runner in runners:
-        with _session(runner, run_post_load=False):
-            loaded, message = runner.weight_updater.load_weights_from_distributed(named)
-            if not loaded:
-                raise RuntimeError(message)
+    with _session(runner, run_post_load=False):
+        loaded, message = runner.weight_updater.load_weights_from_distributed(weights)
+        if not loaded:
+            raise RuntimeError(message)
 
 
 @contextlib.contextmanager
@@ -92,24 +101,14 @@ def _session(runner: Any, *, run_post_load: bool) -> Iterator[None]:
     runner.weight_updater.end_weight_update(run_post_load=run_post_load)
 
 
-def recordable(scheduler: Any) -> tuple[torch.nn.Module, Callable[[Any], Any]] | str:
-    """The model and its loader; or why no load plan is possible."""
-    runners = _runners(scheduler)
-    if len(runners) != 1:
-        return "a draft model is loaded with the model"
-    model: Any = runners[0].model
-    return model, model.load_weights
-
-
-def written_by_others(scheduler: Any) -> AbstractContextManager[None]:
+def written_by_others(runner: Any) -> AbstractContextManager[None]:
     """The steps of SGLang around a load plan's writes, which do not go through the loader."""
-    (runner,) = _runners(scheduler)
     return _session(runner, run_post_load=True)
 
 
-def digest(scheduler: Any) -> str:
-    """The hash, in hex, of the weights that the scheduler computes with."""
-    return digest_of(_weights(compat.model(scheduler)))
+def digest(runner: Any) -> str:
+    """The hash, in hex, of the weights that a runner computes with."""
+    return digest_of(_weights(runner.model))
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,19 +116,18 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def differing(scheduler: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the weights that this rank would hold otherwise if it had been started on a checkpoint of ``weights``.
+def differing(runner: Any, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> list[str]:
+    """Names of the weights that a runner would hold otherwise if it had been started on a checkpoint of ``weights``.
 
     Builds a second instance of the model for the time of the call, which takes the memory of both.
     """
-    device = compat.device_of(scheduler)
 
     def make() -> torch.nn.Module:
         # A scheduler handles requests in inference mode, but the served model was built outside of it.
         with torch.inference_mode(False), _apart_from_live(device):
-            return _fresh_model(scheduler.tp_worker.model_runner, weights)
+            return _fresh_model(runner, weights)
 
-    return fresh_model.differing(compat.model(scheduler), make, _weights, device)
+    return fresh_model.differing(runner.model, make, _weights, device)
 
 
 def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:

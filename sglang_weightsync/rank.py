@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import UNSET
 
 from sglang_weightsync import compat, compat_groups, compat_loading, compat_pause, gather
-from sglang_weightsync.adapter import SglangAdapter
+from sglang_weightsync.adapter import adapter_of
 from sglang_weightsync.messages import (
     ENDS,
     HOLD,
@@ -91,7 +91,7 @@ class Handler:
         if self._made is None:
             if reason := compat.lacking(self._scheduler):
                 raise UnsupportedOption(reason)
-            self._made = Receiver(SglangAdapter(self._scheduler))
+            self._made = Receiver(adapter_of(self._scheduler))
         return self._made
 
     def _everywhere(self, request: WeightsyncReqInput, method: str) -> list[bytes]:

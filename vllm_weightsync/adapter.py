@@ -13,10 +13,20 @@ from typing import Any
 
 import torch
 
-from vllm_weightsync import compat, compat_lora, compat_models, compat_plans, compat_standby
-from weightsync.engine.adapter import Expected, LoaderHooks, LoraHooks, Sealed
+from vllm_weightsync import compat, compat_draft, compat_lora, compat_models, compat_plans, compat_standby
+from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, LoraHooks, Sealed
+from weightsync.engine.drafts import WithDraft, apart, why_not
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import UnsupportedOption
+
+
+def adapter_of(worker: Any) -> Adapter:
+    """The adapter of a worker: also of its draft, if the layers of that are in the model's own checkpoint."""
+    target = VllmAdapter(worker)
+    found = target.draft
+    if isinstance(found, str) or compat_draft.has_own_checkpoint(worker.vllm_config):
+        return target
+    return WithDraft(target, DraftAdapter(target, found), own=False)
 
 
 class VllmAdapter:
@@ -28,6 +38,22 @@ class VllmAdapter:
         self._worker = worker
         self.rank = compat.worker_rank(worker)
         self.device = compat.worker_device(worker)
+
+    @functools.cached_property
+    def draft(self) -> compat_draft.DraftWorker | str:
+        """The worker's draft model; or why nothing can be pushed into that, empty if it has none."""
+        return compat_draft.draft_worker(self._worker)
+
+    @functools.cached_property
+    def _both(self) -> Adapter | str:
+        if isinstance(self.draft, str):
+            return self.draft
+        draft = DraftAdapter(self, self.draft)
+        return why_not(compat.model(self._worker), compat.model(self.draft), draft) or WithDraft(self, draft)
+
+    def drafting(self) -> Adapter | str:
+        """See `Adapter`."""
+        return self._both
 
     def expected(self) -> Expected:
         """The checkpoint that the engine was started with."""
@@ -61,3 +87,21 @@ class VllmAdapter:
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """What differs in a worker that was started on these weights."""
         return compat_models.differing(self._worker, weights)
+
+
+class DraftAdapter(VllmAdapter):
+    """That of a draft model alone."""
+
+    def __init__(self, target: VllmAdapter, worker: compat_draft.DraftWorker):
+        self._worker = self._draft = worker
+        self._target = compat.model(target._worker)
+        self.rank, self.device = target.rank, target.device
+
+    def loader_hooks(self) -> LoaderHooks | Sealed:
+        """See `VllmAdapter.loader_hooks`."""
+        hooks = super().loader_hooks()
+        return hooks._replace(standby=lambda: self._draft.sealed) if self._draft.sealed else hooks
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `VllmAdapter.differing`; without what belongs to the model."""
+        return apart(self._target, compat.model(self._draft), super().differing(weights))

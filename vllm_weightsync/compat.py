@@ -90,7 +90,7 @@ def worker_device(worker: Any) -> torch.device:
 
 def model_source(worker: Any) -> tuple[str, str | None, object]:
     """The served model's path or hub name, revision and dtype."""
-    config = worker.vllm_config.model_config
+    config = worker.model_config
     return config.model, config.revision, config.dtype
 
 
@@ -98,6 +98,11 @@ def model(worker: Any) -> torch.nn.Module:
     """The served model."""
     found: torch.nn.Module = worker.model_runner.get_model()
     return found
+
+
+def prefix(worker: Any) -> str:
+    """What vLLM puts before the names of the layers of a worker's model: empty, but for a draft model."""
+    return getattr(worker, "weightsync_prefix", "")
 
 
 def replicas(engine_client: Any) -> int:

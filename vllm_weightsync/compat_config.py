@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from vllm_weightsync import compat_waves
+from vllm_weightsync import compat_draft, compat_waves
 from weightsync.engine import refusals
 from weightsync.engine.private_names import missing_below
 
@@ -107,6 +107,6 @@ def _connectors(transfer: Any) -> Iterator[str]:
 def left_as_it_is(config: Any) -> dict[str, str]:
     """What a push does not reach: the reasons by name."""
     speculative = config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_MODEL:
+    if speculative is None or speculative.method in _WITHOUT_MODEL or not compat_draft.has_own_checkpoint(config):
         return {}
     return {"draft model": refusals.draft_model(f"--speculative-config ({speculative.method})")}

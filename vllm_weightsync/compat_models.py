@@ -41,12 +41,17 @@ def reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def reload_model(model: Any, config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """As `reload`, for a model that no worker serves; ``config`` is vLLM's model configuration."""
+    with _packed_again(model, packs=next(model.parameters()).device.type == "cpu"):
+        reload_layers(model, config, weights)
+
+
+def reload_layers(model: Any, config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """vLLM's layer-wise reload of a model."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    with _packed_again(model, packs=next(model.parameters()).device.type == "cpu"):
-        layerwise.initialize_layerwise_reload(model)
-        model.load_weights(iter(weights))
-        layerwise.finalize_layerwise_reload(model, config)
+    layerwise.initialize_layerwise_reload(model)
+    model.load_weights(iter(weights))
+    layerwise.finalize_layerwise_reload(model, config)
 
 
 @contextmanager
@@ -175,7 +180,9 @@ def fresh(worker: Any, weights: Iterable[tuple[str, torch.Tensor]], config: Any)
             loader = DefaultModelLoader(LoadConfig(device=config.load_config.device))
             loader.get_all_weights = lambda model_config, model: iter(weights)
             loader.counter_before_loading_weights = time.perf_counter()  # only logged
-            model: torch.nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
+            model: torch.nn.Module = loader.load_model(
+                vllm_config=config, model_config=worker.model_config, prefix=compat.prefix(worker)
+            )
     except BaseException:
         for key in _compiler_hooks().keys() - before:
             del _compiler_hooks()[key]

@@ -62,7 +62,7 @@ def hooks(worker: Any) -> StandbyHooks | str:
 
         compat_models.retie_packed(live)  # vLLM's own reload, if someone has called that, leaves layers apart
         with set_current_vllm_config(config):
-            compat_models.reload_model(model, config.model_config, weights)
+            compat_models.reload_model(model, worker.model_config, weights)
 
     def discard(model: torch.nn.Module) -> None:
         compat_models.discard(model)

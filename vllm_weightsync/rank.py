@@ -31,9 +31,9 @@ def run(worker: Any, method: str, payload: str = "{}") -> str:
         found: Receiver | None = worker.__dict__.get(_ATTRIBUTE)
         if found is None:
             # By now vLLM is imported, and the worker has loaded its model.
-            from vllm_weightsync.adapter import VllmAdapter
+            from vllm_weightsync.adapter import adapter_of
 
-            found = worker.__dict__[_ATTRIBUTE] = Receiver(VllmAdapter(worker))
+            found = worker.__dict__[_ATTRIBUTE] = Receiver(adapter_of(worker))
         if method.startswith(UPDATE):
             from vllm_weightsync import compat, compat_models
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import requests
 import torch
@@ -36,7 +36,8 @@ from msgspec import UnsetType
 
 from weightsync import observe
 from weightsync.engine import metrics
-from weightsync.engine.adapter import Expected, LoaderHooks, LoraHooks
+from weightsync.engine.adapter import Adapter, Expected, LoaderHooks, LoraHooks
+from weightsync.engine.drafts import WithDraft
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.engine.front_end import FrontEnd
 from weightsync.engine.in_process import EngineInProcess, attached, run_in_thread, stop
@@ -53,15 +54,27 @@ _START_S: Final = 120.0
 _STOP_S: Final = 10.0
 
 
+class Answer(NamedTuple):
+    """Tokens, and the log probability of each, by the model and by its draft model, if it has one."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drafted: list[float]
+
+
 class ModelAdapter:
-    """Adapter of a transformers model whose checkpoint names are its parameter names (dense models)."""
+    """Adapter of a transformers model whose checkpoint names are its parameter names (dense models).
+
+    ``draft`` is that of its draft model, if it has one.
+    """
 
     rank = 0
+    _draft: ModelAdapter | None = None
 
-    def __init__(self, folder: Path, device: torch.device):
+    def __init__(self, folder: Path, device: torch.device, draft: ModelAdapter | None = None):
         from transformers import AutoModelForCausalLM
 
-        self._folder = folder
+        self._folder, self._draft = folder, draft
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
         self.device: torch.device = self.model.device  # with its number, if it is a GPU
         self.lora = ModelLora(self.model)
@@ -69,6 +82,10 @@ class ModelAdapter:
     def expected(self) -> Expected:
         """What a complete push consists of: the checkpoint in the model's folder."""
         return expected_of(str(self._folder), None, self.model.dtype)
+
+    def drafting(self) -> Adapter | str:
+        """Both, if there is a draft model."""
+        return "" if self._draft is None else WithDraft(self, self._draft)
 
     def loader_hooks(self) -> LoaderHooks | str:
         """`load`, with nothing to do before or after it."""
@@ -98,15 +115,21 @@ class ModelAdapter:
         return differing(fresh.items(), self.model.state_dict().items())
 
     @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy continuation of ``prompt`` by ``tokens`` tokens, and the log probability of each."""
-        sequence, logprobs = list(prompt), []
+    def generate(self, prompt: Sequence[int], tokens: int) -> Answer:
+        """Greedy continuation of ``prompt`` by ``tokens`` tokens."""
+        sequence, logprobs, drafted = list(prompt), [], []
         for _ in range(tokens):
-            logits = self.model(torch.tensor([sequence], device=self.device)).logits[0, -1].float()
-            best = int(logits.argmax())
-            logprobs.append(float(logits.log_softmax(-1)[best]))
+            found = self._next(sequence)
+            best = int(found.argmax())
+            logprobs.append(float(found[best]))
+            if self._draft is not None:
+                drafted.append(float(self._draft._next(sequence)[best]))
             sequence.append(best)
-        return sequence[len(prompt) :], logprobs
+        return Answer(sequence[len(prompt) :], logprobs, drafted)
+
+    def _next(self, sequence: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self.model(torch.tensor([sequence], device=self.device)).logits[0, -1]
+        return logits.float().log_softmax(-1)
 
 
 class ReferenceFrontEnd:
@@ -162,9 +185,7 @@ class ReferenceFrontEnd:
     async def stay_stopped(self, why: str) -> None:
         """Nothing to do: `generate` checks the rank's state."""
 
-    async def generate(
-        self, prompt: Sequence[int], tokens: int, adapter: str = ""
-    ) -> tuple[list[int], list[float]] | None:
+    async def generate(self, prompt: Sequence[int], tokens: int, adapter: str = "") -> Answer | None:
         """Greedy continuation of a prompt; None if a load failed while the request was queued. Raises `KeyError` for an
         adapter that is not served."""
         loop = asyncio.get_running_loop()
@@ -175,7 +196,7 @@ class ReferenceFrontEnd:
         self._loop.shutdown(wait=False)
         self._receiver.close()
 
-    def _generate(self, prompt: Sequence[int], tokens: int, adapter: str) -> tuple[list[int], list[float]] | None:
+    def _generate(self, prompt: Sequence[int], tokens: int, adapter: str) -> Answer | None:
         if self._receiver.status().state.startswith("dirty"):
             return None
         if not adapter:
@@ -212,7 +233,7 @@ def serve(adapter: ModelAdapter, folder: Path, port: int, waits: bool = False, h
             return JSONResponse({"error": f"there is no adapter {error}"}, 404)
         if answer is None:
             return JSONResponse({"error": "a push failed half-way"}, 503)
-        return JSONResponse({"tokens": answer[0], "logprobs": answer[1], "version": await front.version()})
+        return JSONResponse({**answer._asdict(), "version": await front.version()})
 
     async def health(_: Request) -> JSONResponse:
         return JSONResponse({})
@@ -262,7 +283,7 @@ class ReferenceInProcess:
         answer = asyncio.run(self.front.generate(prompt, tokens))
         if answer is None:
             raise RuntimeError("weightsync: a push failed half-way")
-        return answer
+        return answer.tokens, answer.logprobs
 
     def close(self) -> None:
         """End the engine; idempotent."""
@@ -323,11 +344,16 @@ class ReferenceEngine:
     def generate(self, prompt: Sequence[int], tokens: int, adapter: str = "") -> tuple[list[int], list[float]]:
         """Greedy continuation of ``prompt`` by ``tokens`` tokens, with a pushed adapter or none, and the log
         probability of each."""
+        answer = self.answer(prompt, tokens, adapter)
+        return answer.tokens, answer.logprobs
+
+    def answer(self, prompt: Sequence[int], tokens: int, adapter: str = "") -> Answer:
+        """As `generate`; with the log probabilities of the draft model, computed between the same two commits."""
         body = {"prompt": list(prompt), "tokens": tokens, "adapter": adapter}
         response = requests.post(f"{self.url}/generate", json=body, timeout=_START_S)
         response.raise_for_status()
         reply = response.json()
-        return reply["tokens"], reply["logprobs"]
+        return Answer(*(reply[name] for name in Answer._fields))
 
     def close(self) -> None:
         """End the process; idempotent."""
@@ -371,9 +397,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--draft", type=Path, help="folder of a draft model")
     parser.add_argument("--wait-for-initial-weights", action="store_true", help="serve nothing before the first push")
     args = parser.parse_args()
-    adapter = ModelAdapter(args.model, torch.device(args.device))
+    device = torch.device(args.device)
+    draft = None if args.draft is None else ModelAdapter(args.draft, device)
+    adapter = ModelAdapter(args.model, device, draft)
     serve(adapter, args.model, args.port, args.wait_for_initial_weights, args.host)
 
 

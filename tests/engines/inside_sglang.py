@@ -172,20 +172,21 @@ def scheduler_of(models):
 
 
 def loads():
-    """How often a failing load unpacks and packs each model, by whether the draft has its own checkpoint."""
+    """How often a failing load unpacks and packs a model, and whether a draft has its own checkpoint."""
     runtime_context.publish(arguments(), role="scheduler")
-    said = {}
+    models = {"target": Model(), "draft": Model()}
+    scheduler, said = scheduler_of(models), {}
     for draft in (None, FOLDER + "-draft"):
-        models = {"target": Model(), "draft": Model()}
         with runtime_context.get_spec().override(speculative_draft_model_path=draft):
-            try:
-                compat_loading.load(scheduler_of(models), [])
-            except RuntimeError as error:
-                said["error"] = str(error)
-            whose = "own" if draft else "shared"
-            said[f"models, {whose} checkpoint"] = len(compat_loading._runners(scheduler_of(models)))
-        method = models["target"].inner.quant_method
-        said["unpacked, packed"] = [method.unpacked, method.packed]
+            said[f"own, {draft is not None}"] = compat_loading.draft_has_own_checkpoint()
+    said["drafts"] = compat_loading.draft_runner(scheduler).model is models["draft"]
+    said["no drafts"] = compat_loading.draft_runner(scheduler_of({"target": Model()}))
+    try:
+        compat_loading.load(compat_loading.runners(scheduler, "target")[0], [])
+    except RuntimeError as error:
+        said["error"] = str(error)
+    method = models["target"].inner.quant_method
+    said["unpacked, packed"] = [method.unpacked, method.packed]
     return said
 
 

@@ -112,10 +112,11 @@ def test_the_first_calls_of_trigonometry_are_not_those_of_a_model(vllm, sglang):
         assert {"cos", "sin"} <= set(found["first calls"])
 
 
-def test_a_draft_model_with_its_own_checkpoint_is_left_alone_and_status_says_so(vllm, sglang):
+def test_status_tells_of_a_draft_model_with_its_own_checkpoint(vllm, sglang):
     assert [name for name, said in vllm["drafts"].items() if "draft model" in said] == ["model"]
     assert [name for name, said in sglang["drafts"].items() if "draft model" in said] == ["standalone"]
-    assert (sglang["loads"]["models, shared checkpoint"], sglang["loads"]["models, own checkpoint"]) == (2, 1)
+    loads = sglang["loads"]
+    assert (loads["own, False"], loads["own, True"], loads["drafts"], loads["no drafts"]) == (False, True, True, "")
 
 
 def test_embeddings_of_the_old_vision_tower_are_dropped(sglang):

@@ -32,7 +32,7 @@ SHM_BYTES = 2 << 30
 def main() -> int:
     """Run the faults; returns 1 if one of them had a forbidden outcome."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference"])
+    parser.add_argument("--engine", action="append", choices=["vllm", "sglang", "reference", "drafts"])
     parser.add_argument("--transport", action="append", choices=list(registry.names()), help="default: every one")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--stays", action="store_true", help="vLLM alone, whose weights stay where they are")
@@ -65,11 +65,15 @@ def _own_shm() -> bool:
 
 def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]:
     scratch.mkdir()
-    tp = 1 if engine == "reference" else asked.tp
+    reference = engine in ("reference", "drafts")
+    tp = 1 if reference else asked.tp
     harness = Harness(engine, tp, scratch, stays=asked.stays, lora="policy" if asked.adapters else "")
     try:
         harness.prove()
-        specs = open_source(harness.base).specs
+        specs = (
+            *open_source(harness.base).specs,
+            *(open_source(harness.drafts["A"]).specs if harness.drafts else ()),
+        )
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
         transports = asked.transport or list(registry.names())
         every = [
@@ -78,11 +82,11 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
             for fault in (
                 of_adapters(tp, transport)
                 if asked.adapters
-                else catalogue(tp, tensors - 1, transport, engine != "reference", copies=asked.stays)
+                else catalogue(tp, tensors - 1, transport, not reference, copies=asked.stays)
             )
         ]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
-        if engine == "reference":  # it has no such hook
+        if reference:  # it has no such hook
             faults = [fault for fault in faults if fault.phase != "post-load hook"]
         if "OWN_SHM" not in os.environ:
             print("skipped: shared-memory mount full (needs a mount namespace of its own: run as root)")

@@ -124,7 +124,9 @@ class Asker:
 
 
 class Harness:
-    """One engine under test. ``engine`` is vllm, sglang or reference; ``stays`` is for vLLM alone, as on a GPU.
+    """One engine under test: vllm, sglang or reference, or drafts, the reference engine with a draft model.
+
+    ``stays`` is for vLLM alone, as on a GPU.
 
     With ``lora``, a name, the versions that are pushed are of an adapter of this name, and the weights stay.
     """
@@ -136,8 +138,16 @@ class Harness:
         self.base = self.folders["A"]
         if lora:
             self.folders = {name: make_adapter(scratch / name / "adapter", self.base, seed=ord(name)) for name in "AB"}
+        #: Of the draft of each version, if there is one.
+        self.drafts: dict[str, Path] = {}
+        if engine == "drafts":
+            seeds = enumerate("AB", 2)
+            self.drafts = {
+                name: models.make_model(scratch / f"draft-{name}", "qwen3", seed=seed) for seed, name in seeds
+            }
+        self._args = ["--draft", str(self.drafts["A"])] if self.drafts else []
         self.port = servers.free_port()
-        self.bystander = ReferenceEngine(self.base).__enter__()
+        self.bystander = ReferenceEngine(self.base, args=self._args).__enter__()
         self.restarts = 0
         self._prints: dict[str, float] = {}
         self.start()
@@ -155,12 +165,18 @@ class Harness:
 
     # --- the engine
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the reference engine, with or without a draft."""
+        return self.engine in ("reference", "drafts")
+
     def start(self):
         """Start the engine, always on the same port."""
         env = {"PYTHONPATH": str(SITE), "FAULT_FILE": str(self.fault_file)}
-        if self.engine == "reference":
+        if self.is_reference:
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
-            self._server = ReferenceEngine(self.base, env={**os.environ, **env}, port=self.port).__enter__()
+            found = ReferenceEngine(self.base, args=self._args, env={**os.environ, **env}, port=self.port)
+            self._server = found.__enter__()
             self.url = self._server.url
         else:
             env["PYTHONPATH"] += os.pathsep + str(servers.ROOT)
@@ -185,7 +201,7 @@ class Harness:
 
     def restart(self):
         """Start the engine again after it died."""
-        if self.engine == "reference":
+        if self.is_reference:
             self._server.close()
         else:
             self._server.stop(deadline_s=3.0)
@@ -209,11 +225,13 @@ class Harness:
     # --- what it serves
 
     def _ask(self, timeout_s: float) -> float:
-        if self.engine == "reference":
+        if self.is_reference:
             body = {"prompt": PROMPT, "tokens": 1, "adapter": self.lora}
             reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
             reply.raise_for_status()
-            return reply.json()["logprobs"][0]
+            answer = reply.json()
+            # Of a model and a draft of different versions the sum is another one.
+            return sum(answer["logprobs"] + answer["drafted"])
         if self.engine == "vllm":
             body = servers._vllm_request(self._server, PROMPT, 1)
             reply = requests.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
@@ -268,6 +286,8 @@ class Harness:
     def _tell(self, name: str, version: str, options: dict, urls: list[str], spoil: str = ""):
         options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **options}
         pushed = {"model": str(self.folders[name]), "lora": self.lora}
+        if self.drafts:
+            pushed["draft"] = str(self.drafts[name])
         if self.lora and (status := self.status()) is not None and status.state == "dirty":
             self.trainer.order(urls=urls, model=str(self.base), version="base", options=options)
             self.trainer.outcome(PATIENCE_S)  # an adapter comes after the weights
@@ -303,7 +323,7 @@ class Harness:
         """End everything."""
         self.trainer.close()
         self.thaw()
-        if self.engine == "reference":
+        if self.is_reference:
             self._server.close()
         else:
             self._server.stop()

@@ -32,15 +32,16 @@ def spoil(weights, how):
 
 def push(sender, order, loaded):
     """Push what was ordered; what engines say."""
-    folder = order["model"]
+    folder, draft = order["model"], order.get("draft")
     if order.get("lora"):
         return told(sender.push(folder, version=order["version"], lora=order["lora"]))
-    if folder not in loaded:
-        loaded[folder] = models.load_reference(folder)
+    for one in filter(None, (folder, draft)):
+        if one not in loaded:
+            loaded[one] = models.load_reference(one)
     weights = loaded[folder]
     if order.get("spoil"):
         weights = spoil(load_file(f"{folder}/model.safetensors"), order["spoil"])
-    return told(sender.push(weights, version=order["version"]))
+    return told(sender.push(weights, version=order["version"], draft=loaded[draft] if draft else None))
 
 
 def told(result):

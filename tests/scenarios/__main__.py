@@ -15,7 +15,7 @@ from tests.scenarios.run import run
 def main() -> int:
     """Run; returns 1 if something was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__)
-    parser.add_argument("--engine", default="reference", choices=["reference", "vllm", "sglang"])
+    parser.add_argument("--engine", default="reference", choices=["reference", "drafts", "vllm", "sglang"])
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument(

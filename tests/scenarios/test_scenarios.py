@@ -6,7 +6,7 @@ import pytest
 
 from tests.scenarios.run import run
 
-#: Seconds after which no further scenario begins.
+#: Seconds after which no further scenario begins, of both kinds.
 LIMIT_S = 20.0
 STEPS = 400
 
@@ -19,7 +19,8 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def test_a_few_scenarios_find_no_violation(quiet):
-    found = run("reference", 0, steps=STEPS, limit_s=LIMIT_S)
+@pytest.mark.parametrize("kind", ["reference", "drafts"])
+def test_a_few_scenarios_find_no_violation(quiet, kind):
+    found = run(kind, 0, steps=STEPS, limit_s=LIMIT_S / 2)
     assert found.violations == []
     assert found.tally.steps > 0

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.scenarios import adapters
 from tools import models
+from weightsync.engine.drafts import digest_of_both
+from weightsync.protocol.draft import PREFIX, of_draft
 from weightsync.tensors.layout import digest_of
 
 #: Several tensors, so that a load can be held midway; small, so that thousands of pushes take minutes.
@@ -25,6 +27,8 @@ SHAPES = {
     "norm": (64,),
     "head": (200, 64),
 }
+#: The same of a draft model, as a push names them.
+DRAFT_SHAPES = {PREFIX + name: SHAPES[name] for name in ("embed", "up", "norm")}
 #: A real engine loads each of them once, to learn the digests.
 CONTENTS = 4
 
@@ -32,31 +36,40 @@ CONTENTS = 4
 class Tiny(torch.nn.Module):
     """A model without a forward pass; its parameters are its checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             dtype = torch.float32 if name == "scale" else torch.bfloat16
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
 
 
+def state_of(content: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The tensors of a content."""
+    numbers = torch.Generator().manual_seed(content)
+    empty = Tiny(shapes).state_dict()
+    return {name: torch.randn(one.shape, generator=numbers).to(one.dtype) for name, one in empty.items()}
+
+
+def digest_in(state: Mapping[str, torch.Tensor]) -> str:
+    """What an engine says that holds these tensors."""
+    draft = {name.removeprefix(PREFIX): one for name, one in state.items() if of_draft(name)}
+    target = digest_of((name, one) for name, one in state.items() if not of_draft(name))
+    return digest_of_both(target, digest_of(draft.items())) if draft else target
+
+
 class TinyWeights:
-    """The `CONTENTS` contents of `Tiny`; an engine starts with content 0."""
+    """The `CONTENTS` contents of `Tiny`, with ``drafts`` also of its draft; an engine starts with content 0."""
 
-    def __init__(self, scratch: Path):
+    def __init__(self, scratch: Path, *, drafts: bool = False):
         self._scratch = scratch
-        self._states = [self._state(content) for content in range(CONTENTS)]
+        self._shapes = {**SHAPES, **DRAFT_SHAPES} if drafts else SHAPES
+        self._states = [state_of(content, self._shapes) for content in range(CONTENTS)]
         #: The digest of an engine that serves each content.
-        self.digests = [digest_of(state.items()) for state in self._states]
-
-    @staticmethod
-    def _state(content: int) -> dict[str, torch.Tensor]:
-        numbers = torch.Generator().manual_seed(content)
-        empty = Tiny().state_dict()
-        return {name: torch.randn(one.shape, generator=numbers).to(one.dtype) for name, one in empty.items()}
+        self.digests = [digest_in(state) for state in self._states]
 
     def module(self) -> torch.nn.Module:
         """A module as a trainer has it."""
-        return Tiny()
+        return Tiny(self._shapes)
 
     def mapping(self, content: int) -> dict[str, torch.Tensor]:
         """The tensors of a content by name; not to be modified."""

@@ -38,11 +38,12 @@ _STEPS_OF_LIFE = 100
 
 
 class Engine(Suspect):
-    """A reference engine that serves `Tiny`."""
+    """A reference engine that serves `Tiny`, with ``drafts`` beside a draft model."""
 
-    def __init__(self, number: int, nursery: Nursery | None, scratch: Path):
+    def __init__(self, number: int, nursery: Nursery | None, scratch: Path, *, drafts: bool = False):
         super().__init__(scratch / f"engine-{number}")
         self.number, self._nursery, self.port = number, nursery, servers.free_port()
+        self._drafts = drafts
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = EngineClient(self.url, engine_token())
         self._child: Child | None = None
@@ -60,7 +61,7 @@ class Engine(Suspect):
         self.down = 0
         assert self._nursery is not None
         loads = LOADS[self.number]
-        self._child = self._nursery.start("engine", self.fault_file, port=self.port, loads=loads)
+        self._child = self._nursery.start("engine", self.fault_file, port=self.port, loads=loads, drafts=self._drafts)
         self._wait()
 
     def _wait(self) -> None:
@@ -165,10 +166,12 @@ class RealEngine(Engine):
 
 
 class World:
-    """All engines, trainers and weights of a run. ``kind`` is reference, vllm or sglang."""
+    """All engines, trainers and weights of a run. ``kind`` is reference, vllm or sglang, or drafts: reference engines
+    with draft models, which every push has too."""
 
     def __init__(self, kind: str = "reference"):
-        self.kind = kind
+        drafts = kind == "drafts"
+        self.kind = kind = "reference" if drafts else kind
         #: Seconds by which a call may outlast its deadline.
         self.grace_s = 1.0 if kind == "reference" else 2.0
         #: How much longer calls may take than with reference engines, as a factor.
@@ -180,8 +183,8 @@ class World:
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)  # for this run only
         self.nursery = Nursery(scratch)
         if kind == "reference":
-            self.weights = TinyWeights(scratch)
-            self.engines = [Engine(number, self.nursery, scratch) for number in range(3)]
+            self.weights = TinyWeights(scratch, drafts=drafts)
+            self.engines = [Engine(number, self.nursery, scratch, drafts=drafts) for number in range(3)]
         else:
             self.weights = RealWeights(scratch)
             self.engines = [RealEngine(kind, self.weights, scratch)]

@@ -135,6 +135,9 @@ class AdapterOf:
     def __init__(self, model, load, specs):
         self.model, self._load, self._specs = model, load, tuple(specs)
 
+    def drafting(self):
+        return ""
+
     def expected(self):
         return Expected(self._specs)
 

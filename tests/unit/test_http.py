@@ -8,6 +8,7 @@ import pytest
 
 from weightsync.protocol import control, handles, http, rank_replies
 from weightsync.protocol.diagnosis import DiagnoseReply, DiagnoseRequest, Finding, RankReport
+from weightsync.protocol.draft import DraftList
 from weightsync.protocol.expected import ExpectedReply, ExpectedRequest
 from weightsync.protocol.http import TensorSpec
 from weightsync.protocol.lockstep import Lockstep
@@ -27,6 +28,11 @@ GOLDEN_JSON = [
         ExpectedReply(quantization={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         b'{"tensors":[],"optional":[],"served":{},"why":"",'
         b'"quantization":{"quant_method":"fp8","weight_block_size":[128,128]}}',
+    ),
+    (
+        ExpectedReply(draft=DraftList((http.TensorSpec("draft:w", "float32", (2,)),), ("draft:o",), "why")),
+        b'{"tensors":[],"optional":[],"served":{},"why":"",'
+        b'"draft":{"tensors":[["draft:w","float32",[2]]],"optional":["draft:o"],"why":"why"}}',
     ),
     (
         DiagnoseRequest(timeout_s=1.5, address="tcp://10.0.0.1:7", server_key="k"),

@@ -359,6 +359,9 @@ class EmptyAdapter:
 
     rank, device = 0, CPU
 
+    def drafting(self):
+        return ""
+
     def expected(self):
         return Expected(MANIFEST)
 

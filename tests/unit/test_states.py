@@ -124,6 +124,9 @@ class DictAdapter:
         self.during = None
         self.fails = False
 
+    def drafting(self):
+        return ""
+
     def expected(self):
         return Expected(tuple(spec_of(name, tensor) for name, tensor in self.weights.items()))
 

@@ -127,6 +127,12 @@ class Adapter(Protocol):
         takes. Raises whatever the engine or the iterator raises.
         """
 
+    def drafting(self) -> Adapter | str:
+        """This rank with its draft model, for a push of both, see `drafts.WithDraft`; or why that cannot be pushed.
+
+        Empty if there is no draft model with a checkpoint of its own.
+        """
+
     def lora_hooks(self) -> LoraHooks:
         """How LoRA adapters are loaded. Raises `UnsupportedOption` if the engine has none."""
 

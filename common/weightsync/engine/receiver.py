@@ -20,6 +20,7 @@ from weightsync.engine.diagnosis import RankDiagnosis
 from weightsync.engine.job import Job
 from weightsync.engine.kept import Kept
 from weightsync.engine.loading.loader import Loading
+from weightsync.engine.loading.loadings import Loadings
 from weightsync.engine.lora import LoraLoading
 from weightsync.engine.rank_calls import COMMIT_CALL_S
 from weightsync.engine.rank_info import rank_info
@@ -58,7 +59,7 @@ class Receiver:
 
     def __init__(self, adapter: Adapter):
         self._adapter = adapter
-        self._loading = Loading(adapter)
+        self._loadings = Loadings(adapter)
         self._lora = LoraLoading(adapter)
         #: By transport, each made on first use.
         self._ends: dict[str, EngineEnd] = {}
@@ -78,13 +79,17 @@ class Receiver:
         #: Guards the machine and the job against the receiving thread.
         self._lock = threading.Lock()
 
+    @property
+    def _loading(self) -> Loading:
+        return self._loadings.current
+
     def info(self) -> RankInfo:
         """Describe this rank: process, device, free memory, transports."""
         return rank_info(self._adapter.rank, self._adapter.device)
 
     def expected(self) -> ExpectedReply:
         """This rank's part of the list of a complete push."""
-        return self._loading.expected()
+        return self._loadings.expected()
 
     def make_standby(self, asked: StandbyRequest) -> None:
         """See `Ahead.make`; a push makes its own. Raises `Unfinished`, or `Busy`."""
@@ -102,7 +107,7 @@ class Receiver:
             state=self._machine.state,
             push=self._job.request.push if self._job is not None else "",
             detail=self._detail,
-            digest=self._adapter.digest() if digest else "",
+            digest=self._loadings.digest() if digest else "",
             previous=kept.version if kept is not None else self._in_standby(),
             standby=self._in_standby() or UNSET,
             adapters=self._lora.kept() or UNSET,
@@ -125,7 +130,7 @@ class Receiver:
 
     def _disown(self, owner: str) -> None:
         if self._kept.disown(owner):
-            self._loading.keep(())
+            self._loadings.keep(())
 
     def _supersede(self, what: str) -> None:
         """Cancel the current push: the front end has given the lease to another sender, or begun another push."""
@@ -140,9 +145,9 @@ class Receiver:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch`, `TransferFailed`, `Busy`."""
         end, adapts = self._end(transport), request.lora is not UNSET
         end.check(request)
-        way = self._lora if adapts else self._loading
         if self._job is not None and self._job.request == request:
-            return way.accepted()  # asked again, because another rank was not ready
+            # Asked again, because another rank was not ready.
+            return self._lora.accepted() if adapts else self._loading.accepted()
         self._supersede(request.push)
         self._borrowing.give_back(but=request.address)
         self._disown(request.owner)
@@ -153,10 +158,10 @@ class Receiver:
             self._job, self._last, self._detail = job, job, ""
         self._thread.submit(lambda: self._receive(job))
         logger.debug("push %s: rank %d receives it", request.push, self._adapter.rank)
-        return way.accepted()
+        return self._lora.accepted() if adapts else self._loading.accepted()
 
     def _job_of_weights(self, request: UpdateRequest, end: EngineEnd, transport: str) -> Job:
-        layout = self._loading.accept(request.manifest, request.known, request.push, request.kept, request.domains)
+        layout = self._loadings.accept(request, dirty=self._machine.state.startswith("dirty"))
         check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep and not request.any_order
@@ -186,7 +191,7 @@ class Receiver:
                     how = job.request, job.subset, self._kept.current, job.arriving
                     staged, verify_s = self._stages.fill(incoming, *how)
                 # Load plans bound to arenas that are no longer used are dropped, and with them the memory.
-                self._loading.keep(one.data for one in (staged, *self._kept) if one is not None)
+                self._loadings.keep(one.data for one in (staged, *self._kept) if one is not None)
             with self._lock:
                 if job.cancelled.is_set():
                     raise TransferFailed("the push was aborted")
@@ -198,19 +203,17 @@ class Receiver:
             job.transport.confirm(job.request.push, verify_s)
             while not job.cancelled.wait(job.deadline.left()):
                 if job.deadline.left() == 0.0:
-                    self._expire(job)
+                    within = f"nobody committed it within {job.deadline.seconds:g} s"
+                    self._cancel(job, f"push {job.request.push} expired: {within}")
         except Exception as error:
             # A thread has no caller to raise to: `ready` tells the engine, the transport tells the sender.
             logger.warning("push %s was not received: %s", job.request.push, error)
             # Load plans must not keep the memory of the failed push alive.
-            self._loading.keep(one.data for one in self._kept)
+            self._loadings.keep(one.data for one in self._kept)
             job.transport.fail(job.request.push, error)
             self._cancel(job, _text(error))
         finally:
             job.ended.set()
-
-    def _expire(self, job: Job) -> None:
-        self._cancel(job, f"push {job.request.push} expired: nobody committed it within {job.deadline.seconds:g} s")
 
     def _cancel(self, job: Job, detail: str) -> None:
         """Cancel a push that was not applied; one that is being applied runs to its end."""
@@ -225,7 +228,7 @@ class Receiver:
         wanted = self._wanted(request)
         if wanted is None and (request.rollback or request.lora is not UNSET):
             return Ready()
-        self._loading.prepare_load(wanted, request.push, request.timeout_s)
+        self._loadings.take(wanted).prepare_load(wanted, request.push, request.timeout_s)
         return self._loading.ready()
 
     def _in_standby(self) -> str:
@@ -311,15 +314,15 @@ class Receiver:
             raise ApplyFailed(f"rank {rank} failed before anything was loaded: {_text(error)}") from error
         try:
             if isinstance(what, Staged):
-                self._loading.load(what, push)
+                self._loadings.take(what).load(what, push)
             elif what is None:
                 self._loading.go_back(push)
             else:
                 assert what.incoming is not None
                 self._loading.standby.pass_by(what.subset.layout)
-                self._adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
+                self._loading.adapter.load(self._stages.stream(what.incoming, what.request, what.subset.layout))
                 arenas.synchronize(self._adapter.device)
-            if deep and isinstance(what, Staged) and (names := self._adapter.differing(what.tensors())):
+            if deep and isinstance(what, Staged) and (names := self._loading.adapter.differing(what.tensors())):
                 raise DigestMismatch(
                     f"the engine does not hold what a fresh engine would load: it differs in {listed(names)}"
                 )
@@ -349,15 +352,13 @@ class Receiver:
         slots = self._kept.before(request.push)
         self._machine.check("rollback")
         # What a rank held that was dirty before is no version.
-        if self._machine.state == "serving" and self._loading.undo(request.push):
-            self._machine.move("rollback")
-            self._machine.move("applied")
-        elif slots[0] is None:
+        undone = self._machine.state == "serving" and self._loading.undo(request.push)
+        if not undone and slots[0] is None:
             raise ApplyFailed(f"rank {self._adapter.rank} keeps no version to go back to", weights="dirty")
-        else:
-            self._machine.move("rollback")
+        self._machine.move("rollback")
+        if not undone:
             self._load(slots[0])
-            self._machine.move("applied")
+        self._machine.move("applied")
         self._kept.restored(slots)
         self._kept.labels.restored(request.push)
         self._detail = ""
@@ -391,7 +392,7 @@ class Receiver:
             if any(released):
                 self._last = None
                 self._kept.clear()
-                self._loading.keep(())
+                self._loadings.keep(())
                 self._stages.release()
 
 

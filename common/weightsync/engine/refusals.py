@@ -82,4 +82,4 @@ def travelling_kv(option: str) -> str:
 
 def draft_model(option: str) -> str:
     """Not a refusal: a draft model has its own checkpoint."""
-    return f"{option}: a push leaves it as it is; it proposes tokens, and the pushed model decides which are taken"
+    return f"{option}: pushed with draft=, else left as it is; the pushed model decides which of its tokens are taken"

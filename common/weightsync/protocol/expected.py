@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from weightsync.protocol.codec import Text
+from weightsync.protocol.draft import DraftList
 from weightsync.protocol.handles import ShmHandle
 from weightsync.protocol.http import LOOK_S, Message, TensorSpec, Timeout
 
@@ -52,7 +53,8 @@ class ExpectedReply(Message, frozen=True):
 
     ``optional`` may be left out. ``served`` has the dtype of the parameter, by the tensor's name, where it is another
     and the tensor is only copied there. Without such a checkpoint ``tensors`` is empty, and ``why`` says why.
-    ``quantization`` is the ``quantization_config`` of its ``config.json``, if that has one.
+    ``quantization`` is the ``quantization_config`` of its ``config.json``, if that has one. ``draft`` has the tensors
+    that a push of a draft model adds; ``served`` has these too.
     """
 
     tensors: tuple[TensorSpec, ...] = ()
@@ -60,6 +62,7 @@ class ExpectedReply(Message, frozen=True):
     served: dict[Text, Text] = msgspec.field(default_factory=dict)
     why: str = ""
     quantization: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    draft: DraftList | msgspec.UnsetType = msgspec.UNSET
 
     def likely(self) -> tuple[TensorSpec, ...]:
         """What every push has, in the dtypes to which a trainer casts."""

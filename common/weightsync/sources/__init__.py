@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from weightsync.errors import SourceError
+from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.sources.base import Source
 from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.drafted import DraftedSource
 from weightsync.sources.dtensor import LocalShard
 from weightsync.sources.fused import Fused, FusedSource, Rule
 from weightsync.sources.iterator import IteratorSource
@@ -53,18 +55,32 @@ def open_source(model: object, *, reuse: Source | Remembered | None = None) -> S
 
 
 class Sources:
-    """The sources of one sender; the module or mapping that was opened last costs less to open again."""
+    """The sources of one sender; the modules or mappings that were opened last cost less to open again."""
 
     def __init__(self) -> None:
-        self._known: Source | Remembered | None = None
+        #: Of the model, and of its draft.
+        self._known: list[Source | Remembered | None] = [None, None]
+        self._drafted: DraftedSource | None = None
 
-    def open(self, model: object, lora: str | None) -> Source:
-        """As `open_source`, or as `lora.open_lora` with ``lora``."""
+    def open(self, model: object, lora: str | None, draft: object | None = None) -> Source:
+        """As `open_source`, of the model or also of its draft; or as `lora.open_lora` with ``lora``."""
         if lora is not None:
+            if draft is not None:
+                raise UnsupportedOption("draft: an adapter is pushed alone; push the draft with the weights")
             return open_lora(model, lora)
-        source = open_source(model, reuse=self._known)
+        target = self._open(0, model)
+        if draft is None:
+            self._drafted = None
+            return target
+        both = target, self._open(1, draft)
+        if self._drafted is None or any(map(operator.is_not, self._drafted.parts_of, both)):
+            self._drafted = DraftedSource(*both)
+        return self._drafted
+
+    def _open(self, which: int, model: object) -> Source:
+        source = open_source(model, reuse=self._known[which])
         # Other sources might keep a whole gathered model alive until the next push.
-        self._known = source if isinstance(source, ModuleSource) else None
+        self._known[which] = source if isinstance(source, ModuleSource) else None
         if isinstance(source, MappingSource):
-            self._known = source.seen
+            self._known[which] = source.seen
         return source

@@ -25,6 +25,7 @@ from weightsync.errors import (
 )
 from weightsync.memory import arenas, cuda_ipc
 from weightsync.protocol import http
+from weightsync.protocol.draft import of_draft
 from weightsync.protocol.expected import Lent
 from weightsync.protocol.in_process import Target
 from weightsync.protocol.states import Machine
@@ -39,7 +40,7 @@ from weightsync.trainer.model_push import ModelPush, Repeated
 from weightsync.trainer.outgoing import Sent
 from weightsync.trainer.progress import Shown, shown
 from weightsync.trainer.push import Push, Rollback, connect, release, settle
-from weightsync.trainer.push_plan import Options, Planner
+from weightsync.trainer.push_plan import Options, Planner, PushPlan
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.reading import Reading
 from weightsync.trainer.results import EngineResult, PushResult
@@ -205,11 +206,18 @@ class Driver:
             sum(each.format is None for each in plan.conversions.values()),
             sum(each.format is not None for each in plan.conversions.values()),
             sent.not_finite,
-            plan.request.kept,
+            (*plan.request.kept, *(self._drafts_left(plan) if asked.lora is None else ())),
             push.unverified,
             reading.how,
             asked.lora or "",
         )
+
+    def _drafts_left(self, plan: PushPlan) -> tuple[str, ...]:
+        """Names of the engines' draft models that a push of weights leaves as they are."""
+        if any(of_draft(spec.name) for spec in plan.layout.specs[-1:]):
+            return ()
+        drafts = (engine.expected.draft for engine in self.engines.by_url.values() if engine.expected is not None)
+        return tuple(sorted({name for draft in drafts if draft is not UNSET for name in draft.names()}))
 
     def _new_push(self, transfer: Transfer, deadline: Deadline, expected: str | None = None) -> Push:
         return Push(self.engines, transfer, self._machine, deadline, self._options.pause, expected=expected)

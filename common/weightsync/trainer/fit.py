@@ -15,6 +15,7 @@ from typing import NamedTuple
 from msgspec import UNSET, structs
 
 from weightsync.errors import ManifestMismatch
+from weightsync.protocol.draft import of_draft
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.http import TensorSpec
 from weightsync.tensors.conversion import NO_CONVERSIONS, Conversion, Conversions
@@ -131,13 +132,14 @@ class Expecting:
 
     def __init__(self, url: str, reply: ExpectedReply, as_served: bool = False):
         self._url, self._reply, self._as_served = url, reply, as_served
-        self._listed = {spec.name: spec for spec in reply.tensors}
+        drafted = reply.draft.tensors if reply.draft is not UNSET else ()
+        self._listed = {spec.name: spec for spec in (*reply.tensors, *drafted)}
 
     def crossing(self, spec: TensorSpec) -> Crossing:
         """What crosses of a tensor. Raises `ManifestMismatch` if it cannot be quantised as the engine needs it."""
         there = self._listed.get(spec.name)
         unlike = there.dtype not in CASTABLE if there is not None else self._has_parts_of(spec)
-        may = spec.dtype in CASTABLE and self._reply.quantization is not UNSET
+        may = spec.dtype in CASTABLE and self._reply.quantization is not UNSET and not of_draft(spec.name)
         if unlike and may and (made := self._quantised(spec)) is not None:
             return made
         dtype = self._dtype(spec)

@@ -14,10 +14,12 @@ from weightsync.errors import SourceError, UnsupportedOption
 from weightsync.memory import arenas, shared_parameters
 from weightsync.protocol import http
 from weightsync.protocol.control import ANY_ORDER_MINOR, SEVERAL_HOSTS_MINOR, SHARED_SHARDS_MINOR
+from weightsync.protocol.draft import DRAFT_MINOR
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
 from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.drafted import DraftedSource, parts_of
 from weightsync.sources.iterator import Fitting, IteratorSource, Placed
 from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
@@ -156,14 +158,16 @@ class Planner:
         manifest, assembled, split = source.specs, False, None
         if self._ranks is not None:
             split = self._ranks.planned(source)
-            if not again and not isinstance(source, _NOT_COMPARED):
+            if not again and not any(isinstance(part, _NOT_COMPARED) for part in parts_of(source)):
                 self._ranks.compare(source, self._options.check_replicas, deadline)
             # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
             rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
-            assembled = not rank_0_suffices or isinstance(source, WeightSourceAdapter)
+            assembled = not rank_0_suffices or any(isinstance(part, WeightSourceAdapter) for part in parts_of(source))
             manifest = split.manifest
         if not manifest:
             raise SourceError("the mapping holds no tensors; there is nothing to send")
+        if isinstance(source, DraftedSource):
+            self.check_protocol(DRAFT_MINOR, "takes no draft model with the model")
         manifest, conversions, kept = self._fit(manifest, allow_missing, deadline)
         quantised = [each.source.name for each in conversions.values() if each.format is not None]
         if assembled and quantised and self._ranks is not None and split is not None:

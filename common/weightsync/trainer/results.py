@@ -44,7 +44,8 @@ class PushResult:
 
     ``cast`` is the number of tensors that were cast to another dtype, ``quantised`` that of weights that were
     quantised, and ``not_finite`` the number of infinite and NaN elements in these. ``kept`` are the names that
-    ``allow_missing`` left as the engines have them; those in ``unverified`` could not be compared between the engines.
+    ``allow_missing`` left as the engines have them, and those of draft models that were not pushed; those in
+    ``unverified`` could not be compared between the engines.
 
     ``read`` is how the trainer's tensors were read: they were ``"copied"`` before any engine was asked (`push_async`),
     read while they were ``"sent"``, or read by the engines ``"in place"`` until they had committed.

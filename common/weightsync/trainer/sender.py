@@ -218,6 +218,7 @@ class Sender:
         expected: str | None = None,
         allow_missing: Sequence[str] = (),
         lora: str | None = None,
+        draft: object | None = None,
     ) -> PushResult:
         """Make every engine serve the weights of ``model``, labelled ``version`` (default: the next number).
 
@@ -231,12 +232,15 @@ class Sender:
         that PEFT has written. The engines serve it as the model ``lora``, with versions of its own; their weights stay
         as they are. `ManifestMismatch` is raised for an adapter that an engine cannot serve.
 
+        With ``draft``, the weights of the engines' draft model, both are served as one version. Without it a draft
+        stays as it is, and ``PushResult.kept`` has its names. `ManifestMismatch` is raised for another one.
+
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, an object in the shape of
         vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once.
         ``version`` is a string of 1 to 1024 printable characters. On return every rank of every engine serves exactly
         these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine serves.
         """
-        return self._push("push", model, self._asked(version, expected, allow_missing, lora), Reading())
+        return self._push("push", model, draft, self._asked(version, expected, allow_missing, lora), Reading())
 
     def push_async(
         self,
@@ -246,6 +250,7 @@ class Sender:
         expected: str | None = None,
         allow_missing: Sequence[str] = (),
         lora: str | None = None,
+        draft: object | None = None,
     ) -> PushFuture:
         """As `push`, in the background: returns once the tensors of ``model`` were read, and may change.
 
@@ -261,19 +266,19 @@ class Sender:
         if self._driver is not None:
             self._driver.engines.check_caller()
         asked = self._asked(version, expected, allow_missing, lora)
-        return in_background(lambda reading: self._push("push_async", model, asked, reading))
+        return in_background(lambda reading: self._push("push_async", model, draft, asked, reading))
 
     def _asked(self, *asked: Any) -> Asked:
         return Asked.of(*asked, several=self.is_distributed)
 
-    def _push(self, what: str, model: object, asked: Asked, reading: Reading) -> PushResult:
+    def _push(self, what: str, model: object, draft: object, asked: Asked, reading: Reading) -> PushResult:
         start = time.perf_counter()
 
         def open_model() -> Source:
             for label in (asked.version, asked.expected):  # before any engine is asked for anything
                 if label is not None:
                     check_label(label)
-            return self._sources.open(model, asked.lora)
+            return self._sources.open(model, asked.lora, draft)
 
         def act(source: Source | None, deadline: Deadline) -> PushResult:
             assert source is not None, "a push has a source"

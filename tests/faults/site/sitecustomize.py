@@ -76,29 +76,37 @@ def around(owner, name):
 # --- in a rank --------------------------------------------------------------------------------------------------------
 
 
+def faulty(adapter, first, *, last):
+    """The loader of an adapter, whose tensors are numbered from ``first`` on; ``last``: nothing is loaded after it."""
+    load = adapter.load
+
+    def loading(weights):
+        recorded = False
+
+        def passing():
+            nonlocal recorded
+            for number, pair in enumerate(weights, first):
+                recorded = type(pair[1]).__name__ == "FakeTensor"
+                yield pair
+                if not recorded:
+                    at("rank loads", tensor=number, rank=adapter.rank)
+
+        arm_post_load(adapter)
+        load(passing())
+        if last and not recorded:
+            at("rank loaded", rank=adapter.rank)
+
+    return loading
+
+
 def receiver(module):
     @around(module.Receiver, "__init__")
     def made(original, self, adapter):
         original(self, adapter)
-        load = adapter.load
-
-        def faulty(weights):
-            recorded = False
-
-            def passing():
-                nonlocal recorded
-                for number, pair in enumerate(weights):
-                    recorded = type(pair[1]).__name__ == "FakeTensor"
-                    yield pair
-                    if not recorded:
-                        at("rank loads", tensor=number, rank=adapter.rank)
-
-            arm_post_load(adapter)
-            load(passing())
-            if not recorded:
-                at("rank loaded", rank=adapter.rank)
-
-        adapter.load = faulty
+        draft = getattr(adapter, "_draft", None)
+        adapter.load = faulty(adapter, 0, last=draft is None)
+        if draft is not None:  # it is loaded after the model
+            draft.load = faulty(draft, len(adapter.expected().specs), last=True)
         HERE["rank"] = adapter.rank
 
     @around(module.Receiver, "prepare")

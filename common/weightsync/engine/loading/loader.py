@@ -56,7 +56,7 @@ class Loading:
     """
 
     def __init__(self, adapter: Adapter):
-        self._adapter = adapter
+        self.adapter = adapter
         self._complete = Complete(adapter)
         self.standby = Standby(adapter, self._complete)
         self.ahead = Ahead(adapter, self._complete, self.standby, lambda: self._plan)
@@ -106,7 +106,7 @@ class Loading:
         """
         if known and not manifest:
             if self._layout is None or self._layout.name != known:
-                raise ManifestUnknown(f"rank {self._adapter.rank} does not know the manifest {known}; send it")
+                raise ManifestUnknown(f"rank {self.adapter.rank} does not know the manifest {known}; send it")
             manifest, domains = self._layout.specs, self._layout.table
         self._checked_push = ""
         layout = self._layout
@@ -147,7 +147,7 @@ class Loading:
         self._plan, self._hooks, self._pushes = None, None, 0
         self._accepted, self._filled = Accepted(), ModelStatus()
         try:
-            hooks = self._adapter.loader_hooks()
+            hooks = self.adapter.loader_hooks()
             if not isinstance(hooks, LoaderHooks):
                 self._why = hooks.why if isinstance(hooks, Sealed) else hooks
                 self._machine.move("sealed")
@@ -169,7 +169,7 @@ class Loading:
         """Whether the model's memory is where it was when the plan was recorded, or there is no plan."""
         if self._plan is None or self._hooks is None:
             return True
-        hooks, memory = self._adapter.loader_hooks(), self._plan.memory
+        hooks, memory = self.adapter.loader_hooks(), self._plan.memory
         return isinstance(hooks, LoaderHooks) and hooks.model is memory.model and memory.is_unmoved()
 
     def _record_if_changed(self, layout: Layout, push: str, *, sample: bool = True, commits: bool = False) -> bool:
@@ -180,7 +180,7 @@ class Loading:
         why = self._find_change(push, sample, commits) if self._unmoved() else "the model's memory has moved"
         if not why:
             return False
-        logger.warning("rank %d: %s; its load plan is recorded again", self._adapter.rank, why)
+        logger.warning("rank %d: %s; its load plan is recorded again", self.adapter.rank, why)
         self._record(layout)
         return True
 
@@ -212,7 +212,7 @@ class Loading:
         if worse:
             self._layout = None  # so that all ranks check the next push in full
             raise TransferFailed(
-                f"rank {self._adapter.rank}: the engine's loader has changed since the push was accepted, and does not "
+                f"rank {self.adapter.rank}: the engine's loader has changed since the push was accepted, and does not "
                 f"load {listed(worse)} any more; push again"
             )
         if staged is None:
@@ -225,7 +225,7 @@ class Loading:
             return
         if staged.subset.name:
             raise TransferFailed(
-                f"rank {self._adapter.rank} holds only what its load plan reads, which no longer fits its model; "
+                f"rank {self.adapter.rank} holds only what its load plan reads, which no longer fits its model; "
                 "push again"
             )
         weights, check = functools.partial(self._weights, staged), functools.partial(self._check_adopted, staged)
@@ -280,7 +280,7 @@ class Loading:
         self.standby.pass_by(staged.layout)
         self._load(staged)
         # On the reply the sender may write to its memory again: nothing may still be reading it.
-        arenas.synchronize(self._adapter.device)
+        arenas.synchronize(self.adapter.device)
         staged.check()
 
     def go_back(self, rollback: str) -> None:
@@ -305,7 +305,7 @@ class Loading:
         plan = self._plan
         if plan is None or not self._replays(staged):
             if staged.subset.name:
-                raise WrongState(f"rank {self._adapter.rank} holds only parts of a version, and no load plan for them")
+                raise WrongState(f"rank {self.adapter.rank} holds only parts of a version, and no load plan for them")
             self._load_by_engine(staged)
             if plan is not None and staged.layout is plan.layout and self._machine.allows("matched"):
                 self._check(plan, staged)
@@ -323,7 +323,7 @@ class Loading:
         self.standby.release()
         self.standby.pass_by(staged.layout)
         if staged.subset.name:
-            rank = self._adapter.rank
+            rank = self.adapter.rank
             raise WrongState(f"rank {rank} holds only parts of a version, and its load plan no longer holds: {why}")
         self._load_by_engine(staged)
 
@@ -341,14 +341,14 @@ class Loading:
     def _compare(self, plan: LoadPlan, staged: Staged) -> str:
         if not plan.memory.is_unmoved():
             return _MOVES
-        arenas.synchronize(self._adapter.device)
+        arenas.synchronize(self.adapter.device)
         name = plan.strays(staged.data)
         return f"{name} is not what was copied to it: it is processed after loading" if name else ""
 
     def _load_by_engine(self, staged: Staged) -> None:
         """Load with the engine's loader. Raises what that raises, or `WrongState` if a parameter lies in the stage."""
-        self._adapter.load(self._weights(staged))
-        if not isinstance(hooks := self._adapter.loader_hooks(), str):
+        self.adapter.load(self._weights(staged))
+        if not isinstance(hooks := self.adapter.loader_hooks(), str):
             self._check_adopted(staged, hooks.model)
 
     def _check_adopted(self, staged: Staged, model: torch.nn.Module) -> None:
@@ -382,7 +382,7 @@ class Loading:
             plan.bind(staged.data)
             self._samples = Samples()
             self._machine.move("matched")
-        logger.info("rank %d loads through %s", self._adapter.rank, self.path)
+        logger.info("rank %d loads through %s", self.adapter.rank, self.path)
 
     def _loads(self, tensor: torch.Tensor) -> bool:
         return self._plan is not None and self._plan.loads(tensor)

@@ -18,6 +18,7 @@ from weightsync.memory import arenas, shared_parameters
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol.handles import Handle
 from weightsync.sources import Source
+from weightsync.sources.drafted import parts_of
 from weightsync.sources.mapping import MappingSource
 from weightsync.sources.module import ModuleSource
 from weightsync.tensors.boxes import innermost, is_within, whole
@@ -140,7 +141,9 @@ def lasting(source: Source) -> bool:
 
     Others make them while they are read: they may use one memory for all, or need every rank for each.
     """
-    return isinstance(source, ModuleSource) or (isinstance(source, MappingSource) and source.lasts)
+    return all(
+        isinstance(part, ModuleSource) or (isinstance(part, MappingSource) and part.lasts) for part in parts_of(source)
+    )
 
 
 def tensors_of(source: Source, pieces: Pieces) -> Iterator[torch.Tensor]:
