@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from tests.helpers import served_digest
+from tests.unit.loaders import AdapterOf
 from tools import models
 from weightsync import Sender
+from weightsync.engine.drafts import Models, apart, why_not
 from weightsync.errors import ApplyFailed, ManifestMismatch, SourceError, TransferFailed, UnsupportedOption
 from weightsync.protocol.draft import PREFIX
+from weightsync.protocol.http import TensorSpec
 from weightsync.testing import ReferenceEngine
 
 PROMPT, TOKENS = list(b"Once upon a time"), 4
@@ -246,3 +249,39 @@ def test_engines_keep_drafts_that_need_not_be_the_same(folders, loaded, engine):
             assert all(name.startswith(PREFIX) for name in result.kept)
             assert result.unverified == ()
         assert [which(one, loaded) for one in (engine, other)] == ["Ba", "Bb"]
+
+
+def test_a_draft_before_its_model_is_refused(engine, loaded):
+    draft = {PREFIX + name: tensor for name, tensor in loaded["b"].state_dict().items() if name != "lm_head.weight"}
+    refused(engine, loaded, {**draft, **loaded["B"].state_dict()}, None, "has the tensors of a draft model last")
+
+
+def two_that_share():
+    """A model and a draft with one embedding, as an engine has them."""
+    target, draft = (torch.nn.ModuleDict({"model": torch.nn.ModuleDict()}) for _ in "ab")
+    for each in (target, draft):
+        each["model"]["embed"] = torch.nn.Embedding(4, 2)
+        each["model"]["own"] = torch.nn.Linear(2, 2)
+    draft["model"]["embed"] = target["model"]["embed"]
+    return target, draft
+
+
+@pytest.mark.parametrize(("name", "said"), [("embed.weight", "the same for embed.weight"), ("model.own.weight", "")])
+def test_a_draft_that_would_be_loaded_into_layers_of_the_model_is_refused(name, said):
+    target, draft = two_that_share()
+    adapter = AdapterOf(draft, None, [TensorSpec(name, "float32", (4, 2))])
+    found = why_not(target, draft, adapter)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_what_is_shared_is_the_models():
+    target, draft = two_that_share()
+    names = [name for name, _ in draft.named_parameters()]
+    assert apart(target, draft, names) == ["model.own.weight", "model.own.bias"]
+    live, fresh = Models(target, draft), Models(*two_that_share())
+    fresh.put("model.embed", torch.nn.Embedding(4, 2))
+    assert (live.shared(), fresh.shared()) == ([("model.embed", "model.embed")], [])
+    for name, own in live.shared():
+        fresh.put(name, fresh.target.get_submodule(own))
+    assert fresh.shared() == live.shared()
