@@ -58,7 +58,8 @@ _TOKENIZER: Final = (
     *("lora_ref_cache", "lora_registry._counters", "lora_registry._registry", "lora_update_lock"),
     "served_model_name",
 )
-#: What PEFT puts after the name of a layer.
+#: What PEFT puts before the name of a layer, and after it.
+_PREFIX: Final = "base_model.model."
 _SIDES: Final = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 #: Layers that SGLang fuses: those of their parts without which it leaves out the others, or fails.
 _FUSED: Final = {"qkv_proj": ("q_proj", "v_proj"), "gate_up_proj": ("gate_proj",)}
@@ -117,7 +118,8 @@ class SglangLoraHooks:
             needed = _FUSED.get(kind, ())
             if kind not in found and (lacking := [part for part in needed if part not in found]):
                 raise ManifestMismatch(
-                    f"{said}: SGLang takes {', '.join(sorted(found))} of {parent} only with {', '.join(lacking)}"
+                    f"{said}: SGLang takes {', '.join(sorted(found))} of {parent.removeprefix(_PREFIX)} only with "
+                    f"{', '.join(lacking)}"
                 )
         return tuple(elsewhere)
 
