@@ -8,7 +8,7 @@ ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-deltas bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load gpu faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-deltas bench-far-deltas bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load gpu faults faults-hosts scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -81,6 +81,9 @@ bench-metrics: env  ## what it costs to tell of a push in metrics and logs, as a
 
 bench-deltas: env  ## finding, making and applying what changed in a tensor, and the bytes of each change
 	.venv/bin/python -m benchmarks.deltas $(ARGS)
+
+bench-far-deltas: env  ## pushes of what has changed to another host over a slow link; as root
+	.venv/bin/python -m benchmarks.far_deltas $(ARGS)
 
 bench-files: env  ## files of ours that a warm push into SGLang executes: make bench-files ARGS="--against COMMIT"
 	.venv/bin/python benchmarks/files.py $(ARGS)

@@ -2,15 +2,29 @@
 
 import gc
 import sys
+from unittest import mock
 
 from weightsync import Sender
 from weightsync.protocol import http
+from weightsync.trainer import deltas
 
 
 def served_digest(engine):
     """The digest of the weights that an engine of one rank serves."""
     with Sender([engine.url]) as sender:
         return sender.status(digest=True)[engine.url].ranks[0].digest
+
+
+def keen():
+    """Within it, senders of this process send what has changed whatever that costs: pushes of tests take no time."""
+    return mock.patch.object(deltas.Deltas, "_against", return_value="")
+
+
+def changed(weights, times):
+    """Weights of which a few elements are changed, so many times."""
+    for tensor in weights.values() if times else ():
+        tensor.view(-1)[::97] += times
+    return weights
 
 
 def plan_of(push, layout, bucket_bytes, timeout_s=20.0, **more):

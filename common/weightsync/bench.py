@@ -25,7 +25,8 @@ from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import open_source
 from weightsync.sources.checkpoint import local_folder
 from weightsync.tensors.layout import DTYPES, Layout
-from weightsync.trainer.driver import Asked, Driver
+from weightsync.trainer.asked import Asked
+from weightsync.trainer.driver import Driver
 from weightsync.trainer.push_plan import Options
 from weightsync.trainer.reading import Reading
 from weightsync.transports.control.sockets import host_of, interface_of, local_address, own_address
@@ -135,7 +136,9 @@ def measure(
     to be another than the engine served.
     """
     where = own_address(address) if address else ""
-    options = Options(timeout_s, transport, "retract", "full", "digest", False, None, False, where, "first", _PREFIX)
+    options = Options(timeout_s, transport, "retract", "full", "digest", False, None, False, where, "first")
+    # The same weights are pushed again and again, of which nothing changes.
+    options = options._replace(delta="never", prefix=_PREFIX)
     machine: Machine[str] = Machine(PUSH, "idle", "this bench")
     with during("bench"):
         driver = Driver(list(urls), auth.sender_token(), options, None, machine, Deadline(timeout_s))

@@ -198,8 +198,9 @@ def _rank(rank: http.RankStatus) -> Iterator[str]:
     versions += [f"adapter {name} {version!r}" for name, version in (rank.adapters or {}).items()]
     before = versions and f"can go back to {', '.join(versions)}"
     longest = rank.longest_call and f"stood still for {rank.longest_call} while its standby was loaded"
+    stage = rank.stage_bytes and f"keeps {rank.stage_bytes / 1e9:.2f} GB of its own for what crosses"
     yield f"  rank {rank.rank}: {rank.state}" + "".join(
-        f", {word}" for word in (rank.push, rank.detail, rank.loading, longest, before) if word
+        f", {word}" for word in (rank.push, rank.detail, rank.loading, longest, before, stage) if word
     )
     model = rank.model
     if isinstance(model, msgspec.UnsetType):

@@ -11,6 +11,7 @@
     ├── SourceError             the model passed to `push` cannot be read as weights
     ├── ManifestMismatch        names, shapes or dtypes do not fit the engine's model
     ├── ManifestUnknown         the engine does not remember the manifest that the sender refers to
+    ├── BaseUnknown             the engine does not have the bytes that the sender's changes refer to
     ├── EngineRestarted         the engine was restarted after the sender opened it
     ├── LeaseHeld               another trainer holds the engine's lease; the message names it
     ├── WrongState              not legal in the current state of the engine or the sender
@@ -130,6 +131,10 @@ class ManifestMismatch(WeightSyncError):
 
 class ManifestUnknown(WeightSyncError):
     """An engine does not remember the manifest that a sender refers to; the sender then sends the manifest again."""
+
+
+class BaseUnknown(WeightSyncError):
+    """An engine does not have the bytes that a sender's changes refer to; the sender then sends everything."""
 
 
 class EngineRestarted(WeightSyncError):

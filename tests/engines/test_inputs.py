@@ -5,8 +5,10 @@ import functools
 import random
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from tests.helpers import keen
 from tests.sharded.conftest import Trainer
 from tools import models, servers
 from weightsync.errors import ManifestMismatch, UnsupportedOption
@@ -128,6 +130,24 @@ def test_two_fsdp2_ranks_push_masters_mixed_dtypes_iterators_and_a_part(served, 
             assert min(first["written"], second["written"]) > 0
         assert first.get("kept", []) == (sorted(b.keys() - part.keys()) if how == "shorter" else [])
         assert pair.all("close") == [None, None]
+
+
+def test_what_has_changed_is_all_that_is_sent_elsewhere(served):
+    """Over nixl, as to another host; by ranks that have all of the version before, and that have their part of it."""
+    served.push(served.b)
+    want = served.digests()
+    b = load_file(served.b / "model.safetensors")
+    with served.sender(transport="nixl") as sender, keen():
+        for few in (False, True, False, True, True):
+            state = {name: tensor.clone() if few else torch.randn_like(tensor) for name, tensor in b.items()}
+            for tensor in state.values():
+                tensor.view(-1)[::97] *= -1
+            sender.push(state)
+            assert all(one != other for one, other in zip(served.digests(), want, strict=True))
+            result = sender.push(b)  # as different from that as that was from this
+            assert (result.delta is not None) == few
+            assert served.digests() == want
+    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])

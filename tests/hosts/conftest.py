@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from tests.helpers import changed as with_changes
 from tests.hosts.network import Network, refusal
 from tests.hosts.programs import Engine, Trainer
 from tests.sharded import conftest as sharded
@@ -73,8 +74,12 @@ def transport(request):
 
 @pytest.fixture(scope="session")
 def digest(model_folder):
-    """Return a function: the digest of an engine that serves the model of a seed."""
-    return lambda seed: digest_of(models.load_reference(model_folder("llama", seed)).state_dict().items())
+    """Return a function: the digest of an engine that serves the model of a seed, with changes."""
+
+    def of(seed, changes=0):
+        return digest_of(with_changes(models.load_reference(model_folder("llama", seed)).state_dict(), changes).items())
+
+    return of
 
 
 @pytest.fixture(scope="module")

@@ -174,11 +174,10 @@ class Trainer:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def begin(self, engines, folder, version=None, halts=False, **options):
+    def begin(self, engines, folder, version=None, halts=False, changes=None, **options):
         """Start a push."""
-        urls = [engine.url for engine in engines]
-        order = {"urls": urls, "options": options, "folder": str(folder), "version": version, "halts": halts}
-        self._write(order)
+        how = {"options": options, "folder": str(folder), "version": version, "halts": halts, "changes": changes}
+        self._write({"urls": [engine.url for engine in engines], **how})
 
     def outcome(self):
         """The trainer's next report. Raises `queue.Empty` if there is none in time."""

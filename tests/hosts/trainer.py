@@ -1,5 +1,6 @@
 """The trainer's program: one push per line on stdin, its outcome per line on stdout, as JSON."""
 
+import contextlib
 import json
 import os
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 
 from safetensors.torch import load_file
 
+from tests.helpers import changed, keen
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
 
@@ -55,16 +57,28 @@ class Trainer:
     def __init__(self):
         self._asked, self._sender = None, None
 
-    def push(self, urls, options, folder, version, halts):
-        """Push a checkpoint's tensors; returns the result of each engine."""
+    def push(self, urls, options, folder, version, halts, changes=None):
+        """Push a checkpoint's tensors, with ``changes``; returns the result of each engine.
+
+        With a number for those, what has changed is sent whatever that costs.
+        """
         if self._asked != (urls, options):
             self.close()
             self._sender = Sender(urls, **options)
             self._asked = urls, options
         weights = load_file(f"{folder}/model.safetensors")
-        result = self._sender.push(Halting(weights) if halts else weights, version=version)
+        with contextlib.nullcontext() if changes is None else keen():
+            pushed = changed(weights, changes or 0)
+            result = self._sender.push(Halting(pushed) if halts else pushed, version=version)
+        delta = None if result.delta is None else result.delta.nbytes
         return {
-            url: {"transport": engine.transport, "reason": engine.transport_reason, "noticed": engine.noticed}
+            url: {
+                "transport": engine.transport,
+                "reason": engine.transport_reason,
+                "noticed": engine.noticed,
+                "delta": delta,
+                "why": result.delta_reason,
+            }
             for url, engine in result.engines.items()
         }
 

@@ -126,7 +126,7 @@ hosts = st.sampled_from([some for some in product(("", "second", "third"), repea
 
 
 def _options(
-    transport: str, staging: str, verify: str, keep: bool, bucket: int | None, timeout_s: float, pause: str
+    transport: str, staging: str, verify: str, keep: bool, bucket: int | None, timeout_s: float, pause: str, delta: str
 ) -> dict[str, Any]:
     if staging == "none":
         keep, verify = False, "off" if verify == "off" else "digest"
@@ -138,6 +138,7 @@ def _options(
         "bucket_bytes": bucket,
         "timeout_s": timeout_s,
         "pause": pause,
+        "delta": delta,
     }
 
 
@@ -151,11 +152,12 @@ def _drawn_options(*transports: str) -> st.SearchStrategy[dict[str, Any]]:
         bucket=st.sampled_from([None, None, 1 << 16]),
         timeout_s=st.sampled_from([1.0, 0.7, 1.5]),
         pause=st.sampled_from(["retract", "abort", "wait"]),
+        delta=st.sampled_from(["auto", "auto", "never"]),
     )
 
 
 options = _drawn_options("auto", "auto", "ipc_zmq", "nccl", "nixl")
 #: Those of a trainer on several hosts.
 far_options = _drawn_options("auto", "nccl", "nixl")
-PLAIN = _options("auto", "full", "digest", False, None, 1.0, "retract")
+PLAIN = _options("auto", "full", "digest", False, None, 1.0, "retract", "auto")
 members = st.sampled_from([some for size in (3, 2, 1) for some in combinations(range(3), size)])

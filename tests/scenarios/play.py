@@ -240,4 +240,6 @@ def abort(engine: Engine) -> int:
 def _name(outcome: Outcome) -> str:
     if outcome.interrupted:
         return "KeyboardInterrupt"
-    return type(outcome.error).__name__ if outcome.error is not None else "ok"
+    if outcome.error is not None:
+        return type(outcome.error).__name__
+    return "ok, what has changed" if getattr(outcome.result, "delta", None) is not None else "ok"

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.helpers import keen
 from tests.scenarios.machine import Scenario
 from tests.scenarios.play import Interrupts, Tally
 from tests.scenarios.truth import Lag
@@ -68,7 +69,8 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
         threading.excepthook = lambda told: raised.append(f"{told.exc_type.__name__}: {told.exc_value} ({told.thread})")
         try:
             shared = {"world": world, "lag": lag, "interrupts": interrupts, "raised": raised}
-            yield type("Scenario", (Scenario,), shared)
+            with keen():
+                yield type("Scenario", (Scenario,), shared)
         finally:
             threading.excepthook = hook
             interrupts.close()

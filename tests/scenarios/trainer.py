@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.helpers import keen
 from tests.scenarios.nursery import receive
 from tests.scenarios.resources import held, left
 from weightsync import LocalShard, Sender
@@ -116,7 +117,7 @@ class Trainer:
 
 def run(_: dict, files: list[int]) -> None:
     """Execute orders until the other end of the socket closes."""
-    with socket.socket(fileno=files[0]) as channel:
+    with socket.socket(fileno=files[0]) as channel, keen():
         trainer = Trainer()
         while True:
             asked, descriptors = receive(channel)

@@ -44,10 +44,14 @@ class Tiny(torch.nn.Module):
 
 
 def state_of(content: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The tensors of a content."""
-    numbers = torch.Generator().manual_seed(content)
+    """The tensors of a content. Of two, the second is what a few steps of an optimiser make of the first."""
+    numbers = torch.Generator().manual_seed(content // 2)
     empty = Tiny(shapes).state_dict()
-    return {name: torch.randn(one.shape, generator=numbers).to(one.dtype) for name, one in empty.items()}
+    state = {name: torch.randn(one.shape, generator=numbers).to(one.dtype) for name, one in empty.items()}
+    for one in state.values() if content % 2 else ():
+        some = torch.randperm(one.numel(), generator=numbers)[: max(1, one.numel() // 50)]
+        one.view(-1)[some] += 1
+    return state
 
 
 def digest_in(state: Mapping[str, torch.Tensor]) -> str:

@@ -41,6 +41,25 @@ def test_two_fsdp2_ranks_push_their_shards_to_two_engines(engines, pair, expecte
     assert fine(pair.all("close"))
 
 
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+def test_two_ranks_send_what_has_changed(engines, start, model_folder, transport):
+    """In another trainer, which sends changes from now on."""
+    pair, state = start(2), models.load_reference(model_folder("llama", 1)).state_dict()
+    assert fine(pair.all("keen"))
+    assert fine(pair.all("shard fsdp"))
+    assert fine(pair.build(engines, transport=transport))
+    assert [one["delta"] for one in pair.all("push")] == [None] * 2
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
+        assert fine(pair.all(f"change {name}"))
+        state[name].neg_()
+        said = pair.all("push")
+        assert [one["delta"] for one in said] == [[1, len(state) - 1]] * 2
+        assert all(one["written"] for one in said)
+        assert served(engines) == [digest_of(state.items())] * 2
+    assert fine(pair.all("close"))
+    pair.stop()
+
+
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 8192}, {"transport": "nixl"}])
 def test_every_rank_casts_its_shards_of_float32_masters(engines, pair, expected, changed, options):
     assert fine(pair.all("shard masters"))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.helpers import keen
 from tests.sharded import placements
 from tests.sharded.splits import Splits
 from tools import models
@@ -232,7 +233,12 @@ class Rank(Splits):
             "written": sum(self.written),
             "sent": self.sent,
             "cast": result.cast,
+            "delta": None if result.delta is None else (result.delta.whole + result.delta.changed, result.delta.same),
         }
+
+    def keen(self, _):
+        """From now on this rank sends what has changed whatever that costs."""
+        keen().start()
 
     def push_async(self, _):
         """Push in the background, and train at once."""
@@ -281,10 +287,11 @@ class Rank(Splits):
     def _state(self):
         return self.weights if isinstance(self.weights, dict) else dict(self.weights.state_dict())
 
-    def change(self, _):
-        """Negate all weights, on every rank alike."""
-        for tensor in self._local():
-            tensor.neg_()
+    def change(self, name):
+        """Negate all weights, or those of one name, on every rank alike."""
+        for found, tensor in zip(self._state(), self._local(), strict=True):
+            if name in ("", found):
+                tensor.neg_()
 
     def _local(self):
         for tensor in self._state().values():

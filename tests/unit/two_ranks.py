@@ -73,8 +73,8 @@ class Trainer(manual.Trainer):  # by hand: it calls the methods of a replica
 
 
 class Engine(Front):  # behind the real routes, on a real socket
-    def __init__(self):
-        super().__init__()
+    def __init__(self, adapter=DictAdapter):
+        super().__init__(adapter)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         admin = routes.admin_routes(lambda: self.front_end, auth.engine_token())

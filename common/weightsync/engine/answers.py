@@ -30,6 +30,7 @@ _STATUS: Final = {
     "UnsupportedOption": 422,
     "ManifestMismatch": 422,
     "ManifestUnknown": 409,
+    "BaseUnknown": 409,
     "TransferFailed": 409,
     "DigestMismatch": 409,
     "EngineRestarted": 409,

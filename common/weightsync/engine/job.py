@@ -7,6 +7,7 @@ from threading import Event
 from msgspec import UNSET
 
 from weightsync.deadline import Deadline
+from weightsync.engine.changed import opened
 from weightsync.engine.loading.planned import Arriving
 from weightsync.engine.stage import Staged
 from weightsync.protocol.http import UpdateRequest
@@ -25,6 +26,10 @@ class Job:
         self.staged: Staged | None = None
         #: The adapter that was made of what arrived, if it is one; it has copies.
         self.made: object | None = None
+
+    def open(self, rank: int) -> Incoming:
+        """Connect this rank to the sender. Raises `TransferFailed` or `PushTimeout`."""
+        return opened(self.transport, self.request, self.subset, rank, self.cancelled)
 
     @property
     def adapts(self) -> bool:

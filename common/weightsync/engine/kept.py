@@ -51,6 +51,12 @@ class Kept:
         #: The last commit that was begun, and the values of the two above before it.
         self._before: tuple[str, Staged | None, Staged | None] = ("", None, None)
 
+    @property
+    def label(self) -> str:
+        """The version before, if it is kept; otherwise empty."""
+        kept = self.previous  # the receiving thread may forget it
+        return "" if kept is None else kept.version
+
     def begin(self, push: str) -> None:
         """The commit of ``push`` begins."""
         self._before = (push, self.current, self.previous)

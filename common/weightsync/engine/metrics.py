@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import UNSET
 
 from weightsync import observe
-from weightsync.errors import ManifestUnknown, changed_nothing
+from weightsync.errors import BaseUnknown, ManifestUnknown, changed_nothing
 from weightsync.protocol import http, states
 from weightsync.tensors.layout import DTYPES
 
@@ -107,8 +107,8 @@ class Report:
         try:
             with observe.span("weightsync.engine.prepare", push=asked.push):
                 yield
-        except ManifestUnknown:
-            raise  # the sender sends the push again, with its manifest
+        except (ManifestUnknown, BaseUnknown):
+            raise  # the sender sends the push again, with what is lacking
         except BaseException as error:
             logger.info("push %s: refused: %s", asked.push, error)
             self._count("push", "refused")

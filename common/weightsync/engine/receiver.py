@@ -101,19 +101,19 @@ class Receiver:
 
     def status(self, digest: bool = False) -> RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
-        kept = self._kept.previous  # the receiving thread may forget it
         return RankStatus(
             rank=self._adapter.rank,
             state=self._machine.state,
             push=self._job.request.push if self._job is not None else "",
             detail=self._detail,
             digest=self._loadings.digest() if digest else "",
-            previous=kept.version if kept is not None else self._in_standby(),
+            previous=self._kept.label or self._in_standby(),
             standby=self._in_standby() or UNSET,
             adapters=self._lora.kept() or UNSET,
             failed=self._failed,
             loading=self._loading.path,
             model=self._loading.status() or UNSET,
+            stage_bytes=self._stages.nbytes or UNSET,
             longest_call=self._loading.standby.longest_call or self._loading.ahead.longest_call or UNSET,
         )
 
@@ -157,7 +157,6 @@ class Receiver:
             self._machine.move("prepare")
             self._job, self._last, self._detail = job, job, ""
         self._thread.submit(lambda: self._receive(job))
-        logger.debug("push %s: rank %d receives it", request.push, self._adapter.rank)
         return self._lora.accepted() if adapts else self._loading.accepted()
 
     def _job_of_weights(self, request: UpdateRequest, end: EngineEnd, transport: str) -> Job:
@@ -165,19 +164,20 @@ class Receiver:
         check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
         some = request.parts and not request.keep and not request.any_order
-        subset = self._loading.subset(layout, end.bytes_per_s) if some else Subset(layout, {})
+        needed = self._loading.subset(layout, end.bytes_per_s) if some else Subset(layout, {})
+        job = Job(request, end, self._stages.subset(request, needed), None)
         self._kept.prepare(layout if request.keep else None)
         staged = not request.stream and (request.any_order or not registry.spec(transport).local)
         if staged and not self._stages.have_room(layout.nbytes, self._kept.current):
             self._loading.standby.release()
-        ordered = not (request.stream or request.any_order)
-        arriving = self._loading.arriving(layout, request.push, request.bucket_bytes) if ordered else None
-        return Job(request, end, subset, arriving)
+        if not (request.stream or request.any_order):
+            job.arriving = self._loading.arriving(layout, request.push, request.bucket_bytes)
+        return job
 
     def _receive(self, job: Job) -> None:
         try:
             try:
-                incoming = job.transport.open(job.request, job.subset, self._adapter.rank, job.cancelled)
+                incoming = job.open(self._adapter.rank)
             except BaseException:
                 if not job.adapts:
                     self._kept.forget(None)  # the sender may already write

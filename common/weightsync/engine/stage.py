@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
+from msgspec import UNSET
 
+from weightsync.engine.changed import ChangedIncoming
 from weightsync.engine.verifying import Check, Prepared, Taking
-from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.errors import BaseUnknown, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol.http import UpdateRequest
 from weightsync.tensors import native_copy
 from weightsync.tensors.any_order import Arrival
 from weightsync.tensors.divided import part
 from weightsync.tensors.layout import Entry, Layout
+from weightsync.tensors.native_copy import Run
 from weightsync.tensors.scattered import Scattered, Stream, key
 from weightsync.tensors.subset import Subset
 from weightsync.transports import registry
@@ -56,6 +59,13 @@ class Staged:
         )
 
 
+class Held(NamedTuple):
+    """The bytes that a stage has of a version: their name, see `UpdateRequest.content`, and that of the subset."""
+
+    content: str
+    subset: str
+
+
 #: How many stages keep what is hashed of them: two of this rank's own, or two arenas of a sender.
 _PREPARED: Final = 2
 
@@ -69,6 +79,10 @@ class Stages:
     _own: list[torch.Tensor] = field(default_factory=list)
     #: By stage, see `scattered.key`.
     _prepared: dict[int, Prepared] = field(default_factory=dict)
+    #: What this rank's own stages hold, in full and verified, by address.
+    _held: dict[int, Held] = field(default_factory=dict)
+    #: The memory for what has changed.
+    _changes: torch.Tensor | None = None
 
     def fill(
         self,
@@ -84,7 +98,10 @@ class Stages:
         `DigestMismatch` or `PushTimeout`.
         """
         layout = subset.layout
-        own = self._provide(layout.nbytes, kept) if incoming.whole is None or request.any_order else None
+        changed = incoming if isinstance(incoming, ChangedIncoming) else None
+        if changed is not None:
+            changed.memory = self._for_changes(changed.layout.nbytes)
+        own = self._provide(layout.nbytes, kept, request) if incoming.whole is None or request.any_order else None
         stage = incoming.whole if own is None else own
         assert stage is not None, "own memory or the sender's"
         check, of_stage = Check(self.rank, request, subset), functools.partial(part, stage)
@@ -105,13 +122,33 @@ class Stages:
         except BaseException:
             # An interrupted transport may still write there, so the next push gets other memory.
             self._give_up(stage)
+            self._changes = None
             raise
-        if incoming.lingers:
+        if changed is None and incoming.lingers:
             self._give_up(stage)
+        elif own is not None and check.algorithm and not request.any_order:
+            self._held[own.data_ptr()] = Held(request.content or request.push, subset.name)
+        if changed is not None and incoming.lingers:
+            self._changes = None
         arena = incoming.arena if own is None else ""
         return Staged(request.push, subset, stage, arena, owner=request.owner), check.seconds
 
+    def subset(self, request: UpdateRequest, needed: Subset) -> Subset:
+        """What this rank has of a version once it has received a push, given what it needs.
+
+        Raises `BaseUnknown` for changes of bytes that it does not have, or not as much of as it needs.
+        """
+        if request.delta is UNSET:
+            return needed
+        base = request.delta.base
+        held = next((held for held in self._held.values() if held.content == base), None)
+        if held is None or held.subset not in ("", needed.name):
+            has = "does not have" if held is None else "needs more than it has of"
+            raise BaseUnknown(f"rank {self.rank} {has} the bytes of push {base}, to which changes were sent")
+        return needed if held.subset else Subset(needed.layout, {})
+
     def _give_up(self, stage: Stream) -> None:
+        self._held.pop(key(stage), None)
         self._own = [memory for memory in self._own if memory.data_ptr() != key(stage)]
 
     def _fill_in_any_order(self, incoming: Incoming, layout: Layout, stage: torch.Tensor, check: Check) -> None:
@@ -167,24 +204,61 @@ class Stages:
         given_up = sum(memory.numel() for memory in self._own) - sum(memory.numel() for memory in busy)
         return bool(large) or nbytes <= arenas.free_bytes(self.device) + given_up
 
-    def _provide(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
+    def _provide(self, nbytes: int, kept: Staged | None, request: UpdateRequest) -> torch.Tensor:
+        """Memory to receive a push in; for changes it has the bytes that these refer to."""
+        base = None
+        if request.delta is not UNSET:
+            bases = (own for own in self._own if self._content(own) == request.delta.base and own.numel() >= nbytes)
+            base = next(bases, None)
+            if base is None:
+                raise TransferFailed(f"rank {self.rank} no longer has the bytes that changes were sent to; push again")
+            if kept is None or base.data_ptr() != key(kept.data):
+                self._held.pop(base.data_ptr())
+                return base[:nbytes]
+        found = self._room(nbytes, kept)
+        self._held.pop(found.data_ptr(), None)
+        if base is not None:
+            native_copy.Copies([Run(base.data_ptr(), found.data_ptr(), nbytes)]).make()
+        return found
+
+    def _for_changes(self, nbytes: int) -> torch.Tensor:
+        if self._changes is None or self._changes.numel() < nbytes:
+            self._changes = None
+            self._changes = self._allocate(nbytes, "what has changed")
+        return self._changes[:nbytes]
+
+    def _content(self, own: torch.Tensor) -> str:
+        return self._held[own.data_ptr()].content if own.data_ptr() in self._held else ""
+
+    def _room(self, nbytes: int, kept: Staged | None) -> torch.Tensor:
         busy, large = self._split(nbytes, kept)
         if large:
             return large[0][:nbytes]
         self._own = busy  # free memory that is too small before allocating more
+        self._held = {own.data_ptr(): self._held[own.data_ptr()] for own in busy if own.data_ptr() in self._held}
+        self._own.append(self._allocate(nbytes, "the stage"))
+        return self._own[-1]
+
+    def _allocate(self, nbytes: int, what: str) -> torch.Tensor:
         available = arenas.free_bytes(self.device)
         if nbytes > available:
             raise TransferFailed(
-                f"rank {self.rank}: the stage takes {nbytes} bytes, but {available} are free on {self.device}; "
+                f"rank {self.rank}: {what} takes {nbytes} bytes, but {available} are free on {self.device}; "
                 'pass staging="none", a bucket_bytes of at least half the model, or free memory'
             )
-        self._own.append(arenas.plain(nbytes, self.device))
-        return self._own[-1]
+        return arenas.plain(nbytes, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that is kept from push to push, in bytes."""
+        return sum(own.numel() for own in self._own) + (0 if self._changes is None else self._changes.numel())
 
     def release(self) -> None:
         """Free this rank's own memory."""
         self._own.clear()
         self._prepared.clear()
+        self._held.clear()
+        self._changes = None
         native_copy.release()
 
 

@@ -13,12 +13,13 @@ import msgspec
 from weightsync.errors import Weights, WeightSyncError
 from weightsync.protocol import codec
 from weightsync.protocol.codec import Shape, Text
+from weightsync.protocol.deltas import DeltaSpec
 from weightsync.protocol.lockstep import Lockstep
 from weightsync.protocol.lora import LoraSpec
 from weightsync.protocol.model_status import ModelStatus
 
 #: (major, minor). Majors must match; both sides speak the lower minor.
-PROTOCOL: Final[tuple[int, int]] = (1, 8)
+PROTOCOL: Final[tuple[int, int]] = (1, 9)
 
 UPDATE: Final = "update_weights_via_"  #: Prefix of the name of every method that announces a push.
 PREFIX: Final = "/weightsync"  #: Prefix of the admin routes of every engine.
@@ -146,7 +147,8 @@ class UpdateRequest(Message, frozen=True):
     ranks may fetch and verify only their subsets. ``kept`` names expected tensors that stay as the engine has them.
     ``any_order``: each `control.BucketReady` names the tensors that begin in its bucket. ``domains``: what each host of
     the trainer holds of the stream, if several do, see `layout.Table`. ``adapter``: what crosses is no checkpoint but
-    this adapter, and the model's weights stay as they are.
+    this adapter, and the model's weights stay as they are. ``content`` names the bytes, if they were sent before, as
+    another push; otherwise ``push`` does. ``delta``: what crosses is what changed since bytes that the ranks have.
     """
 
     push: Text
@@ -170,6 +172,8 @@ class UpdateRequest(Message, frozen=True):
     any_order: bool = False
     domains: Annotated[tuple[tuple[tuple[int, tuple[Shape, Shape]], ...], ...], msgspec.Meta(max_length=1024)] = ()
     adapter: LoraSpec | msgspec.UnsetType = msgspec.UNSET
+    content: Text | msgspec.UnsetType = msgspec.UNSET
+    delta: DeltaSpec | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def lora(self) -> str | msgspec.UnsetType:
@@ -317,8 +321,10 @@ class RankStatus(Message, frozen=True):
     """What one rank does. ``digest`` is a BLAKE2b hash in hex, empty unless it was asked for; ``previous`` the kept
     version before, ``standby`` the same if it is kept only until the next push is loaded. ``failed`` is the last push
     that ended here without being applied, ``detail`` the reason. ``loading`` says how pushes are loaded, ``model`` what
-    they load. ``longest_call`` is the longest call for which the engine stood still when its standby was made or loaded
-    last, with its seconds, if these are more than a slice takes. ``adapters``: the kept versions of adapters.
+    they load. ``stage_bytes`` is the memory of its own in which it keeps versions as they crossed: one for changes to
+    refer to, and one to go back to if that is asked for. ``longest_call`` is the longest call for which the engine
+    stood still when its standby was made or loaded last, with its seconds, if these are more than a slice takes.
+    ``adapters``: the kept versions of adapters.
     """
 
     rank: int
@@ -333,6 +339,7 @@ class RankStatus(Message, frozen=True):
     standby: str | msgspec.UnsetType = msgspec.UNSET
     longest_call: str | msgspec.UnsetType = msgspec.UNSET
     adapters: dict[Text, Text] | msgspec.UnsetType = msgspec.UNSET
+    stage_bytes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class StatusReply(Message, frozen=True):

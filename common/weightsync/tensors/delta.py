@@ -35,13 +35,15 @@ _WORD_BYTES: Final = 8
 #: The code that stands for so many elements and for no change.
 _ESCAPE: Final = 255
 #: A delta that takes more than this share of a tensor's bytes does not pay: making and applying it takes time, too.
-_MOST_SHARE: Final = 0.5
+MOST_SHARE: Final = 0.5
 #: How density is measured before anything else is done: runs of so many bytes, evenly spread.
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
+#: A smaller tensor is compared in full at once.
+LEAST_SAMPLED: Final = _SAMPLES * _SAMPLE_BYTES * 2
 #: Streams with fewer bytes are not deflated; deflated ones are kept if they take less than this share.
 _LEAST_DEFLATED: Final = 64
-_DEFLATED_SHARE: Final = 0.95
+_DEFLATED_SHARE: Final = 0.75
 
 _U32: Final = struct.Struct("<I")
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,9 +57,9 @@ def encode(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> bytes | None:
     changes.
     """
     assert sys.byteorder == "little", "elements are read as they are sent"
-    before, after = old.numpy(), new.numpy()
-    if _sampled_share(before, after, itemsize) > _MOST_SHARE:
+    if sampled_share(old, new, itemsize) > MOST_SHARE:
         return None
+    before, after = old.numpy(), new.numpy()
     pieces = [slice(at, at + PIECE_BYTES) for at in range(0, len(before), PIECE_BYTES)]
     if not pieces:
         return b""
@@ -68,7 +70,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> bytes | None:
     nbytes = sum(map(len, frames))
     if nbytes == len(frames) * _U32.size:
         return b""
-    return b"".join(frames) if nbytes <= len(before) * _MOST_SHARE else None
+    return b"".join(frames) if nbytes <= len(before) * MOST_SHARE else None
 
 
 def apply(delta: bytes | memoryview, target: torch.Tensor, itemsize: int) -> None:
@@ -91,9 +93,10 @@ def apply(delta: bytes | memoryview, target: torch.Tensor, itemsize: int) -> Non
     native_copy.each(lambda one: _apply_frame(*one, itemsize), work)
 
 
-def _sampled_share(old: _Bytes, new: _Bytes, itemsize: int) -> float:
+def sampled_share(before: torch.Tensor, after: torch.Tensor, itemsize: int) -> float:
     """What share of a tensor its delta would take, undeflated, judged by samples; 0 if it is too small for that."""
-    if len(old) < _SAMPLES * _SAMPLE_BYTES * 2:
+    old, new = before.numpy(), after.numpy()
+    if len(old) < LEAST_SAMPLED:
         return 0.0
     starts = range(0, len(old) - _SAMPLE_BYTES + 1, (len(old) - _SAMPLE_BYTES) // (_SAMPLES - 1) // 8 * 8)
     kind = f"u{itemsize}"

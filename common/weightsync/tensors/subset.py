@@ -171,6 +171,10 @@ class Wanted:
         """Names of the subsets; equal names mean equal digests."""
         return self._needs.keys()
 
+    def also(self, needs: Iterable[Subset]) -> Wanted:
+        """The digests wanted for these subsets as well."""
+        return Wanted((*self._needs.values(), *needs))
+
     def without(self, names: Set[str]) -> Wanted:
         """The digests wanted for all subsets except those with these ``names``."""
         return Wanted(subset for name, subset in self._needs.items() if name not in names)

@@ -17,6 +17,8 @@ Staging = Literal["full", "none", "auto"]
 
 #: The arena holds the whole model, and is the stage, if that takes at most this share of the free memory.
 _HOLD_SHARE: Final = 0.8
+#: Two arenas, if engines do not need the second one, take at most this share.
+_SPARE_SHARE: Final = 0.5
 #: Otherwise a bucket takes at most one part in this many of the free memory, for the ranks need memory for a stage.
 _BUCKET_SHARE: Final = 32
 _MIN_BUCKET_BYTES: Final = 16 << 20
@@ -34,12 +36,16 @@ _READ_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True)
 class Choice:
-    """An arena of ``slots`` buckets of ``bucket_bytes``, a multiple of `ALIGN_BYTES`; and where bytes are staged."""
+    """An arena of ``slots`` buckets of ``bucket_bytes``, a multiple of `ALIGN_BYTES`; and where bytes are staged.
+
+    ``spare``: there is a second arena, for the version before, so that what has changed since can be sent.
+    """
 
     bucket_bytes: int
     slots: int
     staging: Staging
     reason: str
+    spare: bool = False
 
 
 def stage_bytes(ranks: Sequence[RankInfo]) -> int:
@@ -74,10 +80,20 @@ def read_in_place(stream_bytes: int, *, on_gpu: bool) -> Choice:
     return Choice(part, max(1, -(-stream_bytes // part)), "full", "the ranks read the parameters where they are")
 
 
+def have_spare(choice: Choice, free_bytes: int) -> bool:
+    """Whether memory is ample for a second arena."""
+    return 2 * choice.slots * choice.bucket_bytes <= free_bytes * _SPARE_SHARE
+
+
 def arenas(of: Choice | UpdateRequest, stream_bytes: int, *, keep: bool) -> tuple[int, int]:
     """The size of an arena, and how many a sender has: two, if the engines ``keep`` a version in one."""
     nbytes = of.slots * of.bucket_bytes
     return nbytes, 2 if keep and stream_bytes <= nbytes else 1
+
+
+def parts_of(stream_bytes: int) -> int:
+    """The size of buckets in which a stream crosses to other hosts that the arena holds all of."""
+    return _part(stream_bytes, _FAR_PARTS)
 
 
 def _part(stream_bytes: int, parts: int, most: int = _MAX_PART_BYTES) -> int:

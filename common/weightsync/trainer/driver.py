@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from msgspec import UNSET, UnsetType
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
+    BaseUnknown,
+    DigestMismatch,
     EngineRestarted,
     SourceError,
     TransferFailed,
-    UnsupportedOption,
     Weights,
     WeightSyncError,
     joined,
@@ -33,6 +35,7 @@ from weightsync.sources import Source
 from weightsync.sources.iterator import IteratorSource
 from weightsync.sources.lora import LoraSource
 from weightsync.trainer import buckets, lora_plan, metrics
+from weightsync.trainer.asked import Asked
 from weightsync.trainer.engine import Commits
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.lockstep import in_lockstep
@@ -47,31 +50,11 @@ from weightsync.trainer.results import EngineResult, PushResult
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
 
+logger = logging.getLogger(__name__)
+
 #: How many times the memory of arenas must be free if they are made before the first push: that may read
 #: parameters in place, and engines make their standbys.
 _AMPLE: Final = 3
-
-
-class Asked(NamedTuple):
-    """The arguments of `sender.Sender.push`, but for the model."""
-
-    version: str | None
-    expected: str | None
-    allow_missing: tuple[str, ...]
-    lora: str | None = None
-
-    @classmethod
-    def of(
-        cls, version: str | None, expected: str | None, allow_missing: Sequence[str], lora: str | None, *, several: bool
-    ) -> Asked:
-        """Check the arguments; ``several``: the trainer has several processes. Raises `UnsupportedOption`."""
-        if isinstance(allow_missing, str):
-            raise UnsupportedOption("allow_missing: give a list of patterns")
-        if lora is not None and allow_missing:
-            raise UnsupportedOption("allow_missing is for weights; an adapter is pushed as a whole")
-        if lora is not None and several:
-            raise UnsupportedOption("lora: a trainer of several processes pushes its adapter with a Sender of one")
-        return cls(version, expected, tuple(allow_missing), lora)
 
 
 class Driver:
@@ -135,25 +118,43 @@ class Driver:
 
     def push(self, source: Source, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
         """See `sender.Sender.push`; ``start`` is the time of that call, by `time.perf_counter`."""
-        payload = self._planned(source, asked, deadline, reading)
-        try:
-            return self._push(payload, asked, deadline, start, reading)
-        except EngineRestarted as error:
-            if error.weights == "unknown":
-                raise
-            self.engines.reopen(deadline)
-            repeated = payload.again(self._open_transfer(source))
-            if repeated is None and (reading.over or (isinstance(source, IteratorSource) and source.begun)):
-                raise
-            payload = repeated or self._planned(source, asked, deadline, reading, again=True)
-        try:
-            return self._push(payload, asked, deadline, start, reading)
-        except EngineRestarted as error:
-            error.args = (
-                f"{error.message} (twice within one push: if it was not, is the URL that of a router in front of "
-                "several engines? give the sender the URLs of the engines)",
-            )
-            raise
+        payload, restarted = self._planned(source, asked, deadline, reading), False
+        while True:
+            try:
+                return self._push(payload, asked, deadline, start, reading)
+            except (BaseUnknown, DigestMismatch) as error:
+                if payload.changes is None:
+                    raise
+                logger.info("what has changed cannot be used, so everything is sent: %s", error)
+                payload = self._repeated(error, payload, source, asked, deadline, reading)
+            except EngineRestarted as error:
+                if restarted:
+                    error.args = (
+                        f"{error.message} (twice within one push: if it was not, is the URL that of a router in front "
+                        "of several engines? give the sender the URLs of the engines)",
+                    )
+                    raise
+                if error.weights == "unknown":
+                    raise
+                restarted = True
+                self.engines.reopen(deadline)
+                payload = self._repeated(error, payload, source, asked, deadline, reading)
+
+    def _repeated(
+        self,
+        error: WeightSyncError,
+        payload: ModelPush,
+        source: Source,
+        asked: Asked,
+        deadline: Deadline,
+        reading: Reading,
+    ) -> ModelPush:
+        """The same push once more, of everything. Raises ``error`` if the tensors are not there any more."""
+        transfer = self._transfer
+        repeated = None if transfer is None or transfer.closed else payload.again(transfer)
+        if repeated is None and (reading.over or (isinstance(source, IteratorSource) and source.begun)):
+            raise error
+        return repeated or self._planned(source, asked, deadline, reading, again=True)
 
     def rehearse(self, source: Source, deadline: Deadline) -> dict[str, float]:
         """Push ``source`` up to the commit, which no engine makes; the seconds of each phase, as `push` counts them."""
@@ -178,7 +179,7 @@ class Driver:
             plan = reading.run(lambda: planner.of(source, transfer, deadline, patterns, again, reading.early))
         self._plan_s = time.perf_counter() - start
         placed = functools.partial(planner.placed, deadline=deadline, allow_missing=patterns)
-        return ModelPush(plan, reading, self._ranks, deadline, placed)
+        return ModelPush(plan, reading, self._ranks, deadline, placed, planner.deltas)
 
     def _push(self, payload: ModelPush, asked: Asked, deadline: Deadline, start: float, reading: Reading) -> PushResult:
         lora = UNSET if asked.lora is None else asked.lora
@@ -210,6 +211,7 @@ class Driver:
             push.unverified,
             reading.how,
             asked.lora or "",
+            *payload.sent_elsewhere(),
         )
 
     def _drafts_left(self, plan: PushPlan) -> tuple[str, ...]:

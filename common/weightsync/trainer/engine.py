@@ -28,7 +28,8 @@ class Engine:
     sender, of each adapter by its name, and of weights by an empty one. ``record_s``: seconds that it generated nothing
     in the last prepare, while its loader was recorded. ``unsettled``: the push or rollback that it was asked to commit,
     until the outcome is known. ``expected``: what it said a complete push is, once it was asked. ``adapters``: the
-    versions of the adapters that it served, by name.
+    versions of the adapters that it served, by name. ``content``: the bytes that its ranks have of this sender's last
+    push to it, see `UpdateRequest.content`.
     """
 
     client: EngineClient
@@ -46,6 +47,7 @@ class Engine:
     unsettled: str = ""
     expected: ExpectedReply | None = None
     adapters: dict[str, str] = field(default_factory=dict)
+    content: str = ""
 
     def __post_init__(self) -> None:
         self.adapters |= self.hello.adapters or {}

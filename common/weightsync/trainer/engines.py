@@ -207,7 +207,7 @@ class Engines:
             engine = self.by_url[client.url]
             engine.noticed, engine.committed = before.noticed, before.committed
             if hello.instance == before.hello.instance:
-                engine.unsettled = before.unsettled
+                engine.unsettled, engine.content = before.unsettled, before.content
             else:
                 engine.noticed.append("restarted since this sender last opened it")
         return failed

@@ -15,10 +15,12 @@ from weightsync.memory import arenas
 from weightsync.sources.iterator import IteratorSource, Placed
 from weightsync.tensors.conversion import Conversion
 from weightsync.tensors.layout import listed
-from weightsync.trainer.outgoing import Outgoing, Sent
+from weightsync.trainer.deltas import Deltas
+from weightsync.trainer.outgoing import Changes, Outgoing, Sent
 from weightsync.trainer.push_plan import PushPlan
 from weightsync.trainer.ranks import Coordinator
 from weightsync.trainer.reading import How, Reading
+from weightsync.trainer.results import DeltaResult
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports.base import Progress
 
@@ -48,6 +50,9 @@ class Repeated(NamedTuple):
         """As `ModelPush.send`."""
         return outgoing.resend(progress)
 
+    def took(self, outgoing: Outgoing, transfer_s: float) -> None:
+        """It says nothing of pushes to all engines."""
+
 
 class ModelPush:
     """A push of ``plan``, whose tensors are read as ``reading`` says; ``ranks`` are those of the trainer, if several.
@@ -64,8 +69,11 @@ class ModelPush:
         ranks: Coordinator | None,
         deadline: Deadline,
         placed: Callable[[PushPlan, Placed], PushPlan],
+        deltas: Deltas,
     ):
-        self._placed = placed
+        self._placed, self._deltas = placed, deltas
+        #: Why everything is sent, to other hosts; empty if what has changed is.
+        self.why_all = "no engine is on another host, or what they or this push ask for excludes changes"
         self.plan, self._reading, self._ranks, self._deadline = plan, reading, ranks, deadline
         #: The push whose arena holds the tensors, and what copying took, once they are copied.
         self._copied: tuple[Outgoing, Sent] | None = None
@@ -89,23 +97,59 @@ class ModelPush:
         plan = self.plan
         if isinstance(plan.source, IteratorSource) and not plan.request.any_order:
             return self._place(plan.source, transfer)
-        outgoing = transfer.begin(plan.request, plan.layout, plan.shared)
+        outgoing = transfer.begin(plan.request, plan.layout, plan.shared, spare=plan.choice.spare)
         if plan.ranks is not None and plan.layout.table and plan.shared is None:
             outgoing.provide(plan.ranks, self._deadline)
         if plan.shared is not None:
             self._finish("in place")
-        elif self._reading.early and outgoing.is_whole and not plan.request.keep and not plan.layout.table:
+        elif self._looks_for_changes(outgoing) or (
+            self._reading.early and outgoing.is_whole and not plan.request.keep and not plan.layout.table
+        ):
             self._copied = outgoing, self._reading.run(lambda: self._copy(outgoing))
             self._finish("copied")
+            self._find_changes(outgoing, transfer)
         return outgoing
 
+    def _looks_for_changes(self, outgoing: Outgoing) -> bool:
+        """Whether what has changed may be sent; then what is copied is hashed as well."""
+        if self.plan.choice.spare:
+            self.why_all = self._deltas.why_not(outgoing)
+            if not self.why_all:
+                outgoing.expect()
+        return not self.why_all
+
+    def _find_changes(self, outgoing: Outgoing, transfer: Transfer) -> None:
+        if not self.why_all:
+            self.why_all = self._deltas.find(outgoing, transfer)
+
+    @property
+    def changes(self) -> Changes | None:
+        """What is sent to other hosts in place of everything."""
+        return None if self._copied is None else self._copied[0].changes
+
+    def sent_elsewhere(self) -> tuple[DeltaResult | None, str]:
+        """What was sent to engines on other hosts in place of everything; and if it was nothing, why so."""
+        found = self.changes
+        if found is None:
+            return None, self.why_all
+        same = len(self.plan.layout.entries) - found.changed - found.whole
+        return DeltaResult(found.layout.payload_bytes, found.changed, found.whole, same, found.find_s), ""
+
+    def took(self, outgoing: Outgoing, transfer_s: float) -> None:
+        """Note how long the transfer took."""
+        copied = Sent(0.0, 0.0, 0.0) if self._copied is None else self._copied[1]
+        self._deltas.took(outgoing, copied.gather_s + copied.digest_s, transfer_s)
+
     def _place(self, source: IteratorSource, transfer: Transfer) -> Outgoing:
-        whole = transfer.begin(self.plan.request, self.plan.layout)
+        whole = transfer.begin(self.plan.request, self.plan.layout, spare=self.plan.choice.spare)
         found = self._reading.run(lambda: self._read(source, whole))
         self.plan = self._placed(self.plan, found)
-        outgoing = transfer.begin(self.plan.request, self.plan.layout)
+        outgoing = transfer.begin(self.plan.request, self.plan.layout, spare=self.plan.choice.spare)
+        outgoing.follow(whole.base)
         self._copied = outgoing, Sent(found.seconds, 0.0, 0.0, found.not_finite)
         self._finish("copied")
+        self._looks_for_changes(outgoing)
+        self._find_changes(outgoing, transfer)
         return outgoing
 
     def _read(self, source: IteratorSource, outgoing: Outgoing) -> Placed:
@@ -125,6 +169,8 @@ class ModelPush:
         if self._copied is None or transfer.closed:
             return None
         outgoing, copied = self._copied
+        if outgoing.changes is not None:
+            self.why_all = "an engine did not have the version before"
         self._copied = transfer.repeat(outgoing), copied
         return self
 
@@ -139,7 +185,7 @@ class ModelPush:
         """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
         if self._copied is not None:
             copied, sent = self._copied[1], outgoing.resend(progress)
-            return Sent(copied.gather_s, sent.digest_s, sent.verify_s, copied.not_finite)
+            return Sent(copied.gather_s, copied.digest_s + sent.digest_s, sent.verify_s, copied.not_finite)
         if self.plan.shared is not None:
             sent = self._send(outgoing, deadline, progress)
             self.check_unchanged("no engine was asked to commit")

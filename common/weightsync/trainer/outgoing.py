@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import msgspec
 import torch
 
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas
 from weightsync.memory.arenas import Arena
 from weightsync.memory.shared_parameters import SharedParameters
+from weightsync.protocol.deltas import DeltaSpec
 from weightsync.protocol.http import UpdateRequest
 from weightsync.sources import Source
+from weightsync.tensors import changes
 from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions, by_source
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.scattered import key
-from weightsync.tensors.subset import Digests, Wanted
+from weightsync.tensors.subset import Digests, Subset, Wanted
 from weightsync.trainer.gpu_pack_plan import GpuPackPlan
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
 from weightsync.trainer.packing import Packed as PackedBucket
 from weightsync.trainer.packing import Packer, hash_stream
 from weightsync.trainer.ranks import Coordinator
+from weightsync.transports import registry
 from weightsync.transports.base import Peer, Progress, Sending, TrainerEnd
 from weightsync.uncollected import uncollected
 
 Packed = dict[int, tuple[tuple[object, ...], PackPlan | GpuPackPlan | None, bool]]
 """By arena: what identifies the last packing, its plan if there is one, and whether planning was tried."""
+_NOTHING: Final = Wanted(())
 
 
 class Sent(NamedTuple):
@@ -40,12 +45,29 @@ class Sent(NamedTuple):
     not_finite: int = 0
 
 
+class Changes(NamedTuple):
+    """What crosses to other hosts in place of a version: a stream of its own, in an ``arena`` of its own.
+
+    ``announced`` has the digests of its buckets; ``changed`` tensors cross as deltas, and ``whole`` ones in full.
+    ``find_s``: the seconds that it took to make all this.
+    """
+
+    spec: DeltaSpec
+    layout: Layout
+    arena: Arena
+    announced: Sequence[Digests]
+    changed: int
+    whole: int
+    find_s: float
+
+
 class Outgoing:
     """A push, made by `Transfer.begin` or `Transfer.again`.
 
     ``plan`` is the request to every engine, ``layout`` is the stream, which goes through ``arena``; ``others`` are
     arenas that ranks may still use. ``ends`` has the trainer end of each transport in use, by name, and ``packed`` is
-    kept from push to push. ``announced`` has the digests of each bucket that are known already.
+    kept from push to push. ``announced`` has the digests of each bucket that are known already, as ``demand`` asked for
+    them.
     """
 
     def __init__(
@@ -57,14 +79,21 @@ class Outgoing:
         arena: Arena,
         others: Sequence[Arena],
         announced: Sequence[Digests] = (),
+        demand: Wanted = _NOTHING,
     ):
         self.plan, self.layout, self.arena = plan, layout, arena
+        #: The version before, in another arena, as it crossed.
+        self.base: Outgoing | None = None
         self.announced = list(announced) or [{}] * layout.buckets(plan.bucket_bytes)
-        self._by_name, self._packed, self._others = ends, packed, others
+        self._by_name, self._packed, self.others = ends, packed, others
         #: This push, in each of the transports that carry it.
         self._sendings: list[Sending] = []
-        #: The digests that the connected ranks need.
-        self.demand = Wanted(())
+        #: The same, in those that carry what has changed.
+        self._changing: list[Sending] = []
+        #: The digests that the connected ranks need, or did when what the arena holds was sent before.
+        self.demand = demand
+        #: What is sent to other hosts in place of what the arena holds.
+        self.changes: Changes | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -72,17 +101,51 @@ class Outgoing:
         plan = self.plan
         return not (plan.stream or plan.any_order) and self.layout.nbytes <= plan.slots * plan.bucket_bytes
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """What the arena holds."""
+        assert isinstance(self.arena.bytes, torch.Tensor), "an arena, and not parameters in place"
+        return self.arena.bytes
+
+    def expect(self) -> None:
+        """Have what the arena holds hashed while it is copied: the ranks will need what they needed of the base."""
+        assert self.base is not None, "there is a version before"
+        self.demand = self.base.demand
+
+    def follow(self, base: Outgoing | None) -> None:
+        """Take ``base`` as the version before, if it has the same tensors."""
+        self.base = base if base is not None and base.layout.name == self.layout.name else None
+
+    @property
+    def content(self) -> str:
+        """The name of what the arena holds, by which ranks know it."""
+        return self.plan.content or self.plan.push
+
+    def _changes(self, transport: str) -> Changes | None:
+        return None if registry.spec(transport).local else self.changes
+
     def request(self, engine: str, transport: str) -> UpdateRequest:
         """The request to the engine at the URL ``engine``."""
-        return self._by_name[transport].request(self.plan, engine)
+        found = self._changes(transport)
+        plan = self.plan if found is None else msgspec.structs.replace(self.plan, delta=found.spec)
+        return self._by_name[transport].request(plan, engine)
 
     def await_ranks(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
         """Wait until all ``peers``, by transport, have connected. Raises `TransferFailed` or `PushTimeout`."""
+        needs = list[Subset]()
         for name, ranks in peers.items():
-            sending = self._by_name[name].begin(self.plan, self.layout, [self.arena, *self._others], ranks, deadline)
-            self._sendings.append(sending)
+            found, arenas = self._changes(name), [self.arena, *self.others]
+            if found is None:
+                sending = self._by_name[name].begin(self.plan, self.layout, arenas, ranks, deadline)
+                self._sendings.append(sending)
+            else:
+                plan = changes.crossing(msgspec.structs.replace(self.plan, delta=found.spec))
+                arenas = [found.arena, *(arena for arena in arenas if arena is not found.arena)]
+                sending = self._by_name[name].begin(plan, found.layout, arenas, ranks, deadline)
+                self._changing.append(sending)
             sending.await_ranks()
-        self.demand = Wanted(parts for sending in self._sendings for parts in sending.needs())
+            needs += sending.needs() if found is None else ()
+        self.demand = self.demand.also(needs)
 
     def send(
         self,
@@ -132,7 +195,7 @@ class Outgoing:
         conversions: Conversions = NO_CONVERSIONS,
     ) -> Sent:
         """Pack the stream into an arena that holds all of it, for `resend`, before any engine is asked. As `send`."""
-        packing = _Packing(self, self._packed, "", identity, conversions)
+        packing = _Packing(self, self._packed, self._known_digest, identity, conversions)
         self.announced = [bucket.digests for bucket in packing.fill(tensors, lambda bucket: None)]
         packing.remember()
         return packing.sent
@@ -141,7 +204,7 @@ class Outgoing:
     def _assembled(self) -> tuple[arenas.ShmArena | arenas.CudaArena, tuple[str, ...]]:
         """The arena, which several processes fill, or of which each has a part; and the names of all arenas in use."""
         assert not isinstance(self.arena, SharedParameters), "what is read in place is not written"
-        every = [self.arena, *self._others]
+        every = [self.arena, *self.others]
         return self.arena, tuple(arena.name for arena in every if not isinstance(arena, SharedParameters))
 
     def provide(self, ranks: Coordinator, deadline: Deadline) -> None:
@@ -157,7 +220,12 @@ class Outgoing:
 
     def copy_filled(self, ranks: Coordinator, source: Source, deadline: Deadline) -> Sent:
         """As `copy`, with the trainer's ranks filling the arena. Also raises what they raise."""
-        return self._fill(ranks, source, deadline, "")
+        return self._fill(ranks, source, deadline, self._known_digest)
+
+    @property
+    def _known_digest(self) -> str:
+        """The algorithm, if it is known what ranks need before they have connected: what they needed of the base."""
+        return self.plan.digest if self.demand.names else ""
 
     def _fill(self, ranks: Coordinator, source: Source, deadline: Deadline, algorithm: str) -> Sent:
         size = self.plan.bucket_bytes
@@ -176,17 +244,25 @@ class Outgoing:
 
     def resend(self, progress: Progress) -> Sent:
         """Send what the arena holds, from an earlier push or from `copy`. Raises `TransferFailed` or `PushTimeout`."""
+        hashed_s = self.hash_rest()
+        return Sent(0.0, hashed_s, self._announce_all(progress))
+
+    def hash_rest(self) -> float:
+        """Hash what the arena holds, as far as it is needed and was not; the seconds that it took."""
         start = time.perf_counter()
         new = self.demand.without(set[str]().union(*self.announced))
-        if self.plan.digest and new.names:  # these ranks need other parts than the ranks of that push
+        if self.plan.digest and new.names:  # these ranks need other parts than those of the push that hashed it
             found = hash_stream(self.layout, self.arena.bytes, self.plan.digest, new)
             by_bucket = new.by_bucket(self.layout, self.plan.bucket_bytes, found)
             self.announced = [{**known, **more} for known, more in zip(self.announced, by_bucket, strict=True)]
-        hashed_s = time.perf_counter() - start
-        return Sent(0.0, hashed_s, self._announce_all(progress))
+        return time.perf_counter() - start
 
     def _announce_all(self, progress: Progress) -> float:
-        """Announce every bucket of an arena that holds them all; the seconds that `_finish` returns."""
+        """Announce every bucket of an arena that holds them all, and of what has changed; the seconds that `_finish`
+        returns."""
+        for number, digests in enumerate(self.changes.announced if self.changes is not None else ()):
+            for sending in self._changing:
+                sending.announce(number, digests)
         for number, digests in enumerate(self.announced):
             self._announce(number, digests)
             progress(min((number + 1) * self.plan.bucket_bytes, self.layout.nbytes))
@@ -197,7 +273,7 @@ class Outgoing:
             sending.announce(number, digests, begins)
 
     def _finish(self) -> float:
-        return max(sending.finish() for sending in self._sendings)
+        return max(sending.finish() for sending in (*self._sendings, *self._changing))
 
     def _acquire(self, bucket: int) -> None:
         for sending in self._sendings:
@@ -205,8 +281,9 @@ class Outgoing:
 
     def cancel(self, error: BaseException) -> None:
         """Tell the ranks that the push is cancelled."""
-        while self._sendings:
-            self._sendings.pop().cancel(error)
+        for sendings in (self._sendings, self._changing):
+            while sendings:
+                sendings.pop().cancel(error)
 
 
 class _Packing:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from weightsync import errors, observe
 from weightsync.deadline import Deadline
@@ -95,6 +96,9 @@ class Payload(Protocol):
 
     def send(self, outgoing: Outgoing, deadline: Deadline, progress: Progress) -> Sent:
         """Send the bytes. Raises `SourceError`, `TransferFailed` or `PushTimeout`."""
+
+    def took(self, outgoing: Outgoing, transfer_s: float) -> None:
+        """Note how long the transfer took, in seconds."""
 
 
 class Change:
@@ -250,6 +254,10 @@ class Push(Change):
                 request = self._request(payload.name, label)
                 commits = self._commit(msgspec.structs.replace(request, lora=outgoing.plan.lora))
         self._committed(payload.name, label)
+        if outgoing.plan.lora is UNSET:
+            for engine in self._engines.by_url.values():
+                engine.content = outgoing.content
+        payload.took(outgoing, self.seconds.get("transfer", 0.0))
         self._push_transfer.served(outgoing)
         return sent, commits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import Final, NamedTuple, get_args
 
 import torch
@@ -27,7 +28,8 @@ from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions
 from weightsync.tensors.domains import layout_of
 from weightsync.tensors.layout import ALIGN_BYTES, Layout, Table, listed
 from weightsync.trainer import buckets
-from weightsync.trainer.buckets import Choice, Staging, choose
+from weightsync.trainer.buckets import Choice, Staging, choose, have_spare
+from weightsync.trainer.deltas import Delta, Deltas
 from weightsync.trainer.engines import Engines
 from weightsync.trainer.fit import Fit, fit, fitting
 from weightsync.trainer.ranks import Coordinator
@@ -58,6 +60,7 @@ class Options(NamedTuple):
     progress: bool
     address: str
     check_replicas: CheckReplicas
+    delta: Delta = "auto"
     prefix: str = ""
 
     def of_all_ranks(self, urls: Sequence[str]) -> dict[str, str]:
@@ -73,6 +76,7 @@ class Options(NamedTuple):
             ("staging", self.staging, get_args(Staging)),
             ("verify", self.verify, get_args(http.Verify)),
             ("check_replicas", self.check_replicas, get_args(CheckReplicas)),
+            ("delta", self.delta, get_args(Delta)),
         ):
             if value not in known:
                 raise UnsupportedOption(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
@@ -110,6 +114,7 @@ class Planner:
 
     def __init__(self, engines: Engines, options: Options, ranks: Coordinator | None):
         self._engines, self._options, self._ranks = engines, options, ranks
+        self.deltas = Deltas(engines, options.delta)
         self._layout: Layout | None = None
         self._gathering = Gathering()
         #: Whether several processes fill the arena.
@@ -242,7 +247,7 @@ class Planner:
             return 0, 0
         layout = self._layout_of(first.likely(), False)
         choice = self._choose(transfer, layout)
-        return buckets.arenas(choice, layout.nbytes, keep=self._options.keep)
+        return buckets.arenas(choice, layout.nbytes, keep=self._options.keep or choice.spare)
 
     def _check_in_turn(self, allow_missing: Sequence[str]) -> None:
         """Raise `UnsupportedOption` if tensors cannot be sent in the order in which they come."""
@@ -348,7 +353,7 @@ class Planner:
         if self._chosen is None:
             ranks, here, options = self._engines.ranks, transfer.device.type, self._options
             free = min([transfer.free_bytes(), *(rank.free_bytes for rank in ranks if rank.device == here)])
-            self._chosen = choose(
+            chosen = choose(
                 layout.nbytes,
                 free,
                 buckets.stage_bytes(ranks),
@@ -360,6 +365,9 @@ class Planner:
                 not self._engines.local,
                 here == "cuda" and all(rank.host == arenas.host_id() for rank in ranks),
             )
+            spare = here == "cpu" and options.verify != "off" and have_spare(chosen, free)
+            spare = spare and self.deltas.are_possible(layout, chosen, keep=options.keep)
+            self._chosen = replace(chosen, spare=spare)
         return self._chosen
 
     def request(

@@ -31,6 +31,21 @@ class EngineResult:
 
 
 @dataclass(frozen=True)
+class DeltaResult:
+    """What engines on other hosts were sent in place of a whole version: what changed since the one before.
+
+    It took ``nbytes``, and ``find_s`` seconds to find. ``changed`` tensors were sent as what differs in them, ``whole``
+    ones in full, because more differs, and ``same`` ones not at all.
+    """
+
+    nbytes: int
+    changed: int
+    whole: int
+    same: int
+    find_s: float
+
+
+@dataclass(frozen=True)
 class PushResult:
     """What a push did.
 
@@ -52,6 +67,9 @@ class PushResult:
 
     ``lora`` is the name of the adapter that was pushed, empty for weights.
 
+    ``delta`` is what engines on other hosts were sent in place of all of it; or if it is None, ``delta_reason`` says
+    why they were sent everything.
+
     ``engines`` has each engine's part, by URL. ``verify`` is how the push was verified, ``staging`` where the bytes
     waited for the commit, and ``staging_reason`` why there.
     """
@@ -70,6 +88,8 @@ class PushResult:
     unverified: tuple[str, ...] = ()
     read: How = "sent"
     lora: str = ""
+    delta: DeltaResult | None = None
+    delta_reason: str = ""
 
 
 class PushFuture(Future[PushResult]):

@@ -16,9 +16,11 @@ from weightsync.protocol.names import check_label, plain_url
 from weightsync.protocol.states import PUSH, Machine
 from weightsync.sources import Source, Sources
 from weightsync.trainer import metrics
+from weightsync.trainer.asked import Asked
 from weightsync.trainer.background import in_background
 from weightsync.trainer.buckets import Staging
-from weightsync.trainer.driver import Asked, Driver
+from weightsync.trainer.deltas import Delta
+from weightsync.trainer.driver import Driver
 from weightsync.trainer.join_server import JoinServer
 from weightsync.trainer.push_plan import Options
 from weightsync.trainer.ranks import Coordinator, Follower, ranks
@@ -58,14 +60,13 @@ class Sender:
     - ``keep_previous``: True has engines keep the previous version, for `rollback` and for a commit that fails; this
       doubles the memory for the weights. With ``"auto"``, those that load into a standby hold it anyway, until the next
       push is loaded there.
-    - ``bucket_bytes``: the size of each of two buckets through which the bytes travel. By default the buckets hold the
-      whole model if memory allows, so that on one host nothing is copied twice.
+    - ``bucket_bytes``: the size of each of two buckets; by default there are many, for the whole model if it fits.
     - ``progress``: show a progress bar.
-    - ``address``: the address or name of this host at which engines on other hosts reach the trainer; by default the
-      local address from which the trainer reaches each engine.
+    - ``address``: the address or name of this host for engines on other hosts; by default the local one to each.
     - ``group``: the `torch.distributed` process group whose processes are the trainer, by default the default group.
     - ``check_replicas``: when to compare weights that several ranks of a trainer hold: at the first push and every
       hundredth (``"first"``), or at each (``"always"``).
+    - ``delta``: ``"auto"`` sends engines on other hosts what has changed, where that pays; ``"never"`` everything.
 
     Building a sender contacts every engine and raises what would make a push fail: `EngineUnreachable`,
     `PluginNotLoaded`, `AuthenticationFailed`, `ProtocolMismatch` or `UnsupportedOption`. It makes what the first push
@@ -97,6 +98,7 @@ class Sender:
         address: str | None = None,
         group: Any = None,
         check_replicas: CheckReplicas = "first",
+        delta: Delta = "auto",
     ):
         if isinstance(engines, str) or not engines:
             raise UnsupportedOption("engines: give a list of one or more engines")
@@ -117,6 +119,7 @@ class Sender:
             progress,
             "" if address is None else address,
             check_replicas,
+            delta,
         )
         self._options.check()
         self._targets, self._urls = targets, urls

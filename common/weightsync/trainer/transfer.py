@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 import torch
 
 from weightsync.deadline import Deadline
 from weightsync.memory import arenas
-from weightsync.memory.arenas import Arena, ShmArena
+from weightsync.memory.arenas import Arena, CudaArena, ShmArena
 from weightsync.memory.shared_parameters import SharedParameters
 from weightsync.protocol import http
 from weightsync.protocol.expected import Lent
@@ -22,6 +23,9 @@ from weightsync.trainer import buckets
 from weightsync.trainer.outgoing import Outgoing, Packed
 from weightsync.transports import registry
 from weightsync.transports.base import PeerRanks, TrainerEnd
+
+#: The first arena for changes has one part in so many of the bytes of a version.
+_CHANGES_SHARE: Final = 16
 
 Post = Callable[[Mapping[str, Handshake]], Mapping[str, http.JoinReply]]
 """Sends engines, by URL, the handshake of a transport; returns their replies."""
@@ -39,8 +43,9 @@ class Transfer:
         self._ends: dict[str, TrainerEnd] = {}
         #: The next push goes into the first. With ``keep_previous`` a second one holds the served version.
         self._arenas: list[Arena] = []
-        #: Those of adapters, by name, so that those above go on holding the weights.
+        #: Those of adapters, by name, so that those above go on holding the weights; and that of what has changed.
         self._apart: dict[str, Arena] = {}
+        self._of_changes: ShmArena | CudaArena | None = None
         #: The pushes of the adapters that are served, by name, each still in its arena.
         self._adapters: dict[str, Outgoing] = {}
         #: The sizes of other memory domains' arenas, which have the name of the first and are made anew with it.
@@ -82,23 +87,27 @@ class Transfer:
             return None
         return Lent(transport, self._end(transport).address(engine), handles)
 
-    def begin(self, plan: UpdateRequest, layout: Layout, shared: list[torch.Tensor] | None = None) -> Outgoing:
+    def begin(
+        self, plan: UpdateRequest, layout: Layout, shared: list[torch.Tensor] | None = None, *, spare: bool = False
+    ) -> Outgoing:
         """Start a push, in the arenas of the push before if they have the right size.
 
-        ``shared`` are all tensors, if the ranks read them in place.
+        ``shared`` are all tensors, if the ranks read them in place. ``spare``: a second arena keeps the version before.
         """
-        start = time.perf_counter()
+        start, base = time.perf_counter(), None
         if plan.adapter is not msgspec.UNSET:
             arena = self._make_apart(plan.adapter.name, plan.slots * plan.bucket_bytes)
         else:
-            self._served = None
+            served, self._served = self._served, None
             if shared is not None:
                 self._share(layout, shared)
             else:
-                self._make_arenas(plan, layout)
+                self._make_arenas(plan, layout, spare)
             arena = self._arenas[0]
+            base = served if served is not None and served.arena in self._arenas[1:] else None
         self.arena_s += time.perf_counter() - start
         self._current = Outgoing(self._ends, self._packed, plan, layout, arena, self._but(arena))
+        self._current.follow(base)
         return self._current
 
     def _make_apart(self, name: str, nbytes: int) -> Arena:
@@ -113,9 +122,27 @@ class Transfer:
             arena = self._apart[name] = arenas.make(nbytes, self.device)
         return arena
 
-    def _but(self, arena: Arena) -> list[Arena]:
+    def arena_of_changes(self, nbytes: int, most: int) -> ShmArena | CudaArena:
+        """An arena of at least ``nbytes`` for what has changed of a version of ``most`` bytes."""
+        arena = self._of_changes
+        if arena is None or arena.bytes.numel() < nbytes or not arenas.reachable(arena):
+            if arena is not None:
+                for end in self._ends.values():
+                    end.forget()
+                arena.close()
+            # Connections are made anew with a new arena, so there are few sizes.
+            room = ALIGN_BYTES * max(1, most // _CHANGES_SHARE // ALIGN_BYTES)
+            while room < nbytes:
+                room *= 2
+            arena = self._of_changes = arenas.make(room, self.device)
+            if self._current is not None:  # it began beside the one before
+                self._current.others = self._but(self._current.arena)
+        return arena
+
+    def _but(self, arena: Arena | None) -> list[Arena]:
         """The other arenas that ranks may still use."""
-        return [other for other in (*self._arenas, *self._apart.values()) if other is not arena]
+        of_changes = [] if self._of_changes is None else [self._of_changes]
+        return [other for other in (*self._arenas, *self._apart.values(), *of_changes) if other is not arena]
 
     def again(self, lora: str | msgspec.UnsetType = msgspec.UNSET) -> Outgoing | None:
         """Start a push of the served version, of the weights or of an adapter, for `Outgoing.resend`; None if no arena
@@ -126,7 +153,9 @@ class Transfer:
     def repeat(self, last: Outgoing) -> Outgoing:
         """Start a push of what the arena of ``last``, a push of this transfer, holds."""
         plan, others = msgspec.structs.replace(last.plan, push=secrets.token_hex(8)), self._but(last.arena)
-        self._current = Outgoing(self._ends, self._packed, plan, last.layout, last.arena, others, last.announced)
+        plan = msgspec.structs.replace(plan, content=last.content)
+        before = last.announced, last.demand
+        self._current = Outgoing(self._ends, self._packed, plan, last.layout, last.arena, others, *before)
         return self._current
 
     def _share(self, layout: Layout, shared: list[torch.Tensor]) -> None:
@@ -138,8 +167,8 @@ class Transfer:
             self._arenas.append(SharedParameters(layout, shared))
             self._offered = offered
 
-    def _make_arenas(self, plan: UpdateRequest, layout: Layout) -> None:
-        nbytes, count = buckets.arenas(plan, layout.nbytes, keep=plan.keep)
+    def _make_arenas(self, plan: UpdateRequest, layout: Layout, spare: bool) -> None:
+        nbytes, count = buckets.arenas(plan, layout.nbytes, keep=plan.keep or spare)
         if layout.table:  # ranks keep versions in stages of their own
             nbytes, count = max(layout.domain_bytes(0), ALIGN_BYTES), 1
         self.provide(nbytes, count, [layout.domain_bytes(domain) for domain in range(1, len(layout.table))])
@@ -192,7 +221,7 @@ class Transfer:
 
     def served(self, push: Outgoing) -> None:
         """Note that a push is served. With two arenas, the next push goes into the other one."""
-        again, self._current = self._served is not None, None
+        again, self._current, push.base = self._served is not None, None, None
         if push.plan.lora is not msgspec.UNSET:
             if push.is_whole:
                 self._adapters[push.plan.lora] = push
@@ -220,8 +249,10 @@ class Transfer:
         self.closed = True
         self._free()
         self._adapters.clear()
-        while self._apart:
-            self._apart.popitem()[1].close()
+        for arena in self._but(None):
+            arena.close()
+        self._apart.clear()
+        self._of_changes = None
         while self._ends:
             self._ends.popitem()[1].close()
         native_copy.release()

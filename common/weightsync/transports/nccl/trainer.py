@@ -208,8 +208,9 @@ class BroadcastSending:
     def _begin(self) -> None:
         """Have the trainer's other ranks send too, if they can."""
         helpers, plan, deadline = self._helpers, self._plan, self._session.deadline
-        # Of several domains only those that have a part of the stream can send.
-        if helpers is None or not helpers.filled or not (helpers.in_one_domain or self._layout.table):
+        # Of several domains only those that have a part of the stream can send, and of changes rank 0 alone.
+        has = helpers is not None and helpers.filled and (helpers.in_one_domain or self._layout.table)
+        if helpers is None or not has or plan.delta is not msgspec.UNSET:
             return
         self._senders = len(helpers.senders)
         asked = {

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from weightsync.protocol import control
 from weightsync.protocol.control import BucketDone, BucketReady, PassOn, Supplied, WriteWindow
@@ -135,8 +136,9 @@ class NixlIncoming:
 
     @property
     def bytes_per_s(self) -> float:
-        """The speed of the link, if this rank was sent everything; 0 if it is unknown."""
-        return speed(self._arrived, self._request.bucket_bytes) if not self._subset.name else 0.0
+        """The speed of the link, if this rank was sent everything; 0 if it is unknown, or too little was sent."""
+        known = self._request.delta is UNSET and not self._subset.name
+        return speed(self._arrived, self._request.bucket_bytes) if known else 0.0
 
     def _pass_on(self, bucket: int, count: int) -> None:
         """Pass on a bucket that is verified; if it is the last, until all who get it from this rank have everything."""
