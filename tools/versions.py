@@ -1,8 +1,8 @@
 """Other versions of the engines than the pinned ones, each in a folder that goes before the engine's environment.
 
 Usage: python3 tools/versions.py [oldest|all]       install them (default: all; `make env` comes first)
-       python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment, and
-                                                    other trainers, which go before the trainer's
+       python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment,
+                                                    other trainers, which go before the trainer's, and Ray
        python3 tools/versions.py table              write the tables of docs/versions.md from the last results
 """
 
@@ -40,6 +40,9 @@ TRL_REQUIREMENTS = ROOT / "requirements" / "trl.txt"
 #: DeepSpeed's version, and the packages of other trainers, which go before the trainer's environment.
 TRAINERS = "0.19.8"
 TRAINERS_REQUIREMENTS = ROOT / "requirements" / "trainers.txt"
+#: Ray's version, which goes before the trainer's environment and those of the engines.
+RAY = "2.60.0"
+RAY_REQUIREMENTS = ROOT / "requirements" / "ray.txt"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
 
@@ -91,6 +94,12 @@ def install_trainers() -> None:
     """Install DeepSpeed and other trainers beside the trainer's environment, unless they are there."""
     if not there("trainers", TRAINERS):
         _install(folder("trainers", TRAINERS), ".venv", *_lines(TRAINERS_REQUIREMENTS))
+
+
+def install_ray() -> None:
+    """Install Ray beside the other environments, unless it is there."""
+    if not there("ray", RAY):
+        _install(folder("ray", RAY), ".venv", *_lines(RAY_REQUIREMENTS))
 
 
 def _lines(requirements: Path) -> list[str]:
@@ -145,6 +154,7 @@ def main() -> None:
     if asked == "frameworks":
         for version in TRL:
             install_trl(version)
+        install_ray()
         return install_trainers()
     for engine, versions in VERSIONS.items():
         for version in versions[:1] if asked == "oldest" else versions:

@@ -44,7 +44,7 @@ from weightsync.engine.in_process import EngineInProcess, attached, run_in_threa
 from weightsync.engine.rank_calls import COMMIT_CALL_S, Calls, restored, settle
 from weightsync.engine.rank_methods import handle
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import EngineUnreachable, WeightSyncError, changed_nothing
+from weightsync.errors import EngineUnreachable, UnsupportedOption, WeightSyncError, changed_nothing
 from weightsync.protocol import auth, http
 from weightsync.protocol.lockstep import Lockstep
 from weightsync.tensors.layout import differing, digest_of
@@ -293,7 +293,9 @@ class ReferenceInProcess:
 
 
 def attach(engine: ReferenceInProcess) -> EngineInProcess:
-    """``weightsync.engines`` entry point: the client of a `ReferenceInProcess`."""
+    """``weightsync.engines`` entry point: the client of a `ReferenceInProcess`. Raises `UnsupportedOption`."""
+    if not isinstance(engine, ReferenceInProcess):
+        raise UnsupportedOption(f"{type(engine).__name__} is no engine")
 
     def make(name: str) -> EngineInProcess:
         return EngineInProcess(

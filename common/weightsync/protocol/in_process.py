@@ -54,8 +54,17 @@ def name_of(where: Target) -> str:
     return where if isinstance(where, str) else where.name
 
 
+def is_of_engine(thing: object) -> bool:
+    """Whether a package that has registered a client has made the class of ``thing``: it may be an engine."""
+    return not {point.name for point in entry_points(group=GROUP)}.isdisjoint(_packages(thing))
+
+
+def _packages(thing: object) -> list[str]:
+    return [kind.__module__.partition(".")[0] for kind in type(thing).__mro__]
+
+
 def _find(engine: object) -> AskedByCalls:
-    packages = [kind.__module__.partition(".")[0] for kind in type(engine).__mro__]
+    packages = _packages(engine)
     registered = {point.name: point for point in entry_points(group=GROUP)}
     for package in packages:
         if package in registered:
@@ -68,5 +77,5 @@ def _find(engine: object) -> AskedByCalls:
         )
     raise UnsupportedOption(
         f"{engine!r:.200} is neither a URL nor an engine: give strings like 'http://HOST:PORT', or engines of this "
-        "process (vllm.LLM, vllm.AsyncLLM, sglang.Engine)"
+        "process (vllm.LLM, vllm.AsyncLLM, sglang.Engine), or Ray actors that hold one"
     )

@@ -1,0 +1,145 @@
+"""Engines in Ray actors: ``Sender([actor])``, with any method of the actor's class as it is.
+
+An actor holds its engine, a `vllm.LLM`, `vllm.AsyncLLM` or `sglang.Engine`, in an attribute. What a sender asks crosses
+in calls of the actor (``__ray_call__``), and is answered in its process as for an engine of the trainer's own process.
+Only the bytes of the weights take a transport. Source of the actor's API: Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple
+
+import ray
+import ray.exceptions
+from ray.actor import ActorHandle
+
+from weightsync.daemon_thread import DaemonThread
+from weightsync.errors import UnsupportedOption, WeightSyncError
+from weightsync.protocol import http
+from weightsync.protocol.in_process import AskedByCalls, NotRunning, is_of_engine, target
+from weightsync.tensors.layout import listed
+
+Reply = tuple[int, bytes]
+
+#: Seconds between two calls of an actor whose event loop must not wait for a reply.
+_LOOK_UP_S: Final = 0.002
+#: Seconds after its deadline until a reply that nobody fetches is forgotten.
+_KEPT_S: Final = 60.0
+#: Requests that the process of an actor answers at once.
+_AT_ONCE: Final = 8
+#: The attribute of an actor with the replies that nobody has fetched yet, by request.
+_PENDING: Final = "_weightsync_pending"
+_BUSY: Final = "its actor, which runs one call at a time: what is asked waits for the call to end"
+
+
+class EngineInActor:
+    """See `weightsync.protocol.in_process.AskedByCalls`: the engine that ``actor`` holds."""
+
+    of_this_process = False
+
+    def __init__(self, actor: ActorHandle[Any]):
+        self.name = repr(actor)
+        self._actor = actor
+
+    def ask(self, route: str, body: bytes, timeout_s: float) -> Reply:
+        """See `weightsync.protocol.in_process.AskedByCalls`."""
+        end, request = time.monotonic() + timeout_s, secrets.token_hex(8)
+        while True:
+            reply = self._call(request, route, body, max(0.0, end - time.monotonic()))
+            if reply is not None:
+                return reply
+            time.sleep(_LOOK_UP_S)
+
+    def _call(self, request: str, route: str, body: bytes, timeout_s: float) -> Reply | None:
+        called = self._actor.__ray_call__.remote(_answer, request, route, body, timeout_s)
+        try:
+            reply: Reply | None = ray.get(called, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(_BUSY) from None
+        except ray.exceptions.RayTaskError as error:  # raised in the actor
+            if isinstance(error.cause, (TimeoutError, NotRunning)):
+                raise error.cause from error
+            raise NotRunning(f"its process could not answer: {type(error.cause).__name__}: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            raise NotRunning(str(error).partition("\n")[0]) from error
+        return reply
+
+    def check_caller(self) -> None:
+        """See `weightsync.protocol.in_process.AskedByCalls`."""
+        if ray.get_runtime_context().get_actor_id() == self._actor._actor_id.hex():
+            raise UnsupportedOption(
+                f"{self.name} is the actor that pushes, and cannot answer meanwhile: give the sender the engine itself"
+            )
+
+
+def attach(actor: ActorHandle[Any]) -> EngineInActor:
+    """``weightsync.engines`` entry point: the client of the engine that ``actor`` holds.
+
+    Raises `UnsupportedOption` if it is no actor.
+    """
+    if not isinstance(actor, ActorHandle):
+        raise UnsupportedOption(f"{actor!r:.200} is no actor of Ray: give the handle of one that holds an engine")
+    return EngineInActor(actor)
+
+
+# ---- in the process of the actor -------------------------------------------------------------------------------------
+
+
+class _Pending(NamedTuple):
+    """A reply, and when it may be forgotten."""
+
+    reply: Future[Reply]
+    until: float
+
+
+_threads: Final = DaemonThread("weightsync-actor", _AT_ONCE)
+
+
+def _answer(actor: object, request: str, route: str, body: bytes, timeout_s: float) -> Reply | None:
+    """What the engine in ``actor`` replies; None if another call for the same ``request`` has to fetch that.
+
+    The event loop of an actor with coroutines goes on meanwhile. Another actor waits here for the reply, and so do its
+    other calls.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _reply(actor, route, body, timeout_s)
+    pending: dict[str, _Pending] = vars(actor).setdefault(_PENDING, {})
+    now = time.monotonic()
+    if request not in pending:
+        for old in [name for name, each in pending.items() if each.until < now and each.reply.done()]:
+            del pending[old]
+        reply = _threads.submit(lambda: _reply(actor, route, body, timeout_s))
+        pending[request] = _Pending(reply, now + timeout_s + _KEPT_S)
+    return pending.pop(request).reply.result() if pending[request].reply.done() else None
+
+
+def _reply(actor: object, route: str, body: bytes, timeout_s: float) -> Reply:
+    try:
+        return _engine_of(actor).ask(route, body, timeout_s)
+    except WeightSyncError as error:
+        return 422, http.to_json(http.error_reply(error))
+
+
+def _engine_of(actor: object) -> AskedByCalls:
+    found: dict[str, AskedByCalls] = {}
+    why = ""
+    for name, value in vars(actor).items():
+        if is_of_engine(value):
+            try:
+                held = target(value)
+            except UnsupportedOption as error:
+                why = f": {error}"
+            else:
+                found |= {} if isinstance(held, str) else {name: held}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    raise UnsupportedOption(
+        f"the actor of {type(actor).__name__} has {listed(found) if found else 'no engine'} among its attributes: give "
+        f"one that has exactly one vllm.LLM, vllm.AsyncLLM or sglang.Engine{why}"
+    )

@@ -1,0 +1,160 @@
+"""What tests/ray asks of a local Ray: ``python -m tests.ray.run PART ARGUMENTS``; prints what it has seen, as JSON."""
+
+import contextlib
+import json
+import sys
+import time
+
+import ray
+
+from tests.ray import actors
+from tools import models, servers, versions
+from weightsync import Sender
+from weightsync.errors import WeightSyncError
+
+WAIT_S = 180.0
+#: Of a call of an actor in which a push times out.
+BUSY_S = 40.0
+#: Of an actor whose process a test kills.
+RESTARTS = {"max_restarts": -1}
+
+
+def reference(folder):
+    """Greedy tokens and logprobs of the reference engine with the weights of a folder."""
+    return list(actors.ReferenceInProcess(folder).generate(actors.PROMPT, 8))
+
+
+def remote(kind, *arguments, **options):
+    return ray.remote(num_cpus=0, **options)(kind).remote(*arguments)
+
+
+def generated(actor):
+    return list(ray.get(actor.generate.remote(), timeout=WAIT_S))
+
+
+def raised(act):
+    """The error of ``act``, with its kind."""
+    try:
+        act()
+    except WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def kinds(before, after):
+    """Actors of all kinds, in one push."""
+    held = [
+        remote(actors.Held, before),
+        remote(actors.Held, before, max_concurrency=4),
+        remote(actors.HeldByCoroutines, before),
+    ]
+    seen = {"before": [generated(actor) for actor in held], "fresh": [reference(before), reference(after)]}
+    with Sender(held, timeout_s=WAIT_S, keep_previous=True) as sender:
+        sender.push(models.load_reference(before))
+        seen["engines"] = list(sender.push(models.load_reference(after)).engines)
+        seen["after"] = [generated(actor) for actor in held]
+        seen["previous"] = [status.version for status in sender.status().values()]
+        sender.rollback()
+    seen["back"] = [generated(actor) for actor in held]
+    seen["names"] = [repr(actor) for actor in held]
+    return seen
+
+
+def trainer(before, after):
+    """A trainer that is an actor itself."""
+    engine = remote(actors.Held, before)
+
+    class Trainer:
+        def push(self, engines):
+            with Sender(engines, timeout_s=WAIT_S) as sender:
+                return sender.push(models.load_reference(after)).version
+
+        def push_into_itself(self):
+            self.engine = actors.ReferenceInProcess(before)
+            return raised(lambda: self.push([ray.get_runtime_context().current_actor]))
+
+    pushing = remote(Trainer)
+    version = ray.get(pushing.push.remote([engine]), timeout=WAIT_S)
+    return {
+        "version": version,
+        "after": generated(engine),
+        "fresh": reference(after),
+        "itself": ray.get(pushing.push_into_itself.remote(), timeout=WAIT_S),
+    }
+
+
+def refused(before, after):
+    """What is no engine, or does not answer."""
+    model = models.load_reference(after)
+    held = remote(actors.Held, before)
+    fresh = generated(held)
+    dead = remote(actors.Held, before)
+    ray.kill(dead)
+    seen = {
+        "empty": raised(lambda: Sender([remote(actors.Empty)])),
+        "two": raised(lambda: Sender([remote(actors.Two, before)])),
+        "value": raised(lambda: Sender([ray.put(1)])),
+        "dead": raised(lambda: Sender([dead])),
+    }
+    with Sender([held], timeout_s=BUSY_S / 2) as sender:
+        busy = held.sleep.remote(BUSY_S)
+        seen["busy"] = raised(lambda: sender.push(model))
+        ray.get(busy, timeout=WAIT_S)
+        seen["unchanged"] = generated(held) == fresh
+        sender.push(model)
+    seen["after"], seen["fresh"] = generated(held), reference(after)
+    return seen
+
+
+def restarted(before, after):
+    """An actor whose process dies, in a push and between two; Ray starts it again."""
+    model = models.load_reference(after)
+    killed, other = remote(actors.Held, before, **RESTARTS), remote(actors.HeldByCoroutines, before)
+    with Sender([killed, other], timeout_s=WAIT_S) as sender:
+        sender.push(model)
+        ray.kill(killed, no_restart=False)
+        errors = []
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            try:
+                sender.catch_up(killed)
+            except WeightSyncError as error:
+                errors.append(type(error).__name__)
+                time.sleep(0.2)
+            else:
+                break
+        after_it = [generated(killed), generated(other)]
+        joined = remote(actors.Held, before)
+        sender.add_engine(joined)
+        return {"errors": errors, "after": [*after_it, generated(joined)], "fresh": reference(after)}
+
+
+def engines(engine, door, kind, before, after):
+    """A real engine in an actor of its own environment."""
+    environment = {
+        "py_executable": str(servers.ROOT / f".venv-{engine}" / "bin" / "python"),
+        "env_vars": {f"{engine.upper()}_PLUGINS": "weightsync"},
+    }
+    held = remote(getattr(actors, kind), door, before, runtime_env=environment)
+    first = generated(held)
+    with Sender([held], timeout_s=WAIT_S) as sender:
+        sender.push(models.load_reference(after))
+        (status,) = sender.status().values()
+        return {"first": first, "pushed": generated(held), "ranks": len(status.ranks)}
+
+
+PARTS = {part.__name__: part for part in (kinds, trainer, refused, restarted, engines)}
+
+
+def main():
+    part, *arguments = sys.argv[1:]
+    path = {"PYTHONPATH": f"{servers.ROOT}:{versions.folder('ray', versions.RAY)}"}
+    with contextlib.redirect_stdout(sys.stderr):
+        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": path})
+        seen = PARTS[part](*arguments)
+        ray.shutdown()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

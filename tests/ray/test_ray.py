@@ -1,0 +1,92 @@
+"""Engines in actors of a local Ray."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.engines.conftest import BF16_ROUNDING
+from tests.in_process import doors
+from tools import models, servers, versions
+
+pytestmark = pytest.mark.frameworks
+
+PATIENCE_S = 600
+#: Loopback alone, and nothing is sent to Ray's authors.
+LOCAL = {"RAY_raylet_start_wait_time_s": "300", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+
+
+def run(part, *arguments):
+    path = os.pathsep.join([str(servers.ROOT), str(versions.folder("ray", versions.RAY))])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ray.run", part, *map(str, arguments)],
+        cwd=servers.ROOT,
+        env={**os.environ, **LOCAL, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder):
+    return model_folder("llama", 0), model_folder("llama", 1)
+
+
+def test_actors_of_all_kinds_are_pushed_to_as_they_are(folders):
+    seen = run("kinds", *folders)
+    before, after = seen["fresh"]
+    assert before != after
+    assert seen["before"] == seen["back"] == [before] * 3
+    assert seen["after"] == [after] * 3
+    assert sorted(seen["engines"]) == sorted(seen["names"])
+    assert len(set(seen["previous"])) == 1
+
+
+def test_a_trainer_in_an_actor_pushes_but_not_into_itself(folders):
+    seen = run("trainer", *folders)
+    assert seen["after"] == seen["fresh"]
+    assert "is the actor that pushes, and cannot answer meanwhile: give the sender the engine" in seen["itself"]
+
+
+def test_what_is_no_engine_or_does_not_answer_is_refused_by_name(folders):
+    seen = run("refused", *folders)
+    assert "UnsupportedOption: Actor(Empty" in seen["empty"]
+    assert "has no engine among its attributes" in seen["empty"]
+    assert "the actor of Two has engine, other among its attributes" in seen["two"]
+    assert "is no actor of Ray" in seen["value"]
+    assert "EngineUnreachable: Actor(Held" in seen["dead"]
+    assert "PushTimeout: " in seen["busy"]
+    assert "its actor, which runs one call at a time" in seen["busy"]
+    assert seen["unchanged"]
+    assert seen["after"] == seen["fresh"]
+
+
+def test_an_actor_that_comes_back_or_is_new_is_brought_to_the_version(folders):
+    seen = run("restarted", *folders)
+    assert seen["after"] == [seen["fresh"]] * 3
+    assert set(seen["errors"]) <= {"EngineUnreachable", "PushTimeout", "EngineRestarted"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "door", "kind"),
+    [
+        ("vllm", "Llm", "Doors"),
+        ("vllm", "AsyncLlm", "DoorsByCoroutines"),
+        ("sglang", "Engine", "Doors"),
+        ("sglang", "EngineInLoop", "DoorsByCoroutines"),
+    ],
+)
+def test_the_engines_in_actors_serve_what_was_pushed(engine, door, kind, folders):
+    seen = run("engines", engine, door, kind, *folders)
+    assert seen["ranks"] == 1
+    reference = models.load_reference(folders[1])
+    tokens, logprobs = seen["pushed"]
+    assert tokens != seen["first"][0]
+    wanted = models.reference_logprobs(reference, [*doors.PROMPT, *tokens], len(doors.PROMPT))
+    assert max(abs(ours - theirs) for ours, theirs in zip(logprobs, wanted, strict=True)) <= BF16_ROUNDING
