@@ -13,10 +13,6 @@ import time
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
-import ray
-import ray.exceptions
-from ray.actor import ActorHandle
-
 from weightsync.daemon_thread import DaemonThread
 from weightsync.errors import UnsupportedOption, WeightSyncError
 from weightsync.protocol import http
@@ -41,7 +37,7 @@ class EngineInActor:
 
     of_this_process = False
 
-    def __init__(self, actor: ActorHandle[Any]):
+    def __init__(self, actor: Any):
         self.name = repr(actor)
         self._actor = actor
 
@@ -55,6 +51,9 @@ class EngineInActor:
             time.sleep(_LOOK_UP_S)
 
     def _call(self, request: str, route: str, body: bytes, timeout_s: float) -> Reply | None:
+        import ray
+        import ray.exceptions
+
         called = self._actor.__ray_call__.remote(_answer, request, route, body, timeout_s)
         try:
             reply: Reply | None = ray.get(called, timeout=timeout_s)
@@ -70,17 +69,21 @@ class EngineInActor:
 
     def check_caller(self) -> None:
         """See `weightsync.protocol.in_process.AskedByCalls`."""
+        import ray
+
         if ray.get_runtime_context().get_actor_id() == self._actor._actor_id.hex():
             raise UnsupportedOption(
                 f"{self.name} is the actor that pushes, and cannot answer meanwhile: give the sender the engine itself"
             )
 
 
-def attach(actor: ActorHandle[Any]) -> EngineInActor:
-    """``weightsync.engines`` entry point: the client of the engine that ``actor`` holds.
+def attach(actor: object) -> EngineInActor:
+    """``weightsync.engines`` entry point: the client of the engine that ``actor``, a handle, holds.
 
     Raises `UnsupportedOption` if it is no actor.
     """
+    from ray.actor import ActorHandle
+
     if not isinstance(actor, ActorHandle):
         raise UnsupportedOption(f"{actor!r:.200} is no actor of Ray: give the handle of one that holds an engine")
     return EngineInActor(actor)
