@@ -215,14 +215,17 @@ FOLDERS = {"PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get
 
 
 def is_plain(engine, kind):
-    """Whether the engine leaves layers as they are loaded: then load plans load them."""
-    return engine == "sglang" or kind == "llama"
+    """Whether the engine leaves layers as they are loaded: then load plans load them.
+
+    vLLM packs layers in bfloat16 where oneDNN has kernels for them; for `llama` it is told not to.
+    """
+    return engine == "sglang" or kind == "llama" or "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
 
 def without_plugin(engine, kind):
     """Options of a server that cannot be pushed to, and that computes as `with_plugin`."""
     args = CACHING[engine]
-    if engine == "vllm" and is_plain(engine, kind):
+    if engine == "vllm" and kind == "llama":
         args = [*args, "--worker-extension-cls", "plain_extension.PlainLayers"]
     # SGLang loads every installed plugin unless it is told which.
     return {"args": args, "plugin": False, "env": {"SGLANG_PLUGINS": "others", **FOLDERS}}
