@@ -101,18 +101,18 @@ def test_a_rank_that_gets_all_tensors_notices_before_the_commit_that_its_model_i
     loading, staged, _ = many_rank(read=4)
     if late:
         loading.accept(list(staged.layout.specs), push="third")
-    change(loading._adapter.model)
+    change(loading.adapter.model)
     if not late:
         loading.accept(list(staged.layout.specs), push="third")
     loading.prepare_load(staged, "third")
     assert loading.path == "the engine's own loader: the load plan is checked by the first push that commits"
     loading.load(staged)
-    assert {bits(tensor) for tensor in loading._adapter.model.state_dict().values()} == {bits(torch.ones(4, 2))}
+    assert {bits(tensor) for tensor in loading.adapter.model.state_dict().values()} == {bits(torch.ones(4, 2))}
 
 
 def test_a_rank_that_gets_parts_notices_at_prepare_that_its_model_is_elsewhere():
     loading, staged, _ = many_rank(read=2)
-    moved(loading._adapter.model)
+    moved(loading.adapter.model)
     loading.accept(list(staged.layout.specs), push="third")
     assert not loading.subset(staged.layout).name
     assert loading.path == "the engine's own loader: the load plan is checked by the first push that commits"
