@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -162,7 +161,7 @@ class SglangLoraHooks:
             base_model=manager.base_model,
         )
         made.initialize_weights_from_tensors(copies)
-        made.scaling = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
+        made.scaling = adapter.scaling
         before = manager.lora_refs.get(number)
         pinned = before is not None and before.pinned
         ref = LoRARef(lora_id=number, lora_name=adapter.name, lora_path=_PUSHED + adapter.name, pinned=pinned)

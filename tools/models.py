@@ -20,9 +20,9 @@ MAX_POSITIONS = 32768
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 BYTES = 256
 
-# Heads, key-value heads and experts divide by two, for tensor parallelism over two ranks; the sizes are multiples of
-# what vLLM's CPU kernels pack (32 columns for each rank).
-_TINY = {
+#: Heads, key-value heads and experts divide by two, for tensor parallelism over two ranks; the sizes are multiples of
+#: what vLLM's CPU kernels pack (32 columns for each rank).
+TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -58,7 +58,7 @@ _MOE_1B = {
 }
 # 299 tensors of few bytes.
 _NARROW = {
-    **_TINY,
+    **TINY,
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 27,
@@ -86,12 +86,12 @@ _LINEAR = {
 # A decisive router: if two experts nearly tie for the last place, rounding picks one, and answers diverge.
 _ROUTER_SCALE = 4.0
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3", {**_TINY, "tie_word_embeddings": True}),
-    "llama": ("Llama", {**_TINY, "tie_word_embeddings": False}),
-    "qwen3_moe": ("Qwen3Moe", {**_TINY, **_MOE, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {**TINY, "tie_word_embeddings": True}),
+    "llama": ("Llama", {**TINY, "tie_word_embeddings": False}),
+    "qwen3_moe": ("Qwen3Moe", {**TINY, **_MOE, "tie_word_embeddings": False}),
     "qwen3_moe_1b": ("Qwen3Moe", {**_MOE_1B, "tie_word_embeddings": True}),
     "qwen3_narrow": ("Qwen3", {**_NARROW, "tie_word_embeddings": True}),
-    "qwen3_next": ("Qwen3Next", {**_TINY, **_LINEAR, "tie_word_embeddings": False}),
+    "qwen3_next": ("Qwen3Next", {**TINY, **_LINEAR, "tie_word_embeddings": False}),
     "qwen3_0_6b": ("Qwen3", {**_QWEN3_0_6B, "tie_word_embeddings": True}),
 }
 

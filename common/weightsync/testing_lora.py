@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +63,7 @@ class ModelLora:
         dtype = next(self._model.parameters()).dtype
         for name, tensor in sorted(tensors, key=lambda pair: pair[0]):  # A before B
             sides.setdefault(self._layer(name), []).append(tensor.to(dtype, copy=True))
-        scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
-        return _Adapter({layer: _Layer(a, b, scale) for layer, (a, b) in sides.items()})
+        return _Adapter({layer: _Layer(a, b, adapter.scaling) for layer, (a, b) in sides.items()})
 
     def served(self, number: AdapterId) -> object | None:
         """See `LoraHooks`."""

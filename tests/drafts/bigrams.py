@@ -14,17 +14,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tools import models
 
-_SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
 MTP = "model.mtp_layers.0."
 
 
@@ -32,7 +21,7 @@ def make(path, seed):
     """Write a version to a folder; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(Qwen2Config(**_SIZES)).to(torch.bfloat16)
+        model = Qwen2ForCausalLM(Qwen2Config(**models.TINY, tie_word_embeddings=False)).to(torch.bfloat16)
         norm = (torch.randn(128) * 2).to(torch.bfloat16)
     model.save_pretrained(path)
     models.make_tokenizer().save_pretrained(path)

@@ -24,7 +24,7 @@ OPTIONS = [
 
 def started(model, *args, tp=1):
     """A server that generates nothing, because it waits for its first push."""
-    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH"))))
     return servers.start("sglang", model, tp=tp, args=[*OPTIONS, *args], env={"PYTHONPATH": path}, timeout_s=240)
 
 

@@ -29,3 +29,8 @@ def make_adapter(folder, model, *, seed, rank=RANK, targets=TARGETS, change=None
     said = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": list(targets), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps({**said, **config}))
     return folder
+
+
+def make_adapters(folder, model, names):
+    """Adapters of these names, each of its own seed; their folders by name."""
+    return {name: make_adapter(folder / name, model, seed=seed) for seed, name in enumerate(names, 1)}

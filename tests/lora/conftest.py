@@ -9,12 +9,12 @@ import pytest
 import requests
 
 from tests.engines.conftest import NEW_TOKENS, PROMPT
-from tests.lora.adapters import TARGETS, make_adapter
+from tests.lora.adapters import TARGETS, make_adapters
 from tools import servers
 from weightsync import Sender
 
 SITE = servers.ROOT / "tests" / "faults" / "site"
-PATH = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+PATH = os.pathsep.join(filter(None, (str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH"))))
 #: How many adapters SGLang may have loaded.
 SGLANG_MOST = 6
 #: With room for one adapter at a time beside the model itself.
@@ -75,7 +75,7 @@ SERVERS = [
 def served(request, model_folder, tmp_path_factory):
     engine, kind, tp = request.param
     base, root = model_folder(kind, 0), tmp_path_factory.mktemp("adapters")
-    folders = {name: make_adapter(root / name, base, seed=seed) for seed, name in enumerate("ab", 1)}
+    folders = make_adapters(root, base, "ab")
     loaded = [f"loaded-{name}={folder}" for name, folder in folders.items()]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PYTHONPATH": PATH, "FAULT_FILE": str(root / "fault")}
     args = [*OPTIONS[engine], FOLDERS[engine], *loaded]

@@ -24,7 +24,7 @@ QUANTISED = 14
 def serving(model_folder, tmp_path_factory):
     """A server of model A in FP8, over two ranks, and the folders of models A and B in bfloat16."""
     a, b = model_folder("qwen3", 0), model_folder("qwen3", 1)
-    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH"))))
     folder = quantised_folder(a, tmp_path_factory.mktemp("quantised"), CONFIG)
     with servers.start("sglang", folder, tp=2, env={"PYTHONPATH": path}) as server:
         yield server, a, b

@@ -150,7 +150,7 @@ def main():
     part, *arguments = sys.argv[1:]
     path = {"PYTHONPATH": f"{servers.ROOT}:{versions.folder('ray', versions.RAY)}"}
     with contextlib.redirect_stdout(sys.stderr):
-        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": path})
+        ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": path})
         seen = PARTS[part](*arguments)
         ray.shutdown()
     print(json.dumps(seen))

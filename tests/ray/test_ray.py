@@ -1,36 +1,24 @@
 """Engines in actors of a local Ray."""
 
-import json
-import os
-import subprocess
-import sys
+import functools
 
 import pytest
 
 from tests.engines.conftest import BF16_ROUNDING
 from tests.in_process import doors
-from tools import models, servers, versions
+from tests.trainers import running
+from tools import models, versions
 
 pytestmark = pytest.mark.frameworks
 
-PATIENCE_S = 600
-#: Loopback alone, and nothing is sent to Ray's authors.
-LOCAL = {"RAY_raylet_start_wait_time_s": "300", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+#: Nothing is sent to Ray's authors.
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+start = functools.partial(running.run, "tests.ray.run", packages=versions.folder("ray", versions.RAY), env=ENVIRONMENT)
 
 
 def run(part, *arguments):
-    path = os.pathsep.join([str(servers.ROOT), str(versions.folder("ray", versions.RAY))])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ray.run", part, *map(str, arguments)],
-        cwd=servers.ROOT,
-        env={**os.environ, **LOCAL, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout)
+    (seen,) = start(part, *map(str, arguments))
+    return seen
 
 
 @pytest.fixture(scope="module")

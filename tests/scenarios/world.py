@@ -133,7 +133,9 @@ class RealEngine(Engine):
     def start(self) -> None:
         self.cancel()
         self.down = 0
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))}
+        env = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH")]))
+        }
         env["FAULT_FILE"] = str(self.fault_file)
         self._server = servers.start(self._kind, self._weights.folder(0), tp=1, port=self.port, env=env)
         self._workers = [rank.pid for rank in self.client.open(Deadline(PATIENCE_S)).ranks]

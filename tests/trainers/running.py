@@ -20,13 +20,13 @@ def pushes(program, folder, url, kinds, packages=None):
     return {kind: seen for line in run(*command, packages=packages) for kind, seen in line.items()}
 
 
-def run(*command, packages=None):
-    """Run ``python -m COMMAND``; the lines of JSON that it prints."""
+def run(*command, packages=None, env=ON_CPU):
+    """Run ``python -m COMMAND``, which finds ``packages`` first; the lines of JSON that it prints."""
     path = os.pathsep.join(filter(None, (str(servers.ROOT), packages and str(packages))))
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=servers.ROOT,
-        env={**os.environ, **ON_CPU, "PYTHONPATH": path},
+        env={**os.environ, **env, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.lora.adapters import ALPHA, RANK, make_adapter
+from tests.lora.adapters import ALPHA, RANK, make_adapters
 from weightsync import Sender
 from weightsync.cli import main
 from weightsync.testing import ModelAdapter, ReferenceEngine
@@ -27,7 +27,7 @@ def other(model_folder):
 
 @pytest.fixture
 def folders(base, tmp_path):
-    return {name: make_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate("ab", 1)}
+    return make_adapters(tmp_path, base, "ab")
 
 
 def answers(engine, *names):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.lora.adapters import make_adapter
+from tests.lora.adapters import make_adapters
 from weightsync import Sender, errors
 from weightsync.cli import main
 from weightsync.testing import ReferenceEngine
@@ -19,7 +19,7 @@ def base(model_folder):
 
 @pytest.fixture
 def folders(base, tmp_path):
-    return {name: make_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate("abc", 1)}
+    return make_adapters(tmp_path, base, "abc")
 
 
 def answer(engine, name="policy"):

@@ -167,7 +167,7 @@ def test_of_two_engines_each_counts_its_own_outcome_and_the_trainer_the_whole(mo
             sender.push(trained)
         assert raised.value.engines == {one.url: "dirty", two.url: "committed"}
         shown = [scrape(url) for url in (one.url, two.url)]
-        (caught_up,) = sender.catch_up().values() if sender._driver.served else [None]
+        (caught_up,) = sender.catch_up().values() if sender._driver.pushed else [None]
         result = sender.push(trained)
         assert [scrape(url).state() for url in (one.url, two.url)] == ["serving"] * 2
         trainer = scrape_here().since(before)

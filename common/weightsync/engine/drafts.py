@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -159,13 +158,10 @@ def digest_of_both(target: str, draft: str) -> str:
     return hashlib.blake2b(f"{target} {draft}".encode(), digest_size=16).hexdigest()
 
 
-def _around(target: LoaderHooks, draft: LoaderHooks) -> AbstractContextManager[None]:
-    @contextlib.contextmanager
-    def both() -> Iterator[None]:
-        with target.around(), draft.around():
-            yield
-
-    return both()
+@contextlib.contextmanager
+def _around(target: LoaderHooks, draft: LoaderHooks) -> Iterator[None]:
+    with target.around(), draft.around():
+        yield
 
 
 def _parted(weights: Weights) -> _Parts:

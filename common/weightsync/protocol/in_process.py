@@ -6,7 +6,8 @@ the engine's class comes from. It takes the engine and returns an `AskedByCalls`
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+import functools
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.errors import PluginNotLoaded, UnsupportedOption
@@ -56,7 +57,13 @@ def name_of(where: Target) -> str:
 
 def is_of_engine(thing: object) -> bool:
     """Whether a package that has registered a client has made the class of ``thing``: it may be an engine."""
-    return not {point.name for point in entry_points(group=GROUP)}.isdisjoint(_packages(thing))
+    return not _registered().keys().isdisjoint(_packages(thing))
+
+
+@functools.cache
+def _registered() -> dict[str, EntryPoint]:
+    """By package. What is installed does not change, and looking it up reads files."""
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def _packages(thing: object) -> list[str]:
@@ -65,7 +72,7 @@ def _packages(thing: object) -> list[str]:
 
 def _find(engine: object) -> AskedByCalls:
     packages = _packages(engine)
-    registered = {point.name: point for point in entry_points(group=GROUP)}
+    registered = _registered()
     for package in packages:
         if package in registered:
             attached: AskedByCalls = registered[package].load()(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Final
 
 import msgspec
@@ -30,3 +31,8 @@ class LoraSpec(msgspec.Struct, frozen=True):
     ranks: dict[Text, _Rank] = {}
     alphas: dict[Text, float] = {}
     number: AdapterId = 0
+
+    @property
+    def scaling(self) -> float:
+        """What the output of a module is scaled by that matches no pattern."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

@@ -80,7 +80,7 @@ class Deltas:
         )
 
     def why_not(self, outgoing: Outgoing) -> str:
-        """Why everything is sent; empty if it is worth to look for what has changed."""
+        """Why everything is sent; empty if it is worth looking for what has changed."""
         base, measured = outgoing.base, self._measured.get(self._far, _Measured())
         if base is None:
             return "no version before is there as it crossed"

@@ -83,11 +83,6 @@ class Driver:
         #: Labels of the versions that were committed last, of adapters by their names, of the weights by an empty one.
         self.pushed: dict[str, str] = {}
 
-    @property
-    def served(self) -> str:
-        """Label of the version of the weights that was committed last; empty if there is none."""
-        return self.pushed.get("", "")
-
     def connect(self, deadline: Deadline) -> None:
         """Do what the first push then need not: ask engines what they expect, have them make standbys, make the arenas,
         and set up process groups and connections."""
@@ -215,8 +210,8 @@ class Driver:
         )
 
     def _drafts_left(self, plan: PushPlan) -> tuple[str, ...]:
-        """Names of the engines' draft models that a push of weights leaves as they are."""
-        if any(of_draft(spec.name) for spec in plan.layout.specs[-1:]):
+        """Names of tensors of the engines' draft models, which a push of weights alone leaves as they are."""
+        if any(of_draft(spec.name) for spec in plan.layout.specs[-1:]):  # a draft's tensors are the last ones
             return ()
         drafts = (engine.expected.draft for engine in self.engines.by_url.values() if engine.expected is not None)
         return tuple(sorted({name for draft in drafts if draft is not UNSET for name in draft.names()}))
@@ -246,8 +241,8 @@ class Driver:
     def _noted(self, results: dict[str, EngineResult]) -> dict[str, EngineResult]:
         """The results, with the adapters that an engine lacks."""
         for url, result in results.items():
-            has = self.engines.by_url[url].adapters
-            lacking = [f"{name!r} version {v!r}" for name, v in self.pushed.items() if name and has.get(name) != v]
+            missing = self.engines.by_url[url].missing(self.pushed)
+            lacking = [f"{name!r} version {self.pushed[name]!r}" for name in missing if name]
             if lacking:
                 note = f"lacks what this sender pushed as adapter {', '.join(lacking)}: catch_up(), or push it again"
                 results[url] = replace(result, noticed=(*result.noticed, note))
@@ -255,9 +250,7 @@ class Driver:
 
     def is_caught_up(self, url: str) -> bool:
         """Whether an engine serves all that this sender pushed last, by its last reply."""
-        engine = self.engines.by_url[url]
-        served = {**engine.adapters, "": engine.version}
-        return bool(self.pushed) and self.pushed.items() <= served.items()
+        return bool(self.pushed) and not self.engines.by_url[url].missing(self.pushed)
 
     def add_engine(self, target: Target, deadline: Deadline) -> EngineResult | None:
         """See `sender.Sender.add_engine`."""
@@ -306,9 +299,9 @@ class Driver:
             if not (name or sent):
                 return {}
             for one, result in sent.items():
-                first = results.get(one)
-                both = result if first is None else replace(first, noticed=(*first.noticed, *result.noticed))
-                results[one] = both
+                first = results.setdefault(one, result)
+                if first is not result:
+                    results[one] = replace(first, noticed=(*first.noticed, *result.noticed))
         return self._noted(results)
 
     def _sent_again(self, url: str, name: str, deadline: Deadline) -> dict[str, EngineResult]:

@@ -64,6 +64,11 @@ class Engine:
             self.version, self.stopped = committed.version, False
         self.committed[committed.lora or ""] = self.hello.instance
 
+    def missing(self, pushed: Mapping[str, str]) -> list[str]:
+        """What it did not serve by its last reply of what this sender ``pushed`` last, by the keys of ``committed``."""
+        served = {**self.adapters, "": self.version}
+        return [name for name, version in pushed.items() if served.get(name) != version]
+
     def lacks(self, pushed: Mapping[str, str], status: http.StatusReply) -> list[str]:
         """What it does not serve as this sender ``pushed`` it last, by the keys of ``committed``."""
         served = {**(status.adapters or {}), "": "" if self.stopped else status.version}

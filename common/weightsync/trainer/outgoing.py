@@ -20,7 +20,7 @@ from weightsync.tensors import changes
 from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions, by_source
 from weightsync.tensors.layout import Entry, Layout
 from weightsync.tensors.scattered import key
-from weightsync.tensors.subset import Digests, Subset, Wanted
+from weightsync.tensors.subset import Digests, Wanted
 from weightsync.trainer.gpu_pack_plan import GpuPackPlan
 from weightsync.trainer.pack_plan import PackPlan, pack_plan
 from weightsync.trainer.packing import Packed as PackedBucket
@@ -132,20 +132,16 @@ class Outgoing:
 
     def await_ranks(self, peers: Mapping[str, set[Peer]], deadline: Deadline) -> None:
         """Wait until all ``peers``, by transport, have connected. Raises `TransferFailed` or `PushTimeout`."""
-        needs = list[Subset]()
         for name, ranks in peers.items():
-            found, arenas = self._changes(name), [self.arena, *self.others]
-            if found is None:
-                sending = self._by_name[name].begin(self.plan, self.layout, arenas, ranks, deadline)
-                self._sendings.append(sending)
-            else:
-                plan = changes.crossing(msgspec.structs.replace(self.plan, delta=found.spec))
-                arenas = [found.arena, *(arena for arena in arenas if arena is not found.arena)]
-                sending = self._by_name[name].begin(plan, found.layout, arenas, ranks, deadline)
-                self._changing.append(sending)
+            found, plan, layout, arena = self._changes(name), self.plan, self.layout, self.arena
+            if found is not None:
+                plan = changes.crossing(msgspec.structs.replace(plan, delta=found.spec))
+                layout, arena = found.layout, found.arena
+            others = [other for other in (self.arena, *self.others) if other is not arena]
+            sending = self._by_name[name].begin(plan, layout, [arena, *others], ranks, deadline)
+            (self._sendings if found is None else self._changing).append(sending)
             sending.await_ranks()
-            needs += sending.needs() if found is None else ()
-        self.demand = self.demand.also(needs)
+        self.demand = self.demand.also(parts for sending in self._sendings for parts in sending.needs())
 
     def send(
         self,

@@ -60,9 +60,9 @@ class Sender:
     - ``keep_previous``: True has engines keep the previous version, for `rollback` and for a commit that fails; this
       doubles the memory for the weights. With ``"auto"``, those that load into a standby hold it anyway, until the next
       push is loaded there.
-    - ``bucket_bytes``: the size of each of two buckets; by default there are many, for the whole model if it fits.
+    - ``bucket_bytes``: the bytes go through two buckets of this size; by default one arena holds all, if memory allows.
     - ``progress``: show a progress bar.
-    - ``address``: the address or name of this host for engines on other hosts; by default the local one to each.
+    - ``address``: where engines on other hosts reach the trainer; by default its address on the route to each of them.
     - ``group``: the `torch.distributed` process group whose processes are the trainer, by default the default group.
     - ``check_replicas``: when to compare weights that several ranks of a trainer hold: at the first push and every
       hundredth (``"first"``), or at each (``"always"``).
@@ -236,7 +236,7 @@ class Sender:
         as they are. `ManifestMismatch` is raised for an adapter that an engine cannot serve.
 
         With ``draft``, the weights of the engines' draft model, both are served as one version. Without it a draft
-        stays as it is, and ``PushResult.kept`` has its names. `ManifestMismatch` is raised for another one.
+        stays as it is, and ``PushResult.kept`` has its names. Raises `ManifestMismatch` for one unlike the engines'.
 
         ``model`` is a `torch.nn.Module`, a mapping of names to tensors, a checkpoint folder, an object in the shape of
         vLLM's ``WeightSource``, or an iterator of pairs of a name and a tensor, in any order, which is read once.

@@ -6,8 +6,6 @@ runs unchanged, and the fault happens before it, after it, or to the data that p
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
 import itertools
 import json
 import os
@@ -17,6 +15,8 @@ import threading
 import time
 
 import plan_faults
+
+from tests import after_import
 
 FILE = os.environ.get("FAULT_FILE", "")
 
@@ -376,24 +376,7 @@ PATCHES = {
 }
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Applies a patch right after its module was imported."""
-
-    def find_spec(self, name, path, target=None):
-        if name not in PATCHES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        run = spec.loader.exec_module
-
-        def exec_module(module):
-            run(module)
-            PATCHES[name](module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if FILE:
     for loaded in PATCHES.keys() & sys.modules.keys():  # where this process was forked, see `tests.forked`
         PATCHES[loaded](sys.modules[loaded])
-    sys.meta_path.insert(0, Finder())
+    after_import.change(PATCHES)

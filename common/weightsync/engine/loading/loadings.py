@@ -81,7 +81,13 @@ class Loadings:
 
     def take(self, staged: Staged | None) -> Loading:
         """Take the way of a stage from now on; of none, the way of the push before."""
-        return self.current if staged is None else self.go(self.of(staged.layout.specs))
+        specs = () if staged is None else staged.layout.specs
+        if not specs:
+            return self.current
+        # It was accepted, so a draft's tensors are the last ones: this is asked in the pause, where all take too long.
+        found = self._drafting if of_draft(specs[-1].name) else self._alone
+        assert isinstance(found, Loading), "a push with a draft model was accepted"
+        return self.go(found)
 
     def expected(self) -> ExpectedReply:
         """See `Loading.expected`; with the tensors of a draft model, if the engine takes one."""
