@@ -117,7 +117,7 @@ def restarted(before, after):
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
             try:
-                sender.catch_up(killed)
+                sender.catch_up()
             except WeightSyncError as error:
                 errors.append(type(error).__name__)
                 time.sleep(0.2)
