@@ -14,14 +14,13 @@ env:  ## build the three virtual environments; a second time it only reinstalls 
 	@$(PYTHON) tools/env.py all
 
 test: env  ## the tests, with both engines running, in two processes
-	@$(PYTHON) tools/versions.py oldest
 	.venv/bin/python -m pytest -m "not slow and not versions and not frameworks" -n 2 --no-loadscope-reorder $(ARGS)
 
 test-slow: env  ## the tests that take long or much memory
 	.venv/bin/python -m pytest -m slow $(ARGS)
 
 test-versions: env  ## every supported version of both engines, and the table of docs/versions.md
-	@$(PYTHON) tools/versions.py all
+	@$(PYTHON) tools/versions.py engines
 	.venv/bin/python -m pytest tests/versions --shown benchmarks/results/versions.json $(ARGS)
 	@$(PYTHON) tools/versions.py table
 

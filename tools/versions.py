@@ -1,9 +1,9 @@
 """Other versions of the engines than the pinned ones, each in a folder that goes before the engine's environment.
 
-Usage: python3 tools/versions.py [oldest|all]       install them (default: all; `make env` comes first)
-       python3 tools/versions.py frameworks         install TRL's versions, which go before vLLM's environment,
-                                                    other trainers, which go before the trainer's, and Ray
-       python3 tools/versions.py table              write the tables of docs/versions.md from the last results
+Usage: python3 tools/versions.py engines         install them (`make env` comes first)
+       python3 tools/versions.py frameworks      install TRL's versions, which go before vLLM's environment,
+                                                 other trainers, which go before the trainer's, and Ray
+       python3 tools/versions.py table           write the tables of docs/versions.md from the last results
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def write_tables() -> None:
 
 def main() -> None:
     """Do what the command line asks."""
-    (asked,) = sys.argv[1:] or ["all"]
+    (asked,) = sys.argv[1:]
     if asked == "table":
         return write_tables()
     if asked == "frameworks":
@@ -156,14 +156,15 @@ def main() -> None:
             install_trl(version)
         install_ray()
         return install_trainers()
+    if asked != "engines":
+        sys.exit(__doc__)
     for engine, versions in VERSIONS.items():
-        for version in versions[:1] if asked == "oldest" else versions:
+        for version in versions:
             install(engine, version)
-    if asked == "all":
-        for engine, version in WITHOUT_CPU.items():
-            install(engine, version)
-        if not there("transformers", TRANSFORMERS_4):
-            _install(folder("transformers", TRANSFORMERS_4), ".venv", *WITH_TRANSFORMERS_4)
+    for engine, version in WITHOUT_CPU.items():
+        install(engine, version)
+    if not there("transformers", TRANSFORMERS_4):
+        _install(folder("transformers", TRANSFORMERS_4), ".venv", *WITH_TRANSFORMERS_4)
 
 
 if __name__ == "__main__":

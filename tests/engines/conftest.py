@@ -268,11 +268,13 @@ def served(request, model_folder, tmp_path_factory):
         yield Served(server, kind, tp, a, b, fresh_b, refusal, unplugged, first_push(server, b))
 
 
-#: (engine, kind, tp). Cache tests use the first four; their place at the start of both lists keeps pytest from starting
-#: a configuration twice.
+#: (engine, kind, tp). Tests of caches and pauses use the first four; their place at the start of both lists keeps a
+#: configuration from being started twice.
 CACHES = [(engine, "qwen3", tp) for engine in ("vllm", "sglang") for tp in (1, 2)]
 OTHERS = [(engine, kind, tp) for engine in ("vllm", "sglang") for kind, tp in (("llama", 1), ("qwen3_moe", 2))]
 ALL = [*CACHES, *OTHERS]
+#: `make test` runs two of each engine: dense models with two ranks and with one, which differ in all options.
+SLOW = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("qwen3", 1), ("qwen3_moe", 2))]
 #: Here a server without the plugin gives the fresh answers: the one that is pushed to has no weights before its first
 #: push. The others answer themselves, before their first push.
 UNPLUGGED = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("qwen3", 2), ("llama", 1))]
@@ -280,6 +282,8 @@ UNPLUGGED = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("
 
 def configurations(wanted):
     """Parametrize a module over configurations of `served`."""
-    return pytest.mark.parametrize(
-        "served", wanted, indirect=True, ids=lambda c: "-".join(map(str, c)), scope="package"
-    )
+    params = [
+        pytest.param(wants, id="-".join(map(str, wants)), marks=pytest.mark.slow if wants in SLOW else ())
+        for wants in wanted
+    ]
+    return pytest.mark.parametrize("served", params, indirect=True, scope="package")

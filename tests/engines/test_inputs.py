@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import keen
+from tests.lora.adapters import make_adapter
 from tests.sharded.conftest import Trainer
 from tools import models, servers
 from weightsync.errors import ManifestMismatch, UnsupportedOption
@@ -187,3 +188,23 @@ def test_two_fsdp2_ranks_whose_shards_are_in_shared_memory_are_read_in_place(ser
         assert [one["written"] for one in (first, second)] == [0, 0]
     assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
     assert pair.all("close") == [None, None]
+
+
+#: What each engine says that was started without LoRA.
+NO_LORA = {
+    "vllm": "this vllm takes no adapter: start vLLM with --enable-lora",
+    "sglang": "this sglang takes no adapter: start SGLang with --enable-lora",
+}
+
+
+def test_an_engine_without_lora_refuses_an_adapter(served, tmp_path):
+    served.push(served.b, version="base")
+    folder = make_adapter(tmp_path, served.b, seed=1)
+    with served.sender() as sender:
+        with pytest.raises(UnsupportedOption, match=NO_LORA[served.server.engine]) as refused:
+            sender.push(folder, lora="policy")
+        assert refused.value.weights == "unchanged"
+        (status,) = sender.status().values()
+        assert (status.version, status.state) == ("base", "serving")
+        assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+        sender.push(models.load_reference(served.b))

@@ -62,11 +62,11 @@ class Served:
         return said, [self.ask(name) for name in ("base", "policy") if name == "base" or name in said[3]]
 
 
-#: Of each engine one is slow: what it shows, the other shows too.
+#: One of them is in `make test`.
 SERVERS = [
     pytest.param(("vllm", "llama", 1), marks=pytest.mark.slow),
     ("vllm", "qwen3", 2),
-    ("sglang", "qwen3", 1),
+    pytest.param(("sglang", "qwen3", 1), marks=pytest.mark.slow),
     pytest.param(("sglang", "llama", 2), marks=pytest.mark.slow),
 ]
 

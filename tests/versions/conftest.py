@@ -9,13 +9,9 @@ from tests.engines.conftest import NEW_TOKENS, PROMPT, assert_agrees
 from tools import models, servers, versions
 from weightsync import Sender
 
-#: Each version of each engine; `make test` runs the oldest alone, and all other tests run the newest.
+#: Each version of each engine; all other tests run the newest.
 EVERY = [
-    pytest.param(
-        (engine, version),
-        id=f"{engine}-{version}",
-        marks=() if version == found[0] else pytest.mark.versions,
-    )
+    pytest.param((engine, version), id=f"{engine}-{version}", marks=pytest.mark.versions)
     for engine, found in versions.VERSIONS.items()
     for version in found
 ]

@@ -98,14 +98,12 @@ def test_a_trainer_that_is_killed_midway(engine):
     engine.assert_serves(engine.b, "after")
 
 
-@pytest.mark.versions
 @pytest.mark.shows('`verify="deep"`')
 def test_deep_verification(engine):
     engine.push(engine.b, "deep", verify="deep")
     engine.assert_serves(engine.b, "deep")
 
 
-@pytest.mark.versions
 @pytest.mark.shows("rollback")
 def test_rollback(engine):
     with engine.sender(keep_previous=True) as sender:
@@ -123,7 +121,6 @@ SLEEP = {
 }
 
 
-@pytest.mark.versions
 @pytest.mark.shows("sleep")
 def test_sleep(engine):
     engine.push(engine.a, "awake")
