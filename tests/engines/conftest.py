@@ -206,7 +206,7 @@ class Streams:
 EXTENSIONS = {
     ("llama", 1): "plain_extension.UserExtension",
     ("qwen3_moe", 2): "vllm_weightsync.WorkerExtension",
-    ("qwen3", 1): "user_extension.ForeignExtension",
+    ("qwen3", 2): "user_extension.ForeignExtension",
 }
 
 
@@ -235,7 +235,7 @@ def with_plugin(engine, kind, tp, folder, scratch):
     """Folder and options of the server that is pushed to; each configuration covers other options."""
     # vLLM's worker RPC, and its routes that pause, resume and sleep; SGLang has its own always.
     env = {"VLLM_SERVER_DEV_MODE": "1"}
-    if (kind, tp) == ("qwen3", 2):
+    if (kind, tp) == ("qwen3", 1):
         # A configuration alone, so that no checkpoint says what a complete push is.
         for file in folder.iterdir():
             if file.suffix != ".safetensors":
@@ -277,7 +277,7 @@ ALL = [*CACHES, *OTHERS]
 SLOW = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("qwen3", 1), ("qwen3_moe", 2))]
 #: Here a server without the plugin gives the fresh answers: the one that is pushed to has no weights before its first
 #: push. The others answer themselves, before their first push.
-UNPLUGGED = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("qwen3", 2), ("llama", 1))]
+UNPLUGGED = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("qwen3", 1), ("llama", 1))]
 
 
 def configurations(wanted):

@@ -58,7 +58,8 @@ CASES = {
         "llama", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
     ),
 }
-SLOW = ("plain layers that stay",)
+#: What `make test-slow` uses; the others are one of each kind: experts, states that are no weights, scales.
+SLOW = ("plain layers that stay", "adapters, quantised", "checkpoint in FP8", "checkpoint in INT8")
 PATIENCE_S = 560
 
 
