@@ -96,6 +96,10 @@ class Splits:
         """Ranks hold different names, as stages of a pipeline."""
         return {name: tensor for number, (name, tensor) in enumerate(state.items()) if number % self.size == rank}
 
+    def _layers(self, _, state, rank):
+        """As `_stages`, of an adapter: ranks hold both matrices of a layer."""
+        return {name: state[name] for number, name in enumerate(sorted(state)) if number // 2 % self.size == rank}
+
     def _swapped(self, _, state, rank):
         """As `_stages`, where all ranks but 0 have changed places."""
         return self._stages(_, state, rank % (self.size - 1) + 1 if rank else 0)

@@ -23,6 +23,7 @@ from tools import models
 from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
+from weightsync.sources.lora import LoraSource, open_lora
 from weightsync.testing import ReferenceInProcess
 from weightsync.trainer import push_plan
 from weightsync.trainer.ranks import assembly
@@ -171,6 +172,23 @@ class Rank(Splits):
         """Push what lacks tensors whose names begin so, which the engines may keep."""
         result = self.sender.push(self.weights, allow_missing=[f"{prefix}*"])
         return {"version": result.version, "kept": result.kept}
+
+    def push_adapter(self, asked):
+        """Push the adapter of a folder, of which each rank holds the part that ``asked`` says."""
+        how, folder, version = asked.split()
+        opened, rank = open_lora(folder, "policy"), dist.get_rank()
+        tensors = dict(zip((spec.name for spec in opened.specs), opened.tensors(), strict=True))
+        held = LoraSource(getattr(self, f"_{how}")(tensors, tensors, rank), opened.adapter)
+        own = self.sender._sources.open
+        self.sender._sources.open = lambda *_: held
+        try:
+            result = self.sender.push(folder, lora="policy", version=version)
+        finally:
+            self.sender._sources.open = own
+        return {"version": result.version, "lora": result.lora, "nbytes": result.nbytes}
+
+    def rollback_adapter(self, _):
+        return {"version": self.sender.rollback(lora="policy").version}
 
     def watch(self, _):
         """Push, and return what was drawn of it."""

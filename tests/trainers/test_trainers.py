@@ -7,6 +7,7 @@ from tests.trainers.running import LAUNCHER, PACKAGES, check, pushes, run
 from tests.trainers.trainer import ADAPTED, KINDS, NEED_PACKAGES
 from tools import models, servers
 from weightsync import Sender
+from weightsync.testing import ReferenceEngine
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,18 @@ def test_the_adapter_of_a_peft_model_is_served_alone(model_folder):
     assert seen["apart"] <= 2 * BF16_ROUNDING < seen["without"] / 2
     named = {"two": "2 adapters are active", "DoRA": "use_dora", "IA3": "of the kind IA3", "plain": "push a PEFT model"}
     assert all(text in seen["refused"][name] for name, text in named.items()), seen["refused"]
+
+
+@pytest.mark.frameworks
+def test_the_adapter_that_two_processes_train_is_served_as_its_folder_is(model_folder):
+    folder = str(model_folder("llama", 0))
+    with ReferenceEngine(folder) as started:
+        command = [*LAUNCHER, "tests.trainers.adapter_parts", folder, started.url]
+        seen = {kind: answers for line in run(*command, packages=PACKAGES) for kind, answers in line.items()}
+    assert seen.keys() == {"fsdp2", "ddp"}
+    for before, was, after, now in seen.values():
+        assert (before, after) == (was, now)
+        assert before != after, "the step has changed the adapter"
 
 
 #: Ranks of tensor, pipeline and expert parallelism, by the kind of model.

@@ -22,6 +22,7 @@ from weightsync.protocol.http import CommitRequest, State, UpdateRequest
 from weightsync.protocol.lora import AdapterId, LoraSpec
 from weightsync.protocol.rank_replies import Accepted
 from weightsync.protocol.states import Machine
+from weightsync.tensors.domains import layout_of
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import EngineEnd, Incoming
@@ -69,8 +70,8 @@ class LoraLoading:
     def job(self, request: UpdateRequest, end: EngineEnd) -> Job:
         """A push of an adapter that the engine can serve. Raises `ManifestMismatch` or `UnsupportedOption`."""
         self._unread = self._hooks.check(spec_of(request), request.manifest)
-        if request.manifest != self._layout.specs:
-            self._layout = Layout(request.manifest)
+        if (request.manifest, request.domains) != (self._layout.specs, self._layout.table):
+            self._layout = layout_of(request.manifest, request.domains)
         return Job(request, end, Subset(self._layout, {}), None)
 
     def accepted(self) -> Accepted:

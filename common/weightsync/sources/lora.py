@@ -15,6 +15,7 @@ from weightsync.protocol.codec import MAX_TEXT_CHARS, from_plain
 from weightsync.protocol.lora import LoraSpec
 from weightsync.sources.adapters import has_adapters
 from weightsync.sources.mapping import MappingSource
+from weightsync.sources.module import unwrap
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -67,14 +68,16 @@ def _layer_of(name: str) -> tuple[str, str]:
 def open_lora(model: object, name: str) -> LoraSource:
     """The active adapter of a PEFT model, or the adapter in a folder, to be served as the model ``name``.
 
+    Wrappers of the model are removed; of DTensors, as FSDP2 makes them, this process sends its own part.
+
     Raises `SourceError`, naming what is wrong, for anything else, and for adapters that are more than LoRA.
     """
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TEXT_CHARS or not name.isprintable():
         raise UnsupportedOption(f"lora={name!r} is no name of a model: give 1 to {MAX_TEXT_CHARS} printable characters")
     if isinstance(model, (str, Path)):
         return LoraSource(*_of_folder(Path(model), name))
-    if isinstance(model, torch.nn.Module) and has_adapters(model):
-        return LoraSource(*_of_model(model, name))
+    if isinstance(model, torch.nn.Module) and has_adapters(wrapped := unwrap(model)):
+        return LoraSource(*_of_model(wrapped, name))
     raise SourceError(
         f"lora={name!r}: push a PEFT model, or a folder with {_WEIGHTS} and {_CONFIG}, not {type(model).__name__}"
     )

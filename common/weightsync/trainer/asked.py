@@ -17,14 +17,10 @@ class Asked(NamedTuple):
     lora: str | None = None
 
     @classmethod
-    def of(
-        cls, version: str | None, expected: str | None, allow_missing: Sequence[str], lora: str | None, *, several: bool
-    ) -> Asked:
-        """Check the arguments; ``several``: the trainer has several processes. Raises `UnsupportedOption`."""
+    def of(cls, version: str | None, expected: str | None, allow_missing: Sequence[str], lora: str | None) -> Asked:
+        """Check the arguments. Raises `UnsupportedOption`."""
         if isinstance(allow_missing, str):
             raise UnsupportedOption("allow_missing: give a list of patterns")
         if lora is not None and allow_missing:
             raise UnsupportedOption("allow_missing is for weights; an adapter is pushed as a whole")
-        if lora is not None and several:
-            raise UnsupportedOption("lora: a trainer of several processes pushes its adapter with a Sender of one")
         return cls(version, expected, tuple(allow_missing), lora)

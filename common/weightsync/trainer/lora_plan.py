@@ -12,23 +12,25 @@ from weightsync.protocol.expected import ExpectedReply
 from weightsync.protocol.lora import LORA_MINOR
 from weightsync.sources.lora import LoraSource
 from weightsync.tensors.conversion import NO_CONVERSIONS
-from weightsync.tensors.layout import Layout, listed
+from weightsync.tensors.layout import listed
 from weightsync.trainer.push_plan import Planner, PushPlan
 from weightsync.trainer.transfer import Transfer
 
 
 def of(source: LoraSource, planner: Planner, transfer: Transfer, deadline: Deadline) -> PushPlan:
-    """Plan a push of ``source``. Raises `ManifestMismatch` for an adapter of another model, by the engines' lists of
-    their checkpoints, `UnsupportedOption` for an engine of an earlier release, and `SourceError`."""
+    """Plan a push of ``source``, of which a trainer's ranks may each hold a part.
+
+    Raises `ManifestMismatch` for an adapter of another model, by the engines' lists of their checkpoints,
+    `UnsupportedOption` for an engine of an earlier release, `SourceError`, and what the ranks raise.
+    """
     planner.check_protocol(LORA_MINOR, "takes no adapters")
     check(source, planner.expected(deadline))
-    layout = Layout(source.specs)
-    choice = planner.choose_apart(transfer, layout)
+    layout, choice, ranks = planner.apart(source, transfer, deadline)
     request = planner.request(transfer, source, layout, choice, ())
     # What the engine makes of the tensors is compared with nothing: "deep" is for weights.
     verify = "off" if request.verify == "off" else "digest"
     request = structs.replace(request, adapter=source.adapter, verify=verify, keep=False, parts=False)
-    return PushPlan(source, request, layout, choice, None, None, NO_CONVERSIONS, None)
+    return PushPlan(source, request, layout, choice, None, None, NO_CONVERSIONS, ranks)
 
 
 def check(source: LoraSource, engines: Mapping[str, ExpectedReply]) -> None:

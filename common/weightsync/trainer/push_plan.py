@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from typing import Final, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from msgspec import structs
@@ -19,10 +19,8 @@ from weightsync.protocol.draft import DRAFT_MINOR
 from weightsync.protocol.expected import ExpectedReply
 from weightsync.sources import Source
 from weightsync.sources.base import finish
-from weightsync.sources.checkpoint import CheckpointSource
-from weightsync.sources.drafted import DraftedSource, parts_of
+from weightsync.sources.drafted import DraftedSource
 from weightsync.sources.iterator import Fitting, IteratorSource, Placed
-from weightsync.sources.weight_source import WeightSourceAdapter
 from weightsync.tensors import digest
 from weightsync.tensors.conversion import NO_CONVERSIONS, Conversions
 from weightsync.tensors.domains import layout_of
@@ -37,11 +35,9 @@ from weightsync.trainer.ranks.assembly import CheckReplicas
 from weightsync.trainer.ranks.assignment import Plan
 from weightsync.trainer.ranks.gathering import Gathering
 from weightsync.trainer.ranks.in_place import lasting
+from weightsync.trainer.ranks.together import together
 from weightsync.trainer.transfer import Transfer
 from weightsync.transports import registry
-
-#: All ranks read the same files; the ranks of a `WeightSource` need not hold the same values.
-_NOT_COMPARED: Final = (CheckpointSource, WeightSourceAdapter)
 
 
 class Options(NamedTuple):
@@ -160,15 +156,8 @@ class Planner:
 
         Raises `SourceError`, `ManifestMismatch`, or `UnsupportedOption` if memory does not suffice.
         """
-        manifest, assembled, split = source.specs, False, None
-        if self._ranks is not None:
-            split = self._ranks.planned(source)
-            if not again and not any(isinstance(part, _NOT_COMPARED) for part in parts_of(source)):
-                self._ranks.compare(source, self._options.check_replicas, deadline)
-            # If rank 0 holds the whole model, it alone sends it, unless every rank is needed to make the tensors.
-            rank_0_suffices = not any(split.pieces[1:]) and split.manifest == source.specs
-            assembled = not rank_0_suffices or any(isinstance(part, WeightSourceAdapter) for part in parts_of(source))
-            manifest = split.manifest
+        split = together(self._ranks, source, self._options.check_replicas, deadline, again=again)
+        assembled, manifest = split is not None, source.specs if split is None else split.manifest
         if not manifest:
             raise SourceError("the mapping holds no tensors; there is nothing to send")
         if isinstance(source, DraftedSource):
@@ -343,10 +332,20 @@ class Planner:
         """What each engine says a complete push is, by URL."""
         return self._engines.expected(deadline)
 
-    def choose_apart(self, transfer: Transfer, layout: Layout) -> Choice:
-        """Buckets of an arena, beside those of the weights, that holds all of an adapter; always with a stage."""
-        free, rank_bytes = transfer.free_bytes(), buckets.stage_bytes(self._engines.ranks)
-        return choose(layout.nbytes, free, rank_bytes, None, "full", False, far=not self._engines.local)
+    def apart(
+        self, source: Source, transfer: Transfer, deadline: Deadline
+    ) -> tuple[Layout, Choice, Coordinator | None]:
+        """Layout and buckets of all of ``source``, an adapter, in an arena beside that of the weights, always with a
+        stage; and the trainer's ranks if they fill it together."""
+        ranks, free = self._ranks, transfer.free_bytes()
+        split = together(ranks, source, self._options.check_replicas, deadline)
+        if ranks is None or split is None:
+            ranks, layout = None, Layout(source.specs)
+        else:
+            layout = layout_of(split.manifest, ranks.domains.divided(split))
+        rank_bytes, shared = buckets.stage_bytes(self._engines.ranks), layout.domain_bytes(0) if ranks else None
+        far, divided = not self._engines.local, bool(layout.table)
+        return layout, choose(layout.nbytes, free, rank_bytes, None, "full", False, shared, divided, far), ranks
 
     def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
         """Buckets and staging; kept for as long as the layout is, or until `choose_again`."""

@@ -243,7 +243,7 @@ class Sender:
         ``version`` is a string of 1 to 1024 printable characters. On return every rank of every engine serves exactly
         these weights. Raises `WeightSyncError`, whose ``engines`` says what each engine serves.
         """
-        return self._push("push", model, draft, self._asked(version, expected, allow_missing, lora), Reading())
+        return self._push("push", model, draft, Asked.of(version, expected, allow_missing, lora), Reading())
 
     def push_async(
         self,
@@ -268,11 +268,8 @@ class Sender:
         """
         if self._driver is not None:
             self._driver.engines.check_caller()
-        asked = self._asked(version, expected, allow_missing, lora)
+        asked = Asked.of(version, expected, allow_missing, lora)
         return in_background(lambda reading: self._push("push_async", model, draft, asked, reading))
-
-    def _asked(self, *asked: Any) -> Asked:
-        return Asked.of(*asked, several=self.is_distributed)
 
     def _push(self, what: str, model: object, draft: object, asked: Asked, reading: Reading) -> PushResult:
         start = time.perf_counter()

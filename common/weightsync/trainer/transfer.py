@@ -96,7 +96,8 @@ class Transfer:
         """
         start, base = time.perf_counter(), None
         if plan.adapter is not msgspec.UNSET:
-            arena = self._make_apart(plan.adapter.name, plan.slots * plan.bucket_bytes)
+            nbytes = _of_host(layout) if layout.table else plan.slots * plan.bucket_bytes
+            arena = self._make_apart(plan.adapter.name, nbytes)
         else:
             served, self._served = self._served, None
             if shared is not None:
@@ -119,7 +120,7 @@ class Transfer:
                 for end in self._ends.values():
                     end.forget()
                 arena.close()
-            arena = self._apart[name] = arenas.make(nbytes, self.device)
+            arena = self._apart[name] = arenas.make(nbytes, self.device, in_part=self._helpers is not None)
         return arena
 
     def arena_of_changes(self, nbytes: int, most: int) -> ShmArena | CudaArena:
@@ -170,7 +171,7 @@ class Transfer:
     def _make_arenas(self, plan: UpdateRequest, layout: Layout, spare: bool) -> None:
         nbytes, count = buckets.arenas(plan, layout.nbytes, keep=plan.keep or spare)
         if layout.table:  # ranks keep versions in stages of their own
-            nbytes, count = max(layout.domain_bytes(0), ALIGN_BYTES), 1
+            nbytes, count = _of_host(layout), 1
         self.provide(nbytes, count, [layout.domain_bytes(domain) for domain in range(1, len(layout.table))])
 
     def provide(self, nbytes: int, count: int, sizes: Sequence[int] = ()) -> None:
@@ -222,12 +223,13 @@ class Transfer:
     def served(self, push: Outgoing) -> None:
         """Note that a push is served. With two arenas, the next push goes into the other one."""
         again, self._current, push.base = self._served is not None, None, None
+        # Other hosts' arenas are not this sender's.
+        whole = push.is_whole and not push.layout.table
         if push.plan.lora is not msgspec.UNSET:
-            if push.is_whole:
+            if whole:
                 self._adapters[push.plan.lora] = push
             return
-        # Shared parameters change with the next training step, and other hosts' arenas are not this sender's.
-        if push.is_whole and self.shared is None and not push.layout.table:
+        if whole and self.shared is None:  # shared parameters change with the next training step
             self._served = push
         if not again:
             self._arenas.reverse()
@@ -256,3 +258,8 @@ class Transfer:
         while self._ends:
             self._ends.popitem()[1].close()
         native_copy.release()
+
+
+def _of_host(layout: Layout) -> int:
+    """The size of this host's arena, of a stream that is divided between hosts."""
+    return max(layout.domain_bytes(0), ALIGN_BYTES)

@@ -75,7 +75,9 @@ class Domains:
         """
         sizes = {domain: layout.domain_bytes(domain) for domain in range(1, len(layout.table))}
         self._provided = {
-            key: known for key, known in self._provided.items() if key[1] in alive and known.nbytes == sizes.get(key[0])
+            (domain, name): known
+            for (domain, name), known in self._provided.items()
+            if name in alive and (name != arena.name or known.nbytes == sizes.get(domain))
         }
         asked = {
             self.of.index(domain): domain
