@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.faults.harness import BUCKET_BYTES, Harness, Outcome
-from tests.faults.plan import Fault, at_random, catalogue, of_adapters
+from tests.faults.plan import Fault, at_random, catalogue, of_adapters, of_changes
 from tests.faults.run import suffer
 from tools import servers
 from weightsync.sources import open_source
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--stays", action="store_true", help="vLLM alone, whose weights stay where they are")
     parser.add_argument("--adapters", action="store_true", help="pushes of an adapter; those of weights by default")
+    parser.add_argument("--changes", action="store_true", help="pushes of what has changed; of everything by default")
     parser.add_argument("--rounds", type=int, default=0, help="how many faults at random instants to add, per engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only faults whose name and phase match this expression")
@@ -54,7 +55,7 @@ def main() -> int:
             found = _one(engine, asked, Path(scratch) / engine)
             outcomes += found
             if asked.results and not asked.only:  # only complete results are written
-                kind = f"{engine}{'-stays' * asked.stays}{'-adapters' * asked.adapters}"
+                kind = f"{engine}{'-stays' * asked.stays}{'-adapters' * asked.adapters}{'-changes' * asked.changes}"
                 _keep(asked.results / f"faults-{kind}.json", found, asked)
     return _summary(outcomes)
 
@@ -67,7 +68,8 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
     scratch.mkdir()
     reference = engine in ("reference", "drafts")
     tp = 1 if reference else asked.tp
-    harness = Harness(engine, tp, scratch, stays=asked.stays, lora="policy" if asked.adapters else "")
+    lora, changes = "policy" if asked.adapters else "", asked.changes
+    harness = Harness(engine, tp, scratch, stays=asked.stays, lora=lora, changes=changes)
     try:
         harness.prove()
         specs = (
@@ -75,16 +77,9 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
             *(open_source(harness.drafts["A"]).specs if harness.drafts else ()),
         )
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
-        transports = asked.transport or list(registry.names())
-        every = [
-            fault
-            for transport in transports
-            for fault in (
-                of_adapters(tp, transport)
-                if asked.adapters
-                else catalogue(tp, tensors - 1, transport, not reference, copies=asked.stays)
-            )
-        ]
+        carry = [name for name in registry.names() if not (changes and registry.spec(name).local)]
+        transports = asked.transport or carry
+        every = [fault for name in transports for fault in _of(asked, tp, tensors - 1, name, not reference)]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]
         if reference:  # it has no such hook
             faults = [fault for fault in faults if fault.phase != "post-load hook"]
@@ -100,6 +95,15 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
         return [_shown(suffer(harness, fault)) for fault in faults]
     finally:
         harness.close()
+
+
+def _of(asked: argparse.Namespace, tp: int, last: int, transport: str, standby: bool) -> list[Fault]:
+    """The faults of the kind of push that was asked for."""
+    if asked.adapters:
+        return of_adapters(tp, transport)
+    if asked.changes:
+        return of_changes(tp, last, transport, standby)
+    return catalogue(tp, last, transport, standby, copies=asked.stays)
 
 
 def _shown(outcome: Outcome) -> Outcome:

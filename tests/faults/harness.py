@@ -16,8 +16,10 @@ from pathlib import Path
 
 import psutil
 import requests
+from safetensors.torch import load_file, save_file
 
 from tests.faults.plan import Fault
+from tests.helpers import changed
 from tests.lora.adapters import make_adapter
 from tests.lora.conftest import OPTIONS
 from tools import models, servers
@@ -61,11 +63,11 @@ class Outcome:
 class Trainer:
     """A `tests.faults.trainer` process."""
 
-    def __init__(self, fault_file: Path):
+    def __init__(self, fault_file: Path, *, keen: bool = False):
         path = os.pathsep.join([str(SITE), str(servers.ROOT)])
         env = {**os.environ, "PYTHONPATH": path, "FAULT_FILE": str(fault_file)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.trainer"],
+            [sys.executable, "-m", "tests.faults.trainer", *(["keen"] if keen else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -128,14 +130,20 @@ class Harness:
 
     ``stays`` is for vLLM alone, as on a GPU.
 
-    With ``lora``, a name, the versions that are pushed are of an adapter of this name, and the weights stay.
+    With ``lora``, a name, the versions that are pushed are of an adapter of this name, and the weights stay. With
+    ``changes`` the two versions differ in a few elements, and only these cross.
     """
 
-    def __init__(self, engine: str, tp: int, scratch: Path, *, stays: bool = False, lora: str = ""):
+    def __init__(
+        self, engine: str, tp: int, scratch: Path, *, stays: bool = False, lora: str = "", changes: bool = False
+    ):
         self.engine, self.tp, self._scratch, self._stays, self.lora = engine, tp, scratch, stays, lora
         self.fault_file = scratch / "fault.json"
         self.folders = {name: models.make_model(scratch / name, "qwen3", seed=seed) for seed, name in enumerate("AB")}
-        self.base = self.folders["A"]
+        self.base, self.changes = self.folders["A"], changes
+        if changes:
+            file = self.folders["B"] / "model.safetensors"
+            save_file(changed(load_file(self.base / file.name), 1), file, {"format": "pt"})
         if lora:
             self.folders = {name: make_adapter(scratch / name / "adapter", self.base, seed=ord(name)) for name in "AB"}
         #: Of the draft of each version, if there is one.
@@ -151,15 +159,16 @@ class Harness:
         self.restarts = 0
         self._prints: dict[str, float] = {}
         self.start()
-        self.trainer = Trainer(self.fault_file)
+        self.trainer = self._trainer()
         self._pushes = 0
         self.serving = ""
 
     def prove(self):
         """Push both versions and check that their answers can be told apart."""
         for name in "AB":
-            self.push_clean(name)
+            said = self.push_clean(name, {"transport": "nixl"} if self.changes else None)
             self._prints[name] = self._ask(30.0)
+        assert said["delta"] == self.changes
         assert abs(self._prints["A"] - self._prints["B"]) > 10 * TOLERANCE
         self.serving = "B"
 
@@ -284,7 +293,8 @@ class Harness:
         return version
 
     def _tell(self, name: str, version: str, options: dict, urls: list[str], spoil: str = ""):
-        options = {"timeout_s": PUSH_S, "bucket_bytes": BUCKET_BYTES, **options}
+        parts = {} if self.changes else {"bucket_bytes": BUCKET_BYTES}  # what has changed is sent of whole versions
+        options = {"timeout_s": PUSH_S, **parts, **options}
         pushed = {"model": str(self.folders[name]), "lora": self.lora}
         if self.drafts:
             pushed["draft"] = str(self.drafts[name])
@@ -302,10 +312,13 @@ class Harness:
         self.serving = name
         return said
 
+    def _trainer(self):
+        return Trainer(self.fault_file, keen=self.changes)
+
     def new_trainer(self):
         """Replace a trainer that died."""
         self.trainer.close()
-        self.trainer = Trainer(self.fault_file)
+        self.trainer = self._trainer()
 
     def full_disk(self):
         """Fill the shared-memory mount; returns a function that empties it again."""

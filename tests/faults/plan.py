@@ -91,6 +91,33 @@ def of_adapters(tp: int, transport: str) -> list[Fault]:
     return faults
 
 
+def of_changes(tp: int, last: int, transport: str, standby: bool) -> list[Fault]:
+    """Every fault at every place of a push of what has changed, which crosses in one bucket.
+
+    Where it does not arrive as it was sent, everything is sent in the same push.
+    """
+    faults = [
+        *catalogue(tp, last, transport, standby),
+        *(
+            fault
+            for fault in catalogue(tp, last, "ipc_zmq", standby)
+            if fault.phase.startswith(("commit", "post-load"))
+        ),
+    ]
+    found = []
+    for fault in faults:
+        order = fault.order
+        if order is None or "staging" in fault.options or fault.special or "clock" in fault.what:
+            continue
+        if order["action"] == "flip" and order["point"] == "trainer packs":  # what is packed does not cross
+            continue
+        order = {**order, "where": {**order["where"], **_first(order["where"])}}
+        may = {*fault.may, COMMITTED} if order["action"] == "flip" else fault.may
+        options = {**fault.options, "transport": transport}
+        found.append(replace(fault, order=order, may=tuple(may), options=options))
+    return found
+
+
 def _first(where: dict[str, Any]) -> dict[str, int]:
     return dict.fromkeys(where.keys() & {"bucket", "number"}, 0)
 

@@ -22,8 +22,9 @@ def suffer(harness: Harness, fault: Fault) -> Outcome:
         harness.start_afresh()
     before = harness.serving
     wanted = "A" if before == "B" else "B"
-    if fault.options.get("keep_previous"):
-        # Only pushes of a sender with keep_previous are kept, so the version before must be such a push.
+    if fault.options.get("keep_previous") or harness.changes:
+        # Only pushes of a sender with keep_previous are kept, so the version before must be such a push; and what has
+        # changed is sent of a version that the same sender has pushed.
         harness.push_clean(before, fault.options)
     restarts = harness.restarts
     instance, bystander = harness.instance, harness.bystander.process.pid

@@ -1,4 +1,7 @@
-"""A trainer in its own process: one order per line on stdin, one outcome per line on stdout, as JSON."""
+"""A trainer in its own process: one order per line on stdin, one outcome per line on stdout, as JSON.
+
+``keen``, if given, has it send what has changed whatever that costs.
+"""
 
 import contextlib
 import json
@@ -8,6 +11,7 @@ import time
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import keen
 from tools import models
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
@@ -47,11 +51,14 @@ def push(sender, order, loaded):
 def told(result):
     """What engines say of a push."""
     noticed = [word for engine in result.engines.values() for word in engine.noticed]
-    return {"engines": dict.fromkeys(result.engines, "committed"), "noticed": noticed}
+    sent = result.delta is not None
+    return {"engines": dict.fromkeys(result.engines, "committed"), "noticed": noticed, "delta": sent}
 
 
 def main():
     """Serve orders until stdin ends."""
+    if sys.argv[1:] == ["keen"]:
+        keen().start()
     senders, loaded = {}, {}
     # Keeps what libraries print apart from the outcomes.
     outcomes = sys.stdout

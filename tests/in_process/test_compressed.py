@@ -11,7 +11,7 @@ from tools import servers
 PATIENCE_S = 300
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_compressed_tensors_makes_the_same_of_the_weights(engine):
     python = servers.ROOT / f".venv-{engine}" / "bin" / "python"
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))

@@ -58,12 +58,12 @@ CASES = {
         "llama", LOADED + "exchanged", {}, ranks=2, rounding=1.0, config=each_channel("int-quantized", "int")
     ),
 }
-#: What `make test-slow` uses; the others are one of each kind: experts, states that are no weights, scales.
-SLOW = ("plain layers that stay", "adapters, quantised", "checkpoint in FP8", "checkpoint in INT8")
+#: `make test` uses one whose weights are copied, and one whose weights are exchanged.
+FAST = ("experts that stay", "linear attention")
 PATIENCE_S = 560
 
 
-@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])
 def pushed(request, model_folder, tmp_path_factory):
     """A case, the folders of its models, and what the engine was after each push, by its name."""
     case = CASES[request.param]

@@ -187,6 +187,11 @@ class Rank(Splits):
             self.sender._sources.open = own
         return {"version": result.version, "lora": result.lora, "nbytes": result.nbytes}
 
+    def push_drafted(self, folder):
+        """Push the model with a draft from a folder, which FSDP2 shards too."""
+        result = self.sender.push(self.weights, draft=self._fsdp(models.load_reference(folder)))
+        return {"version": result.version, "kept": result.kept}
+
     def rollback_adapter(self, _):
         return {"version": self.sender.rollback(lora="policy").version}
 
