@@ -109,8 +109,8 @@ def of_changes(tp: int, last: int, transport: str, standby: bool) -> list[Fault]
         order = fault.order
         if order is None or "staging" in fault.options or fault.special or "clock" in fault.what:
             continue
-        if order["action"] == "flip" and order["point"] == "trainer packs":  # what is packed does not cross
-            continue
+        if (order["point"], order["action"]) in (("trainer packs", "flip"), ("trainer announces", "truncate")):
+            continue  # what is packed does not cross, and nothing comes after the only bucket
         order = {**order, "where": {**order["where"], **_first(order["where"])}}
         may = {*fault.may, COMMITTED} if order["action"] == "flip" else fault.may
         options = {**fault.options, "transport": transport}

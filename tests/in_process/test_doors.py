@@ -140,7 +140,8 @@ def test_a_call_that_would_block_the_engines_own_loop_is_refused(door):
 
 def test_a_killed_engine_core_is_named_and_nobody_waits_for_it(door):
     if (killed := door["killed"]) is not None:
-        assert killed["push"]["engines"] in ({door.name: "unknown"}, {door.name: "dirty"})
+        # It loads into a standby before the commit, or in the commit.
+        assert killed["push"]["engines"][door.name] in ("unchanged", "unknown", "dirty")
         assert killed["push"]["error"] != "PushTimeout"
         assert killed["generate"]["error"] in ("EngineDeadError", "RuntimeError")  # vLLM's, or ours
 

@@ -177,6 +177,7 @@ TOP, BOTTOM, B = (0, ((0, 0), (2, 2))), (0, ((2, 0), (2, 2))), (1, ((0,), (3,)))
         (((TOP, B), (TOP,)), "a: the domains do not hold each element of it exactly once"),
         (((TOP,), (BOTTOM,)), "b: the domains do not hold each element of it exactly once"),
         (((TOP, BOTTOM), (B, B)), "b: the domains do not hold each element of it exactly once"),
+        (((TOP, B), (BOTTOM, (2, ((), (1,))))), r"domain 1 holds a box from \[\] of shape \[1\]"),
         (((TOP, B), (BOTTOM, (2, ((0,), (1,))))), r"domain 1 holds \[0:1\] of tensor 2, which is no part of it"),
         (((TOP, B), ((0, ((2, 0), (3, 2))),)), r"domain 1 holds \[2:5, 0:2\] of tensor 0, which is no part of it"),
         (((TOP, B), ((0, ((2,), (2,))),)), r"domain 1 holds \[2:4\] of tensor 0, which is no part of it"),

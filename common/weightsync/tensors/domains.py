@@ -49,6 +49,8 @@ class DividedLayout(Layout):
             end = 0
             for number, (start, shape) in cells:
                 box, entry = Box(start, shape), self.entries[number] if 0 <= number < len(self.entries) else None
+                if len(start) != len(shape):
+                    raise ManifestMismatch(f"domain {domain} holds a box from {list(start)} of shape {list(shape)}")
                 if entry is None or 0 in shape or not is_inside(box, entry.spec.shape):
                     raise ManifestMismatch(f"domain {domain} holds {box} of tensor {number}, which is no part of it")
                 self._cells[number].append(Cell(domain, box, end))
