@@ -1,0 +1,59 @@
+"""verl's own classes update reference engines through our checkpoint engines, between actors of a local Ray."""
+
+import functools
+import os
+
+import pytest
+
+from tests.ray.test_ray import ENVIRONMENT
+from tests.trainers import running
+from tools import versions
+
+pytestmark = pytest.mark.frameworks
+
+start = functools.partial(
+    running.run, "tests.verl.run", packages=os.pathsep.join(map(str, versions.verl_packages())), env=ENVIRONMENT
+)
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder):
+    return model_folder("llama", 0), model_folder("llama", 1)
+
+
+def run(part, folders):
+    (seen,) = start(part, *map(str, folders))
+    return seen
+
+
+def test_servers_commit_what_verl_exports_or_nothing(folders):
+    seen = run("into_servers", folders)
+    before, after = seen["fresh"]
+    assert before != after
+    assert {"weightsync", "weightsync_transfer"} <= set(seen["registered"])
+    assert seen["served"] == [[each] * 2 for each in (before, after, before, after)]
+    assert seen["rollout"] == [[False, "delta_flush", 3], [False, "named_tensors", 3]]
+    assert seen["version"] == "3"
+    assert "ManifestMismatch" in seen["incomplete"]
+    assert "model.norm.weight" in seen["incomplete"]
+    assert seen["after a failure"] == [after] * 2
+    assert seen["steps"] == [3, 3]
+    assert seen["recovered"] == [before] * 2
+    assert seen["one left"] == [after, before]
+    assert "EngineUnreachable" in seen["dead"]
+    assert seen["other"] == after
+
+
+def test_servers_that_cannot_be_pushed_into_are_refused(folders):
+    seen = run("refused", folders)
+    assert "EngineUnreachable: no server of verl in this Ray namespace has the rollout workers" in seen["no server"]
+    assert "set actor_rollout_ref.rollout.free_cache_engine=False" in seen["dropped"]
+
+
+def test_rollout_workers_are_given_verified_weights(folders):
+    seen = run("transfer", folders)
+    assert seen["updates"] == [[[True, "named_tensors", step]] * 2 for step in (1, 2, 3)]
+    assert "ManifestMismatch" in seen["incomplete"]
+    assert seen["unchanged"] == [True, True]
+    assert "the server's memory is full" in seen["stopped"]
+    assert seen["recovered"] == [[True, "named_tensors", 6]] * 2
