@@ -9,12 +9,15 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-from tests.ray.run import generated, reference
+from tests.ray.run import reference
 from tests.verl import workers
 from tools import servers, versions
-from weightsync.testing import ReferenceEngine
 
-WAIT_S = 180.0
+WAIT_S = 300.0
+
+
+def generated(server):
+    return list(ray.get(server.generate.remote(), timeout=WAIT_S))
 
 
 def group(kind, size, config):
@@ -27,7 +30,7 @@ class Run:
     """A trainer of two workers, and two rollout workers, as a run of verl has them."""
 
     def __init__(self, backend, **options):
-        options = {"timeout_s": WAIT_S / 3, **options}
+        options = {"timeout_s": WAIT_S / 5, **options}
         config = CheckpointEngineConfig(backend=backend, engine_kwargs={backend: options})
         self.config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=config)
         self.trainer = group(workers.Trainer, 2, config)
@@ -41,8 +44,8 @@ class Run:
             for rank, (worker, server) in enumerate(zip(self.rollout.workers, servers, strict=True))
         ]
 
-    def update(self, folder, step, without=""):
-        self.trainer.export(folder, without)
+    def update(self, folder, step, **exported):
+        self.trainer.export(folder, **exported)
         self.manager.update_weights(global_steps=step)
 
     def fails(self, *arguments, **options):
@@ -55,38 +58,36 @@ class Run:
 
 
 def into_servers(before, after):
-    """Updates of two servers, of which one has its engine at a URL; what is refused; a replica that leaves."""
+    """Updates of two servers; what is refused; a replica that leaves, and an engine that ends."""
     run = Run("weightsync")
-    one, two = run.rollout.workers
-    with ReferenceEngine(before) as engine:
-        host, port = engine.url.removeprefix("http://").split(":")
-        server = workers.named(workers.Server, "vllm_server_0_0", [one], before)
-        http = workers.named(workers.HttpServer, "sglang_server_1_0", [two], (host, int(port)))
-        run.serve(server, http)
+    servers = [
+        workers.named(workers.Server, f"vllm_server_{rank}_0", [worker], before)
+        for rank, worker in enumerate(run.rollout.workers)
+    ]
+    run.serve(*servers)
 
-        def serves():
-            return [generated(server), list(engine.generate(workers.PROMPT, 8))]
+    def serves():
+        return [generated(server) for server in servers]
 
-        seen = {
-            "registered": sorted(CheckpointEngineRegistry._registry),
-            "fresh": [reference(before), reference(after)],
-        }
-        seen["served"] = [serves()]
-        for step, folder in enumerate((after, before, after), 1):
-            run.update(folder, step)
-            seen["served"].append(serves())
-        seen["rollout"] = run.rollout.seen(after)
-        seen["version"] = ray.get(server.version.remote(), timeout=WAIT_S)
-        seen["incomplete"] = run.fails(before, 4, without="model.norm.weight")
-        seen["after a failure"], seen["steps"] = serves(), [step for *_, step in run.rollout.seen(after)]
-        run.update(before, 5)
-        seen["recovered"] = serves()
-        run.manager.remove_replicas(run.manager.replicas[1:])
-        run.update(after, 6)
-        seen["one left"] = serves()
-        run.serve(server, http)
+    seen = {"fresh": [reference(before), reference(after)]}
+    seen["registered"] = sorted(CheckpointEngineRegistry._registry)
+    seen["served"] = [serves()]
+    for step, folder in enumerate((after, before, after), 1):
+        run.update(folder, step)
+        seen["served"].append(serves())
+    seen["rollout"] = run.rollout.seen(after)
+    seen["versions"] = ray.get([server.version.remote() for server in servers], timeout=WAIT_S)
+    seen["incomplete"] = run.fails(before, 4, without="model.norm.weight")
+    seen["after a failure"], seen["steps"] = serves(), [step for *_, step in run.rollout.seen(after)]
+    run.update(before, 5)
+    seen["recovered"] = serves()
+    run.manager.remove_replicas(run.manager.replicas[1:])
+    run.update(after, 6)
+    seen["one left"] = serves()
+    run.serve(*servers)
+    ray.get(servers[1].end_engine.remote(), timeout=WAIT_S)
     seen["dead"] = run.fails(before, 7)
-    seen["other"] = generated(server)
+    seen["other"] = generated(servers[0])
     return seen
 
 
@@ -99,7 +100,10 @@ def refused(before, after):
     seen = {"no server": run.fails(after, 1)}
     dropping = workers.named(workers.Server, "vllm_server_1_0", [two], before, True)
     run.serve(server, dropping)
-    return {**seen, "dropped": run.fails(after, 2)}
+    seen["dropped"] = run.fails(after, 2)
+    ray.kill(dropping)
+    run.serve(server, workers.named(workers.OtherServer, "sglang_server_1_0", [two], before))
+    return {**seen, "other": run.fails(after, 3)}
 
 
 def transfer(before, after):
@@ -113,6 +117,7 @@ def transfer(before, after):
         seen["updates"].append(run.rollout.seen(folder))
     seen["incomplete"] = run.fails(before, 4, without="model.norm.weight")
     seen["unchanged"] = [given for given, *_ in run.rollout.seen(after)]
+    seen["broken"] = run.fails(before, 4, breaks_at="model.norm.weight")
     run.rollout.stop_after(3)
     seen["stopped"] = run.fails(before, 5)
     run.rollout.stop_after(None)
@@ -128,7 +133,7 @@ def main():
     part, *arguments = sys.argv[1:]
     path = {"PYTHONPATH": ":".join(map(str, (servers.ROOT, *versions.verl_packages())))}
     with contextlib.redirect_stdout(sys.stderr):
-        ray.init(num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": path})
+        ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": path})
         seen = PARTS[part](*arguments)
         ray.shutdown()
     print(json.dumps(seen))

@@ -32,8 +32,8 @@ def test_servers_commit_what_verl_exports_or_nothing(folders):
     assert before != after
     assert {"weightsync", "weightsync_transfer"} <= set(seen["registered"])
     assert seen["served"] == [[each] * 2 for each in (before, after, before, after)]
-    assert seen["rollout"] == [[False, "delta_flush", 3], [False, "named_tensors", 3]]
-    assert seen["version"] == "3"
+    assert seen["rollout"] == [[False, "delta_flush", 3]] * 2
+    assert seen["versions"] == ["3", "3"]
     assert "ManifestMismatch" in seen["incomplete"]
     assert "model.norm.weight" in seen["incomplete"]
     assert seen["after a failure"] == [after] * 2
@@ -48,6 +48,7 @@ def test_servers_that_cannot_be_pushed_into_are_refused(folders):
     seen = run("refused", folders)
     assert "EngineUnreachable: no server of verl in this Ray namespace has the rollout workers" in seen["no server"]
     assert "set actor_rollout_ref.rollout.free_cache_engine=False" in seen["dropped"]
+    assert "UnsupportedOption: verl starts sglang_server_1_0 without vLLM's engine in the actor" in seen["other"]
 
 
 def test_rollout_workers_are_given_verified_weights(folders):
@@ -55,5 +56,6 @@ def test_rollout_workers_are_given_verified_weights(folders):
     assert seen["updates"] == [[[True, "named_tensors", step]] * 2 for step in (1, 2, 3)]
     assert "ManifestMismatch" in seen["incomplete"]
     assert seen["unchanged"] == [True, True]
+    assert "the trainer's memory is full" in seen["broken"]
     assert "the server's memory is full" in seen["stopped"]
     assert seen["recovered"] == [[True, "named_tensors", 6]] * 2

@@ -23,7 +23,7 @@ class Exports:
     """Stands for verl's model engine: yields whole tensors, which all workers have to gather together."""
 
     def __init__(self):
-        self.folder, self.without = "", ""
+        self.folder, self.without, self.breaks_at = "", "", ""
 
     def get_per_tensor_param(self):
         return self._pairs(), None
@@ -31,6 +31,8 @@ class Exports:
     def _pairs(self):
         for name, tensor in models.load_reference(self.folder).state_dict().items():
             dist.broadcast(tensor, 0)
+            if name == self.breaks_at:
+                raise RuntimeError("the trainer's memory is full")
             if name != self.without:
                 yield name, tensor
 
@@ -51,8 +53,9 @@ class Trainer(ActorRolloutRefWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, folder, without=""):
-        self.actor.engine.folder, self.actor.engine.without = folder, without
+    def export(self, folder, without="", breaks_at=""):
+        exports = self.actor.engine
+        exports.folder, exports.without, exports.breaks_at = folder, without, breaks_at
 
 
 class Adapter(BaseRollout):
@@ -116,6 +119,9 @@ class Server:
     async def version(self):
         return await self.engine.front.version()
 
+    async def end_engine(self):
+        self.engine.close()
+
     async def abort_all_requests(self, reject_request=False):
         self.paused = True
 
@@ -129,21 +135,12 @@ class Server:
         pass
 
 
-class HttpServer:
-    """The same, with an engine at a URL, as SGLang's has."""
+class OtherServer(Server):
+    """The same without an engine in the actor, as SGLang's is."""
 
-    tokenizer_manager = None
-
-    def __init__(self, workers, address):
-        self.workers, self.node_rank, self._address = workers, 0, address
-
-    def get_server_address(self):
-        return self._address
-
-    async def abort_all_requests(self, reject_request=False):
-        pass
-
-    resume_generation = release_kv_cache = resume_kv_cache = abort_all_requests
+    def __init__(self, workers, folder):
+        super().__init__(workers, folder)
+        del self.engine
 
 
 class Replica(RolloutReplica):

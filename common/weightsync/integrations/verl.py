@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weightsync.engine.in_process import EngineInProcess
-from weightsync.errors import EngineUnreachable, UnsupportedOption, WeightSyncError
+from weightsync.errors import EngineUnreachable, SourceError, UnsupportedOption, WeightSyncError
 from weightsync.integrations import verl_worker
 from weightsync.integrations.verl_worker import Handover
 from weightsync.tensors.layout import listed
@@ -34,7 +34,7 @@ _BASE: Final = "verl.checkpoint_engine.base"
 #: Seconds for a server or a worker of verl to answer a call.
 _ASK_S: Final = 60.0
 #: Seconds that a rollout worker waits longer than the trainer's push may take, so that the trainer tells it why.
-_LATER_S: Final = 10.0
+_LATER_S: Final = 60.0
 
 
 class _CheckpointEngine:
@@ -69,7 +69,7 @@ class _CheckpointEngine:
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Arguments of `init_process_group` for each worker of the trainer, and for each of the rollout."""
         workers = [one["worker"] for one in metadata[actor_wg_world_size:]]
-        engines, formats = cls._find_engines(workers)
+        engines = cls._find_engines(workers)
         push = secrets.token_hex(8)
         trainer: dict[str, list[Any]] = {
             "rank": list(range(actor_wg_world_size)),
@@ -77,11 +77,11 @@ class _CheckpointEngine:
             "engines": [engines] * actor_wg_world_size,
             "workers": [workers] * actor_wg_world_size,
         }
-        return trainer, {"push": [push] * rollout_world_size, "wire_format": formats}
+        return trainer, {"push": [push] * rollout_world_size}
 
     @classmethod
-    def _find_engines(cls, workers: Sequence[Any]) -> tuple[list[Any], list[str]]:
-        """What is pushed into, as `Sender` takes it, and the wire format of each rollout worker."""
+    def _find_engines(cls, workers: Sequence[Any]) -> list[Any]:
+        """What is pushed into, as `Sender` takes it."""
         raise NotImplementedError
 
     def init_process_group(
@@ -90,11 +90,10 @@ class _CheckpointEngine:
         rank: int = -1,
         engines: Sequence[Any] = (),
         workers: Sequence[Any] = (),
-        wire_format: str = "named_tensors",
     ) -> None:
         """Get ready for one update. Raises what `Sender` raises."""
         self._push, self._rank, self._workers = push, rank, list(workers)
-        self.wire_format, self._given = wire_format, Handover()
+        self._given = Handover()
         names = [repr(engine) for engine in engines]
         if rank or (self._sender is not None and names == self._engines):
             return
@@ -117,17 +116,15 @@ class _CheckpointEngine:
             for _ in weights:
                 pass
             return
-        error: WeightSyncError | None = None
         try:
             # Of a generator that it could close, nothing would be left for the other workers to gather.
             self._sender.push(map(tuple, weights), version=None if global_steps is None else str(global_steps))
-        except WeightSyncError as failed:
-            error = failed
+        except Exception as error:
             for _ in weights:
                 pass
+            self._tell(error if isinstance(error, WeightSyncError) else SourceError(f"{type(error).__name__}: {error}"))
             raise
-        finally:
-            self._tell(error)
+        self._tell(None)
 
     def _tell(self, error: WeightSyncError | None) -> None:
         """Tell the rollout workers how the push ended. One that does not answer is verl's to find out."""
@@ -150,22 +147,29 @@ class _CheckpointEngine:
 class ServersEngine(_CheckpointEngine):
     """Pushes into verl's rollout servers; verl's server adapters have nothing to load, and note the step."""
 
+    #: In this format, and no other, vLLM's adapter begins no load if it is given nothing.
+    wire_format = "delta_flush"
+
     @classmethod
-    def _find_engines(cls, workers: Sequence[Any]) -> tuple[list[Any], list[str]]:
-        servers = [server for server in _servers() if server.workers & {repr(worker) for worker in workers}]
-        of_worker = {worker: server for server in servers for worker in server.workers}
-        if missing := [repr(worker) for worker in workers if repr(worker) not in of_worker]:
+    def _find_engines(cls, workers: Sequence[Any]) -> list[Any]:
+        names = {repr(worker) for worker in workers}
+        servers = [server for server in _servers() if server.workers & names]
+        if missing := names.difference(*(server.workers for server in servers)):
             raise EngineUnreachable(
-                f"no server of verl in this Ray namespace has the rollout workers {listed(missing)}: "
-                f"checkpoint_engine.backend={BACKENDS[0]} pushes into vLLM and SGLang; choose {BACKENDS[1]} for others"
+                f"no server of verl in this Ray namespace has the rollout workers {listed(sorted(missing))}; "
+                f"{BACKENDS[0]} pushes into vLLM alone: choose checkpoint_engine.backend={BACKENDS[1]} for others"
+            )
+        if without := [server.name for server in servers if not server.has_engine]:
+            raise UnsupportedOption(
+                f"verl starts {listed(without)} without vLLM's engine in the actor, and without weightsync's plugin: "
+                f"choose checkpoint_engine.backend={BACKENDS[1]}"
             )
         if dropping := [server.name for server in servers if server.drops_weights]:
             raise UnsupportedOption(
                 f"verl has {listed(dropping)} drop the weights before each update, so a failed push would leave none: "
                 "set actor_rollout_ref.rollout.free_cache_engine=False"
             )
-        engines = [server.engine for server in servers if server.engine is not None]
-        return engines, [of_worker[repr(worker)].wire_format for worker in workers]
+        return [server.actor for server in servers if server.leads]
 
     def ended(self, push: str, error: WeightSyncError | None) -> None:
         """See `_CheckpointEngine.ended`."""
@@ -195,8 +199,8 @@ class TransferEngine(_CheckpointEngine):
         self._lock = threading.Lock()
 
     @classmethod
-    def _find_engines(cls, workers: Sequence[Any]) -> tuple[list[Any], list[str]]:
-        return list(workers), ["named_tensors"] * len(workers)
+    def _find_engines(cls, workers: Sequence[Any]) -> list[Any]:
+        return list(workers)
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """See `weightsync.protocol.in_process.AskedByCalls`."""
@@ -248,13 +252,14 @@ class _Server(NamedTuple):
     """A server actor of verl, on one host of its replica."""
 
     name: str
+    actor: Any
     workers: frozenset[str]
     """Its rollout workers."""
-    engine: Any
-    """What a sender pushes into; None on the other hosts of a replica, whose first one has the engine."""
+    leads: bool
+    """Whether it is on the first host, where the engine is."""
+    has_engine: bool
     drops_weights: bool
-    wire_format: str
-    """An empty list in this format has its adapter load nothing: vLLM's would begin a load for the other one."""
+    """Whether verl has it drop the weights before an update."""
 
 
 def _servers() -> list[_Server]:
@@ -266,23 +271,18 @@ def _servers() -> list[_Server]:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is dead, or was never one of verl's
             actor = ray.get_actor(name)
             seen = ray.get(actor.__ray_call__.remote(_describe), timeout=_ASK_S)
-            if seen is not None:
-                workers, leads, url, drops = seen
-                engine = None if not leads else url or actor
-                found.append(_Server(name, workers, engine, drops, "named_tensors" if url else "delta_flush"))
+            found += [] if seen is None else [_Server(name, actor, *seen)]
     return found
 
 
-def _describe(server: Any) -> tuple[frozenset[str], bool, str, bool] | None:
-    """Runs in a server actor: its workers, whether it leads its replica, its URL if it holds no engine itself (as with
-    SGLang), and whether verl has it drop the weights before an update. None if it is none of verl's."""
+def _describe(server: Any) -> tuple[frozenset[str], bool, bool, bool] | None:
+    """Runs in a server actor: what `_Server` has from ``workers`` on; None if it is none of verl's."""
     if not hasattr(server, "workers") or not hasattr(server, "node_rank"):
         return None
-    workers, leads = frozenset(repr(worker) for worker in server.workers), server.node_rank == 0
-    if hasattr(server, "tokenizer_manager"):
-        host, port = server.get_server_address() if leads else ("", 0)
-        return workers, leads, f"http://{f'[{host}]' if ':' in host else host}:{port}", False
-    return workers, leads, "", bool(server.config.free_cache_engine and server._resolve_sleep_level() > 1)
+    leads = server.node_rank == 0
+    has_engine = not leads or hasattr(server, "engine")
+    drops = leads and has_engine and server.config.free_cache_engine and server._resolve_sleep_level() > 1
+    return frozenset(repr(worker) for worker in server.workers), leads, has_engine, bool(drops)
 
 
 # ---- verl's registry -------------------------------------------------------------------------------------------------
