@@ -1,13 +1,15 @@
 """verl's own classes update reference engines through our checkpoint engines, between actors of a local Ray."""
 
 import functools
+import json
 import os
+import subprocess
 
 import pytest
 
 from tests.ray.test_ray import ENVIRONMENT
 from tests.trainers import running
-from tools import versions
+from tools import servers, versions
 
 pytestmark = pytest.mark.frameworks
 
@@ -42,6 +44,24 @@ def test_servers_commit_what_verl_exports_or_nothing(folders):
     assert seen["one left"] == [after, before]
     assert "EngineUnreachable" in seen["dead"]
     assert seen["other"] == after
+
+
+@pytest.mark.parametrize("version", [versions.VERSIONS["vllm"][0], versions.VERSIONS["vllm"][-1]])
+def test_verls_own_code_runs_beside_supported_versions_of_vllm(version):
+    if not versions.there("vllm", version):
+        pytest.skip(f"vllm {version} is not installed: make test-versions")
+    beside = versions.environment("vllm", version).get("PYTHONPATH")
+    path = (beside, *versions.verl_packages(), servers.ROOT)
+    done = subprocess.run(
+        [servers.ROOT / ".venv-vllm" / "bin" / "python", "-m", "tests.verl.adapter"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(each) for each in path if each)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen == {"vllm": version, "imported": ["vLLMHttpServer", "vLLMColocateWorkerExtension"], "calls": [[7]]}
 
 
 def test_servers_that_cannot_be_pushed_into_are_refused(folders):
