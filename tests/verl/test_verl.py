@@ -28,6 +28,18 @@ def run(part, folders):
     return seen
 
 
+@pytest.mark.parametrize(("plugins", "module"), [("auto", None), ("none", "weightsync.integrations.verl")])
+def test_verl_finds_both_by_entry_point_or_by_module(plugins, module):
+    (seen,) = running.run(
+        "tests.verl.registered",
+        *([module] if module else []),
+        packages=os.pathsep.join(map(str, versions.verl_packages())),
+        env={"VERL_USE_EXTERNAL_PLUGINS": plugins},
+    )
+    assert seen["before"] == ([] if module else ["weightsync", "weightsync_transfer"])
+    assert seen["after"] == ["weightsync", "weightsync_transfer"]
+
+
 def test_servers_commit_what_verl_exports_or_nothing(folders):
     seen = run("into_servers", folders)
     before, after = seen["fresh"]
