@@ -24,9 +24,9 @@ test-versions: env  ## every supported version of both engines, and the table of
 	.venv/bin/python -m pytest tests/versions --shown benchmarks/results/versions.json $(ARGS)
 	@$(PYTHON) tools/versions.py table
 
-test-frameworks: env  ## trainers of TRL, Hugging Face, vLLM's own protocol, DeepSpeed, Megatron-Core and others, and the table of docs/versions.md
+test-frameworks: env  ## trainers of TRL, Hugging Face, vLLM's own protocol, DeepSpeed, Megatron-Core, Ray, verl and others, and the table of docs/versions.md
 	@$(PYTHON) tools/versions.py frameworks
-	.venv/bin/python -m pytest -m frameworks tests/frameworks tests/trainers --shown benchmarks/results/frameworks.json $(ARGS)
+	.venv/bin/python -m pytest -m frameworks tests/frameworks tests/trainers tests/ray tests/verl --shown benchmarks/results/frameworks.json $(ARGS)
 	@$(PYTHON) tools/versions.py table
 
 check-all:  ## all there is to check, which takes hours

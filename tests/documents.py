@@ -16,7 +16,11 @@ DOCUMENTS = (
 #: The one whose blocks `tests.trainers` runs, some with packages that other tests do without.
 TRAINERS = "docs/trainers.md"
 #: Documents of which only the links are checked.
-OTHERS = ("THREATS.md", "CHANGELOG.md")
+OTHERS = (
+    "THREATS.md",
+    "CHANGELOG.md",
+    *(f"docs/integrations/{p.name}" for p in (ROOT / "docs" / "integrations").glob("*.md")),
+)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 

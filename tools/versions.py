@@ -2,7 +2,7 @@
 
 Usage: python3 tools/versions.py engines         install them (`make env` comes first)
        python3 tools/versions.py frameworks      install TRL's versions, which go before vLLM's environment,
-                                                 other trainers, which go before the trainer's, and Ray
+                                                 other trainers, which go before the trainer's, Ray and verl
        python3 tools/versions.py table           write the tables of docs/versions.md from the last results
 """
 
@@ -43,6 +43,9 @@ TRAINERS_REQUIREMENTS = ROOT / "requirements" / "trainers.txt"
 #: Ray's version, which goes before the trainer's environment and those of the engines.
 RAY = "2.60.0"
 RAY_REQUIREMENTS = ROOT / "requirements" / "ray.txt"
+#: verl's version, which goes before Ray.
+VERL = "0.9.1"
+VERL_REQUIREMENTS = ROOT / "requirements" / "verl.txt"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
 
@@ -102,6 +105,17 @@ def install_ray() -> None:
         _install(folder("ray", RAY), ".venv", *_lines(RAY_REQUIREMENTS))
 
 
+def verl_packages() -> tuple[Path, ...]:
+    """Where verl lies, and Ray, which it runs on."""
+    return folder("verl", VERL), folder("ray", RAY)
+
+
+def install_verl() -> None:
+    """Install verl beside the other environments, unless it is there."""
+    if not there("verl", VERL):
+        _install(folder("verl", VERL), ".venv", *_lines(VERL_REQUIREMENTS))
+
+
 def _lines(requirements: Path) -> list[str]:
     return [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
 
@@ -155,6 +169,7 @@ def main() -> None:
         for version in TRL:
             install_trl(version)
         install_ray()
+        install_verl()
         return install_trainers()
     if asked != "engines":
         sys.exit(__doc__)

@@ -64,8 +64,8 @@ class Served:
 
 #: One of them is in `make test`.
 SERVERS = [
-    pytest.param(("vllm", "llama", 1), marks=pytest.mark.slow),
-    ("vllm", "qwen3", 2),
+    ("vllm", "llama", 1),
+    pytest.param(("vllm", "qwen3", 2), marks=pytest.mark.slow),
     pytest.param(("sglang", "qwen3", 1), marks=pytest.mark.slow),
     pytest.param(("sglang", "llama", 2), marks=pytest.mark.slow),
 ]
