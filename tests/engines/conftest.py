@@ -273,8 +273,8 @@ def served(request, model_folder, tmp_path_factory):
 CACHES = [(engine, "qwen3", tp) for engine in ("vllm", "sglang") for tp in (1, 2)]
 OTHERS = [(engine, kind, tp) for engine in ("vllm", "sglang") for kind, tp in (("llama", 1), ("qwen3_moe", 2))]
 ALL = [*CACHES, *OTHERS]
-#: `make test` runs a dense model with two ranks of both engines, and one with one rank of vLLM: other in all options.
-SLOW = [one for one in ALL if one not in (("vllm", "qwen3", 2), ("sglang", "qwen3", 2), ("vllm", "llama", 1))]
+#: What `make test` runs; `make test-slow` runs the others.
+FAST = (("vllm", "qwen3", 2), ("sglang", "qwen3", 2), ("vllm", "llama", 1))
 #: Here a server without the plugin gives the fresh answers: the one that is pushed to has no weights before its first
 #: push. The others answer themselves, before their first push.
 UNPLUGGED = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("qwen3", 1), ("llama", 1))]
@@ -283,7 +283,7 @@ UNPLUGGED = [(engine, kind, tp) for engine, kind, tp in ALL if (kind, tp) in (("
 def configurations(wanted):
     """Parametrize a module over configurations of `served`."""
     params = [
-        pytest.param(wants, id="-".join(map(str, wants)), marks=pytest.mark.slow if wants in SLOW else ())
+        pytest.param(wants, id="-".join(map(str, wants)), marks=() if wants in FAST else pytest.mark.slow)
         for wants in wanted
     ]
     return pytest.mark.parametrize("served", params, indirect=True, scope="package")

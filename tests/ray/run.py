@@ -146,15 +146,17 @@ def engines(engine, door, kind, before, after):
 PARTS = {part.__name__: part for part in (kinds, trainer, refused, restarted, engines)}
 
 
-def main():
+def main(parts, packages, *, num_cpus):
+    """Run the part that the command line names, beside a local Ray whose workers find ``packages``."""
     part, *arguments = sys.argv[1:]
-    path = {"PYTHONPATH": f"{servers.ROOT}:{versions.folder('ray', versions.RAY)}"}
+    path = {"PYTHONPATH": ":".join(map(str, (servers.ROOT, *packages)))}
+    local = {"num_cpus": num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     with contextlib.redirect_stdout(sys.stderr):
-        ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": path})
-        seen = PARTS[part](*arguments)
+        ray.init(**local, runtime_env={"env_vars": path})
+        seen = parts[part](*arguments)
         ray.shutdown()
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main()
+    main(PARTS, (versions.folder("ray", versions.RAY),), num_cpus=2)

@@ -1,17 +1,13 @@
 """What tests/verl asks of verl's classes: ``python -m tests.verl.run PART ARGUMENTS``; prints what it saw, as JSON."""
 
-import contextlib
-import json
-import sys
-
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-from tests.ray.run import reference
+from tests.ray.run import main, reference
 from tests.verl import workers
-from tools import servers, versions
+from tools import versions
 
 WAIT_S = 300.0
 
@@ -129,15 +125,5 @@ def transfer(before, after):
 PARTS = {part.__name__: part for part in (into_servers, refused, transfer)}
 
 
-def main():
-    part, *arguments = sys.argv[1:]
-    path = {"PYTHONPATH": ":".join(map(str, (servers.ROOT, *versions.verl_packages())))}
-    with contextlib.redirect_stdout(sys.stderr):
-        ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env={"env_vars": path})
-        seen = PARTS[part](*arguments)
-        ray.shutdown()
-    print(json.dumps(seen))
-
-
 if __name__ == "__main__":
-    main()
+    main(PARTS, versions.verl_packages(), num_cpus=4)

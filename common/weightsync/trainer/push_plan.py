@@ -337,15 +337,14 @@ class Planner:
     ) -> tuple[Layout, Choice, Coordinator | None]:
         """Layout and buckets of all of ``source``, an adapter, in an arena beside that of the weights, always with a
         stage; and the trainer's ranks if they fill it together."""
-        ranks, free = self._ranks, transfer.free_bytes()
-        split = together(ranks, source, self._options.check_replicas, deadline)
-        if ranks is None or split is None:
-            ranks, layout = None, Layout(source.specs)
-        else:
-            layout = layout_of(split.manifest, ranks.domains.divided(split))
-        rank_bytes, shared = buckets.stage_bytes(self._engines.ranks), layout.domain_bytes(0) if ranks else None
-        far, divided = not self._engines.local, bool(layout.table)
-        return layout, choose(layout.nbytes, free, rank_bytes, None, "full", False, shared, divided, far), ranks
+        layout, shared, ranks = Layout(source.specs), None, None
+        split = together(self._ranks, source, self._options.check_replicas, deadline)
+        if self._ranks is not None and split is not None:
+            ranks, layout = self._ranks, layout_of(split.manifest, self._ranks.domains.divided(split))
+            shared = layout.domain_bytes(0)
+        free, rank_bytes, far = transfer.free_bytes(), buckets.stage_bytes(self._engines.ranks), not self._engines.local
+        choice = choose(layout.nbytes, free, rank_bytes, None, "full", False, shared, bool(layout.table), far)
+        return layout, choice, ranks
 
     def _choose(self, transfer: Transfer, layout: Layout) -> Choice:
         """Buckets and staging; kept for as long as the layout is, or until `choose_again`."""
