@@ -51,7 +51,7 @@ Window = tuple[float, float]
 
 def read_streams(engine: servers.Engine, model: str, url: str) -> None:
     """Read streams until stdin is closed; a line for every token says whose it is and when it came."""
-    server: Any = types.SimpleNamespace(engine=engine, model=model, url=url)
+    server: Any = types.SimpleNamespace(engine=engine, model=model, url=url, adapter="")
 
     def read(number: int) -> None:
         for stream in itertools.count(number, STREAMS):
