@@ -54,7 +54,11 @@ class EngineInActor:
         import ray
         import ray.exceptions
 
-        called = self._actor.__ray_call__.remote(_answer, request, route, body, timeout_s)
+        try:
+            called = self._actor.__ray_call__.remote(_answer, request, route, body, timeout_s)
+        except Exception as error:  # Ray's errors are of no kind here
+            why = str(error).partition("\n")[0]
+            raise NotRunning(f"{why}: get its handle again, from the cluster of this process") from error
         try:
             reply: Reply | None = ray.get(called, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
