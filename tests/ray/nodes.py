@@ -58,8 +58,9 @@ class Driver:
         self._sender = Sender(self._engines(nodes), **options)
 
     def push(self, folder):
-        """Push with it; the transports that were used."""
-        return self._sender.push(models.load_reference(folder)).transports
+        """Push with it; the transport to each engine."""
+        result = self._sender.push(models.load_reference(folder))
+        return [engine.transport for engine in result.engines.values()]
 
     def join(self, node):
         """Add the engine on a node."""

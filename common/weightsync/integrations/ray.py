@@ -38,7 +38,11 @@ class EngineInActor:
     of_this_process = False
 
     def __init__(self, actor: Any):
+        import ray.util
+
         self.name = repr(actor)
+        # Wherever the actor is, and is started again: all nodes reach each other at the addresses that Ray uses.
+        self.host = ray.util.get_node_ip_address()
         self._actor = actor
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> Reply:
