@@ -199,7 +199,8 @@ PARTS = {part.__name__: part for part in (kinds, trainer, refused, restarted, en
 def local_ray(packages, *, num_cpus):
     """A local Ray whose workers find ``packages``."""
     path = {"PYTHONPATH": ":".join(map(str, (servers.ROOT, *packages)))}
-    local = {"num_cpus": num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    # Without the address Ray would join another one of this machine.
+    local = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(**local, runtime_env={"env_vars": path})
     try:
         yield
