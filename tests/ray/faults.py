@@ -84,8 +84,8 @@ class Actors:
 
     def __init__(self, folders, held, prompt, transport):
         self.served, self.held, self._prompt = Served(folders), held, prompt
-        self.now = [self.by(actor) for actor in held]
         self.pids = [self.pid(number) for number in range(len(held))]
+        self.now = [self.by(actor) for actor in held]
         self.sender = Sender(held, transport=transport, timeout_s=LIMIT_S)
 
     def by(self, actor):
