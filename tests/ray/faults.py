@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from tests.engines.conftest import BF16_ROUNDING, apart
 from tests.ray import actors
@@ -94,7 +94,12 @@ class Actors:
 
     def pid(self, number):
         """The process of an actor, once it answers."""
-        return ray.get(self.held[number].pid.remote(), timeout=START_S)
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                return ray.get(self.held[number].pid.remote(), timeout=max(0.0, end - time.monotonic()))
+            except ActorUnavailableError:  # it is being started
+                time.sleep(0.1)
 
     def push(self, model):
         """Push a model; the error and what it says of each engine."""
