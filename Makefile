@@ -7,8 +7,9 @@ STEPS ?= 10000
 ARGS ?=
 # Both engines, unless one was asked for.
 ASKED = $(if $(filter file,$(origin ENGINE)),,--engine $(ENGINE))
+WITH_RAY = RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=$(shell $(PYTHON) tools/versions.py folder ray)
 
-.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-deltas bench-far-deltas bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load gpu faults faults-hosts scenarios soak streams clean
+.PHONY: env test test-slow test-versions test-frameworks check-all lint demo grpo bench bench-transports bench-sharded bench-sizes bench-waits bench-fleet bench-metrics bench-deltas bench-far-deltas bench-files bench-hosts bench-nodes bench-memory bench-pauses bench-lora bench-load bench-actors gpu faults faults-hosts faults-ray scenarios soak streams clean
 
 env:  ## build the three virtual environments; a second time it only reinstalls what changed
 	@$(PYTHON) tools/env.py all
@@ -102,6 +103,10 @@ bench-pauses: env  ## the pause of a push and rollbacks, in every way that weigh
 bench-lora: env  ## pushes of a LoRA adapter, beside a folder that the engine loads: make bench-lora ENGINE=vllm|sglang
 	.venv/bin/python -m benchmarks.lora $(ASKED) $(ARGS)
 
+bench-actors: env  ## pushes into an engine in a Ray actor, beside one that is a server
+	@$(PYTHON) tools/versions.py frameworks
+	$(WITH_RAY) .venv/bin/python -m benchmarks.actors $(ARGS)
+
 gpu:  ## what one GPU can show, in a Python that has torch for CUDA: make gpu PYTHON=python3 [WHEELS=folder]
 	@$(PYTHON) tools/gpu.py $(if $(WHEELS),--wheels $(WHEELS))
 
@@ -110,6 +115,10 @@ faults: env  ## every fault at every place, and ROUNDS more at random instants: 
 
 faults-hosts: env  ## random faults during pushes between many hosts: make faults-hosts ROUNDS=200, ARGS="--mbit 400"; as root
 	.venv/bin/python -m tests.hosts.faults --results benchmarks/results --rounds $(ROUNDS) $(ARGS)
+
+faults-ray: env  ## processes of Ray actors die during pushes: make faults-ray ROUNDS=100, or ROUNDS=10 ARGS="--engines real"
+	@$(PYTHON) tools/versions.py frameworks
+	$(WITH_RAY) .venv/bin/python -m tests.ray.faults --results benchmarks/results --rounds $(ROUNDS) $(ARGS)
 
 scenarios: env  ## random sequences of all that may happen: make scenarios STEPS=10000, or with STEPS=500 ENGINE=vllm|sglang
 	.venv/bin/python -m tests.scenarios --results benchmarks/results --steps $(STEPS) $(or $(ASKED),--engine reference) $(ARGS)

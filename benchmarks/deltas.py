@@ -55,7 +55,8 @@ def versions(nbytes: int, density: float) -> tuple[torch.Tensor, torch.Tensor, i
 def found(old: torch.Tensor, new: torch.Tensor) -> None:
     """Find what changed, as `delta.encode` does."""
     before, after = old.numpy(), new.numpy()
-    pieces = [slice(at, at + delta.PIECE_BYTES) for at in range(0, len(before), delta.PIECE_BYTES)]
+    step = delta.TOGETHER * delta.PIECE_BYTES
+    pieces = [slice(at, at + step) for at in range(0, len(before), step)]
     native_copy.each(lambda piece: len(delta.changes(before[piece], after[piece], ITEM)[0]), pieces)
 
 

@@ -3,6 +3,7 @@
 Usage: python3 tools/versions.py engines         install them (`make env` comes first)
        python3 tools/versions.py frameworks      install TRL's versions, which go before vLLM's environment,
                                                  other trainers, which go before the trainer's, Ray and verl
+       python3 tools/versions.py folder NAME     print where the packages of a framework lie
        python3 tools/versions.py table           write the tables of docs/versions.md from the last results
 """
 
@@ -46,6 +47,8 @@ RAY_REQUIREMENTS = ROOT / "requirements" / "ray.txt"
 #: verl's version, which goes before Ray.
 VERL = "0.9.1"
 VERL_REQUIREMENTS = ROOT / "requirements" / "verl.txt"
+#: The frameworks that lie in a folder of their own.
+FRAMEWORKS = {"trainers": TRAINERS, "ray": RAY, "verl": VERL}
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trl": "TRL"}
 
 
@@ -162,9 +165,12 @@ def write_tables() -> None:
 
 def main() -> None:
     """Do what the command line asks."""
-    (asked,) = sys.argv[1:]
+    asked, *names = sys.argv[1:]
     if asked == "table":
         return write_tables()
+    if asked == "folder":
+        print(*(folder(name, FRAMEWORKS[name]) for name in names))
+        return None
     if asked == "frameworks":
         for version in TRL:
             install_trl(version)

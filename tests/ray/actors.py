@@ -44,6 +44,9 @@ class Doors:
     def generate(self):
         return self._door.generate(doors.PROMPT, doors.NEW_TOKENS)
 
+    def pid(self):
+        return os.getpid()
+
 
 class DoorsByCoroutines(Doors):
     """The same in an actor with coroutines; its engine lives in the event loop of the door."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import tempfile
 import time
 
 import ray
@@ -15,6 +16,7 @@ from weightsync.errors import WeightSyncError
 WAIT_S = 180.0
 #: Of a call of an actor in which a push times out.
 BUSY_S = 40.0
+PACKAGES = (versions.folder("ray", versions.RAY),)
 #: Of an actor whose process a test kills.
 RESTARTS = {"max_restarts": -1}
 
@@ -26,6 +28,14 @@ def reference(folder):
 
 def remote(kind, *arguments, **options):
     return ray.remote(num_cpus=0, **options)(kind).remote(*arguments)
+
+
+def in_environment_of(engine):
+    """The environment of an actor that holds a real engine."""
+    return {
+        "py_executable": str(servers.ROOT / f".venv-{engine}" / "bin" / "python"),
+        "env_vars": {f"{engine.upper()}_PLUGINS": "weightsync"},
+    }
 
 
 def generated(actor):
@@ -106,6 +116,20 @@ def refused(before, after):
     return seen
 
 
+def left(before, after):
+    """The handle of an actor of a cluster that the trainer has left, in one that has an actor of the same name."""
+    named = {"name": "engine", "namespace": "policy"}
+    old = remote(actors.Held, before, **named)
+    fresh = generated(old)
+    ray.shutdown()
+    with local_ray(PACKAGES, num_cpus=2):
+        new = remote(actors.Held, before, **named)
+        seen = {"error": raised(lambda: Sender([old])), "unchanged": generated(new) == fresh}
+        with Sender([ray.get_actor(**named)], timeout_s=WAIT_S) as sender:
+            sender.push(models.load_reference(after))
+        return {**seen, "after": generated(new), "fresh": reference(after)}
+
+
 def restarted(before, after):
     """An actor whose process dies, in a push and between two; Ray starts it again."""
     model = models.load_reference(after)
@@ -131,11 +155,7 @@ def restarted(before, after):
 
 def engines(engine, door, kind, before, after):
     """A real engine in an actor of its own environment."""
-    environment = {
-        "py_executable": str(servers.ROOT / f".venv-{engine}" / "bin" / "python"),
-        "env_vars": {f"{engine.upper()}_PLUGINS": "weightsync"},
-    }
-    held = remote(getattr(actors, kind), door, before, runtime_env=environment)
+    held = remote(getattr(actors, kind), door, before, runtime_env=in_environment_of(engine))
     first = generated(held)
     with Sender([held], timeout_s=WAIT_S) as sender:
         sender.push(models.load_reference(after))
@@ -143,20 +163,58 @@ def engines(engine, door, kind, before, after):
         return {"first": first, "pushed": generated(held), "ranks": len(status.ranks)}
 
 
-PARTS = {part.__name__: part for part in (kinds, trainer, refused, restarted, engines)}
+def train_group(before, after):
+    """A trainer of Ray Train: two workers, between which FSDP2 shards the model."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    held = [remote(actors.HeldByCoroutines, before), remote(actors.Held, before)]
+    with tempfile.TemporaryDirectory() as results:
+        TorchTrainer(
+            train_and_push,
+            train_loop_config={"folder": after, "engines": held},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(storage_path=results),
+        ).fit()
+    return {"after": [generated(actor) for actor in held], "fresh": reference(after)}
+
+
+def train_and_push(config):
+    """What each worker runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = models.load_reference(config["folder"])
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with Sender(config["engines"], timeout_s=WAIT_S) as sender:
+        sender.push(model)
+
+
+PARTS = {part.__name__: part for part in (kinds, trainer, refused, restarted, engines, train_group, left)}
+
+
+@contextlib.contextmanager
+def local_ray(packages, *, num_cpus):
+    """A local Ray whose workers find ``packages``."""
+    path = {"PYTHONPATH": ":".join(map(str, (servers.ROOT, *packages)))}
+    # Without the address Ray would join another one of this machine.
+    local = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    ray.init(**local, runtime_env={"env_vars": path})
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def main(parts, packages, *, num_cpus):
     """Run the part that the command line names, beside a local Ray whose workers find ``packages``."""
     part, *arguments = sys.argv[1:]
-    path = {"PYTHONPATH": ":".join(map(str, (servers.ROOT, *packages)))}
-    local = {"num_cpus": num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    with contextlib.redirect_stdout(sys.stderr):
-        ray.init(**local, runtime_env={"env_vars": path})
+    with contextlib.redirect_stdout(sys.stderr), local_ray(packages, num_cpus=num_cpus):
         seen = parts[part](*arguments)
-        ray.shutdown()
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(PARTS, (versions.folder("ray", versions.RAY),), num_cpus=2)
+    main(PARTS, PACKAGES, num_cpus=2)

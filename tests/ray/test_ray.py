@@ -55,6 +55,20 @@ def test_what_is_no_engine_or_does_not_answer_is_refused_by_name(folders):
     assert seen["after"] == seen["fresh"]
 
 
+def test_a_trainer_of_ray_train_pushes_from_all_its_workers(folders):
+    seen = run("train_group", *folders)
+    assert seen["after"] == [seen["fresh"]] * 2
+
+
+def test_an_actor_of_a_cluster_that_was_left_is_refused_and_its_namesake_left_alone(folders):
+    seen = run("left", *folders)
+    assert "EngineUnreachable: Actor(Held" in seen["error"]
+    assert "from a different cluster" in seen["error"]
+    assert "get its handle again" in seen["error"]
+    assert seen["unchanged"]
+    assert seen["after"] == seen["fresh"]
+
+
 def test_an_actor_that_comes_back_or_is_new_is_brought_to_the_version(folders):
     seen = run("restarted", *folders)
     assert seen["after"] == [seen["fresh"]] * 3

@@ -23,6 +23,7 @@ from tests.scenarios.weights import CONTENTS
 from tests.scenarios.world import Engine, World
 from weightsync import Sender
 from weightsync.errors import ApplyFailed, LeaseHeld, WeightSyncError
+from weightsync.protocol import http
 
 #: Seconds; a closing sender tells its engines and waits a second for each answer.
 CLOSE_S = 2.0
@@ -157,17 +158,21 @@ class Acting(RuleBasedStateMachine):
     def adapter_rolled_back(self, faults: Sequence[Fault | None]) -> None:
         """Roll the adapter back and check the report."""
         assert self.sender is not None
-        ranks = [rank for status in self.truth.seen.values() if status is not None for rank in status.ranks]
-        kept = {(rank.adapters or {}).get(NAME) for rank in ranks}
+        kept = self.known(lambda rank: (rank.adapters or {}).get(NAME))
         back = partial(self.sender.rollback, lora=NAME)
         outcome = self.sent("rollback adapter", back, "", faults=faults, lora=True)
         if outcome.error is not None:
             self.kept(outcome.error)
         elif outcome.result is not None:
-            if outcome.result.version not in kept:
+            if kept is not None and outcome.result.version not in kept:
                 raise UntrueReport(f"rollback says {outcome.result.version!r}, and engines kept {kept}")
             told = dict.fromkeys(outcome.result.engines, "committed")
             self.truth.told(told, outcome.result.version, self.truth.seen, "rollback adapter", lora=True)
+
+    def known(self, of: Callable[[http.RankStatus], str | None]) -> set[str | None] | None:
+        """What the ranks of the sender's engines have said last; None if one of them could not be asked."""
+        found = [self.truth.seen[engine.number] for engine in self.engines(list(self.members))]
+        return None if None in found else {of(rank) for status in found if status is not None for rank in status.ranks}
 
     def instances(self) -> dict[int, str]:
         """The instance of each engine, by number; "" if it could not be examined."""

@@ -155,11 +155,11 @@ class Scenario(Acting):
     def rolled_back(self, faults: Sequence[Fault | None], meanwhile: list[Meanwhile]) -> None:
         """Roll back and check the report."""
         assert self.sender is not None
-        kept = {rank.previous for status in self.truth.seen.values() if status is not None for rank in status.ranks}
+        kept = self.known(lambda rank: rank.previous)
         self.holds = ""
         outcome = self.sent("rollback", self.sender.rollback, "", faults=faults, meanwhile=meanwhile)
         if outcome.result is not None and not self.interrupted_or_meddled(meanwhile):
-            if outcome.result.version not in kept:
+            if kept is not None and outcome.result.version not in kept:
                 raise UntrueReport(f"rollback says {outcome.result.version!r}, and engines kept {kept}")
             told = dict.fromkeys(outcome.result.engines, "committed")
             self.truth.told(told, outcome.result.version, self.truth.seen, "rollback")

@@ -204,7 +204,8 @@ class Play:
 
     def _after(self, engine: Engine, fault: Fault) -> None:
         """Cancel a fault that did not happen; an engine that stands still does so for the fault's steps."""
-        if engine.alive() and engine.happened() and fault.action in _STANDING:
+        # Asked for in this order: it may happen at any moment before.
+        if not engine.withdraw() and engine.happened() and engine.alive() and fault.action in _STANDING:
             engine.still = fault.steps
         else:
             engine.cancel()

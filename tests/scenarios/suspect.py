@@ -39,6 +39,14 @@ class Suspect:
         """Whether the ordered fault has happened."""
         return self._fired.exists()
 
+    def withdraw(self) -> bool:
+        """Withdraw the order; whether the fault had not happened yet."""
+        try:
+            self.fault_file.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
     def cancel(self) -> None:
         """Withdraw the order, and release a process that is held."""
         self.fault_file.unlink(missing_ok=True)

@@ -14,10 +14,12 @@ import torch
 from tests.helpers import plan_of
 from weightsync.deadline import Deadline
 from weightsync.errors import PushTimeout, TransferFailed
+from weightsync.protocol import in_process
 from weightsync.protocol.control import Offer
 from weightsync.tensors.layout import Layout, spec_of
 from weightsync.tensors.subset import Subset
 from weightsync.transports.base import Peer
+from weightsync.transports.control import sockets
 from weightsync.transports.control.engine import EngineControl
 from weightsync.transports.control.sockets import SILENCE_S
 from weightsync.transports.control.trainer import PushSession, TrainerControl
@@ -125,3 +127,32 @@ def test_another_trainer_rank_that_times_out_a_moment_earlier_does_not_hide_who_
         push_session.watch = check
         with pytest.raises(PushTimeout, match=r"by trainer rank 1; still missing: rank 0 of http://127\.0\.0\.1:8001$"):
             push_session.all_taken(0)
+
+
+class Called:
+    """An engine that is asked by calls, whose ranks may be on another host."""
+
+    of_this_process = False
+
+    def __init__(self, name, host):
+        self.name, self.host = name, host
+
+    def ask(self, route, body, timeout_s):
+        raise AssertionError("nothing is asked")
+
+    def check_caller(self):
+        raise AssertionError("nothing is asked")
+
+
+@pytest.mark.parametrize(
+    ("engine", "host"),
+    [
+        ("http://10.1.2.3:8000", "10.1.2.3"),
+        ("http://[::1]:8000", "::1"),
+        (Called("Actor(Held, 1)", "10.1.2.4"), "10.1.2.4"),
+        (Called("vllm.LLM#1", ""), "127.0.0.1"),
+    ],
+)
+def test_the_host_of_an_engine_is_in_its_url_or_what_it_says_itself(engine, host):
+    where = in_process.target(engine)
+    assert sockets.host_of(in_process.name_of(where)) == host

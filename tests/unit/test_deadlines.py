@@ -282,6 +282,20 @@ async def test_a_commit_that_times_out_before_its_ranks_are_ready_changes_nothin
         await asyncio.to_thread(until, lambda: front.seen() == SERVING[0], "the ranks do not forget it")
 
 
+@pytest.mark.parametrize("late_s", [0.0, 2.0])
+@driven
+async def test_ranks_that_come_late_are_still_told_that_a_push_was_aborted(late_s, monkeypatch):
+    monkeypatch.setattr(http, "LOOK_S", 0.2)
+    with closing(Front()) as front, closing(Trainer(front.front_end, "one")) as trainer:
+        await trainer.stage("v1", 1)
+        gate = front.gates["weightsync_ready"] = threading.Event()
+        with pytest.raises(PushTimeout):
+            await trainer.commit("v1", timeout_s=1.0)
+        await asyncio.sleep(late_s)
+        gate.set()
+        await asyncio.to_thread(until, lambda: front.seen() == SERVING[0], "the ranks do not forget it")
+
+
 def test_a_streamed_push_reaches_more_engines_than_a_default_thread_pool_holds():
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(Engine())) for _ in range(36)]

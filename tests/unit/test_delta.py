@@ -55,6 +55,19 @@ def test_any_change_is_restored(itemsize, data):
 
 
 @pytest.mark.parametrize("itemsize", SIZES)
+def test_changes_at_the_edges_of_pieces_and_pieces_without_any(itemsize):
+    elements, pieces = delta.PIECE_BYTES // itemsize, 2 * delta.TOGETHER + 3
+    old = torch.zeros(delta.PIECE_BYTES * pieces + itemsize, dtype=torch.uint8)
+    new = old.clone()
+    edges = [0, elements - 1, 3 * elements, 5 * elements - 1, 5 * elements, 10 * elements + 300, pieces * elements]
+    new.numpy().view(f"u{itemsize}")[edges] = 7
+    made = delta.encode(old, new, itemsize)
+    assert len(made) < 500
+    delta.apply(made, old, itemsize)
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 300_000, delta.PIECE_BYTES // 2 + 1, delta.PIECE_BYTES * 2])
 @pytest.mark.parametrize("density", [0, 0.0001, 0.01, 0.2, 1])
 def test_every_density_and_length_is_restored(itemsize, count, density):

@@ -71,6 +71,8 @@ class FrontEnd:
         #: The adapter that the current push brings, if it is one.
         self._lora: str | msgspec.UnsetType = msgspec.UNSET
         self._aborted: deque[str] = deque(maxlen=_ABORTED)
+        #: The task that tells the ranks of the last push that failed.
+        self._telling: asyncio.Future[None] | None = None
         self._detail = "it waits for its first push" if front.waits else ""
         self._watch: asyncio.Task[None] | None = None
 
@@ -340,14 +342,22 @@ class FrontEnd:
         if self._machine.allows("abort"):
             self._machine.move("abort")
         self._lease.idle()
-        telling = asyncio.ensure_future(self._notify_abort(push))
-        await asyncio.wait({telling}, timeout=deadline.left())  # the next call to the ranks waits for it anyway
+        self._telling = asyncio.ensure_future(self._notify_abort(push))  # kept: the event loop does not
+        await asyncio.wait({self._telling}, timeout=deadline.left())  # the next call to the ranks waits for it anyway
 
     async def _notify_abort(self, push: str) -> None:
-        try:
-            await self._call("weightsync_abort", http.to_json(http.AbortRequest(push=push)), http.LOOK_S)
-        except Exception as error:  # the ranks drop it by their own deadline
-            logger.warning("the ranks could not be told that push %s was aborted: %s", push, error)
+        """Tell the ranks, and if they do not come, again, until they do or have another push: one that was asked to be
+        ready waits long for its commit."""
+        while not self._push:
+            try:
+                await self._call("weightsync_abort", http.to_json(http.AbortRequest(push=push)), http.LOOK_S)
+            except PushTimeout as error:
+                logger.warning("the ranks could not be told yet that push %s was aborted: %s", push, error)
+            except Exception as error:  # the ranks drop it by their own deadline
+                logger.warning("the ranks could not be told that push %s was aborted: %s", push, error)
+                return
+            else:
+                return
 
     async def _watch_trainer(self) -> None:
         """Forget the current push if its trainer is gone."""

@@ -93,7 +93,7 @@ class EngineInProcess:
     it does not.
     """
 
-    of_this_process = True
+    of_this_process, host = True, ""
 
     def __init__(self, name: str, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, gone: Callable[[], str]):
         self.name = name

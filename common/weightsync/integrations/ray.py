@@ -38,7 +38,11 @@ class EngineInActor:
     of_this_process = False
 
     def __init__(self, actor: Any):
+        import ray.util
+
         self.name = repr(actor)
+        # Wherever the actor is, and is started again: all nodes reach each other at the addresses that Ray uses.
+        self.host = ray.util.get_node_ip_address()
         self._actor = actor
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> Reply:
@@ -54,7 +58,11 @@ class EngineInActor:
         import ray
         import ray.exceptions
 
-        called = self._actor.__ray_call__.remote(_answer, request, route, body, timeout_s)
+        try:
+            called = self._actor.__ray_call__.remote(_answer, request, route, body, timeout_s)
+        except Exception as error:  # Ray's errors are of no kind here
+            why = str(error).partition("\n")[0]
+            raise NotRunning(f"{why}: get its handle again, from the cluster of this process") from error
         try:
             reply: Reply | None = ray.get(called, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:

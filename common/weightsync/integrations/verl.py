@@ -183,7 +183,7 @@ class TransferEngine(_CheckpointEngine):
     See `weightsync.protocol.in_process.AskedByCalls`: in a rollout worker it is an engine that a sender can push into.
     """
 
-    of_this_process = False
+    of_this_process, host = False, ""
 
     def __init__(self, bucket_size: int, is_master: bool = False, *, model: str = "", **options: Any):
         if not model:

@@ -108,7 +108,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):  # type: ignore[misc]
 class NotAsked:
     """Stands for engines that this process cannot ask; ``why`` is raised instead."""
 
-    of_this_process = False
+    of_this_process, host = False, ""
 
     def __init__(self, name: str, why: Exception):
         self.name, self._why = name, why
@@ -124,7 +124,7 @@ class NotAsked:
 class Relaying:
     """One engine behind a client, for a `Sender`. ``instance`` is its instance when it was last opened."""
 
-    of_this_process = False
+    of_this_process, host = False, ""
 
     def __init__(self, calls: _Calls, name: str, instance: str):
         self.name, self.instance, self._calls = name, instance, calls

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Protocol, TypeAlias, runtime_checkable
+from urllib.parse import urlsplit
 
 from weightsync.errors import PluginNotLoaded, UnsupportedOption
 from weightsync.protocol.names import plain_url
@@ -28,6 +29,8 @@ class AskedByCalls(Protocol):
     """Stands for its URL, in results and errors."""
     of_this_process: bool
     """Whether other processes of the trainer cannot name it."""
+    host: str
+    """An address on the way to its ranks, from which they reach this process; empty: they are on this host."""
 
     def ask(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """The HTTP status and the body that the admin route would answer.
@@ -39,6 +42,9 @@ class AskedByCalls(Protocol):
         """Raise `UnsupportedOption` if the calling thread would keep the engine from answering."""
 
 
+#: `AskedByCalls.host` by name, of every engine that was given in this process.
+_HOSTS: Final[dict[str, str]] = {}
+
 #: Where requests go: a normalised URL, or an engine of this process.
 Target: TypeAlias = "str | AskedByCalls"
 
@@ -47,12 +53,19 @@ def target(engine: object) -> Target:
     """What a user gave as an engine, ready for use. Raises `UnsupportedOption`, `PluginNotLoaded`."""
     if isinstance(engine, str):
         return plain_url(engine)
-    return engine if isinstance(engine, AskedByCalls) else _find(engine)
+    found = engine if isinstance(engine, AskedByCalls) else _find(engine)
+    _HOSTS[found.name] = found.host
+    return found
 
 
 def name_of(where: Target) -> str:
     """The name of an engine in results and errors; its URL, if it has one."""
     return where if isinstance(where, str) else where.name
+
+
+def host_of(name: str) -> str:
+    """The host of an engine that a user gave, by its name; empty if that is this one."""
+    return urlsplit(name).hostname or _HOSTS.get(name, "")
 
 
 def is_of_engine(thing: object) -> bool:

@@ -17,6 +17,7 @@ All numbers are little-endian. Positions that a delta names are checked before a
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
 import zlib
@@ -30,6 +31,9 @@ from weightsync.tensors import native_copy
 
 #: Bytes of a tensor that a frame is about.
 PIECE_BYTES: Final = 1 << 20
+#: Frames that are made together: each step of the work gives up Python's lock, and threads that often wait for it hold
+#: each other up.
+TOGETHER: Final = 4
 #: Bytes that are compared at once; elements are looked at only where these differ.
 _WORD_BYTES: Final = 8
 #: The code that stands for so many elements and for no change.
@@ -60,13 +64,14 @@ def encode(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> bytes | None:
     if sampled_share(old, new, itemsize) > MOST_SHARE:
         return None
     before, after = old.numpy(), new.numpy()
-    pieces = [slice(at, at + PIECE_BYTES) for at in range(0, len(before), PIECE_BYTES)]
-    if not pieces:
+    if not len(before):
         return b""
     # What deflates in the first piece will in the others: trying costs more than all the rest.
-    first, deflates = _frame(before[pieces[0]], after[pieces[0]], itemsize, None)
-    frames = [first]
-    frames += native_copy.each(lambda piece: _frame(before[piece], after[piece], itemsize, deflates)[0], pieces[1:])
+    frames, deflates = _frames(before[:PIECE_BYTES], after[:PIECE_BYTES], itemsize, None)
+    step = TOGETHER * PIECE_BYTES
+    groups = [slice(at, at + step) for at in range(PIECE_BYTES, len(before), step)]
+    made = native_copy.each(lambda group: _frames(before[group], after[group], itemsize, deflates)[0], groups)
+    frames += itertools.chain.from_iterable(made)
     nbytes = sum(map(len, frames))
     if nbytes == len(frames) * _U32.size:
         return b""
@@ -110,23 +115,36 @@ def sampled_share(before: torch.Tensor, after: torch.Tensor, itemsize: int) -> f
 # ---- frames ----------------------------------------------------------------------------------------------------------
 
 
-def _frame(
+def _frames(
     old: _Bytes, new: _Bytes, itemsize: int, deflates: tuple[bool, ...] | None
-) -> tuple[bytes, tuple[bool, ...] | None]:
-    """The frame of a piece, and which of its streams deflated, None if there are too few bytes to tell.
+) -> tuple[list[bytes], tuple[bool, ...] | None]:
+    """The frames of some pieces, and which streams of the last deflated, None if it has too few bytes to tell.
 
     ``deflates``: which to try, None for all.
     """
     at, before, after = changes(old, new, itemsize)
-    if not len(at):
-        return _U32.pack(0), deflates
-    codes = _gaps(at)
-    streams = [codes, *_folded(before, after, itemsize)]
-    tries = deflates or (True,) * len(streams)
-    packed = [_deflated(one) if tried else one.tobytes() for one, tried in zip(streams, tries, strict=True)]
-    smaller = tuple(len(done) < len(one) for done, one in zip(packed, streams, strict=True))
-    header = struct.pack(f"<{2 + len(packed)}I", len(at), len(codes), *map(len, packed))
-    return b"".join((header, *packed)), smaller if len(at) >= _LEAST_DEFLATED else None
+    elements = PIECE_BYTES // itemsize
+    count = -(-len(old) // PIECE_BYTES)
+    ends = at.searchsorted(np.arange(1, count + 1) * elements)
+    codes, stops = _gaps(at, ends, elements)
+    planes = _folded(before, after, itemsize)
+    tries, frames = deflates or (True,) * (1 + itemsize), []
+    for one, coded in zip(_slices(ends), _slices(stops), strict=True):
+        if one.start == one.stop:
+            frames.append(_U32.pack(0))
+            continue
+        streams = [codes[coded], *(plane[one] for plane in planes)]
+        packed = [_deflated(each) if tried else each.tobytes() for each, tried in zip(streams, tries, strict=True)]
+        header = struct.pack(f"<{2 + len(packed)}I", len(streams[1]), len(streams[0]), *map(len, packed))
+        frames.append(b"".join((header, *packed)))
+        if len(streams[1]) >= _LEAST_DEFLATED:
+            deflates = tuple(len(done) < len(each) for done, each in zip(packed, streams, strict=True))
+    return frames, deflates
+
+
+def _slices(ends: _Numbers) -> list[slice]:
+    """The slices that end where these numbers say, one after the other."""
+    return list(map(slice, (0, *ends[:-1].tolist()), ends.tolist()))
 
 
 def changes(old: _Bytes, new: _Bytes, itemsize: int) -> tuple[_Numbers, _Numbers, _Numbers]:
@@ -150,17 +168,25 @@ def changes(old: _Bytes, new: _Bytes, itemsize: int) -> tuple[_Numbers, _Numbers
     return at, before, after
 
 
-def _gaps(at: _Numbers) -> _Bytes:
-    """The codes of positions, which increase."""
+def _gaps(at: _Numbers, ends: _Numbers, elements: int) -> tuple[_Bytes, _Numbers]:
+    """The codes of positions, which increase, and where those of each piece end.
+
+    ``ends``: where the positions of each piece of ``elements`` elements end.
+    """
     gaps = np.diff(at, prepend=-1)
     gaps -= 1
-    escapes = gaps // _ESCAPE
-    if not escapes.any():
-        return gaps.astype(np.uint8)
-    ends = np.cumsum(escapes + 1) - 1
-    codes = np.full(int(ends[-1]) + 1, _ESCAPE, np.uint8)
-    codes[ends] = gaps - escapes * _ESCAPE
-    return codes
+    firsts = ends[:-1][ends[:-1] < ends[1:]]  # a piece counts from its own beginning
+    gaps[firsts] = at[firsts] % elements
+    far = np.flatnonzero(gaps >= _ESCAPE)
+    if not len(far):
+        return gaps.astype(np.uint8), ends
+    more = np.zeros(len(at) + 1, np.int64)
+    more[far + 1] = gaps[far] // _ESCAPE
+    gaps[far] -= more[far + 1] * _ESCAPE
+    before = np.cumsum(more)  # escapes before each position, its own not among them
+    codes = np.full(len(at) + int(before[-1]), _ESCAPE, np.uint8)
+    codes[before[1:] + np.arange(len(at))] = gaps
+    return codes, ends + before[ends]
 
 
 def _positions(codes: _Bytes, count: int, elements: int) -> _Numbers:
@@ -177,8 +203,7 @@ def _folded(before: _Numbers, after: _Numbers, itemsize: int) -> list[_Bytes]:
     """The planes of how far elements have moved, lowest byte first; moves of either sign become small numbers."""
     moved = (after - before).view(f"i{itemsize}")
     moved = (moved << 1) ^ (moved >> (8 * itemsize - 1))
-    planes = moved.view(np.uint8).reshape(-1, itemsize)
-    return [planes[:, number] for number in range(itemsize)]
+    return list(np.ascontiguousarray(moved.view(np.uint8).reshape(-1, itemsize).T))
 
 
 def _unfolded(planes: list[_Bytes], itemsize: int) -> _Numbers:

@@ -13,7 +13,6 @@ import socket as sockets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 import psutil
 import zmq
@@ -21,7 +20,7 @@ import zmq
 from weightsync import errors
 from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.memory import arenas, forks
-from weightsync.protocol import addresses, directories, http
+from weightsync.protocol import addresses, directories, http, in_process
 from weightsync.protocol.control import Failed
 
 #: Longest time in seconds that either side sleeps before it checks again whether the push was cancelled.
@@ -239,9 +238,9 @@ def bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def host_of(url: str) -> str:
-    """The host of an engine's URL; this one, if it has a name instead: an engine of this process has no URL."""
-    return urlsplit(url).hostname or _LOOPBACK
+def host_of(engine: str) -> str:
+    """The host of an engine, by its URL or its name."""
+    return in_process.host_of(engine) or _LOOPBACK
 
 
 def to_error(failed: Failed, reporter: str) -> errors.WeightSyncError:
