@@ -66,10 +66,10 @@ def encode(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> bytes | None:
     before, after = old.numpy(), new.numpy()
     if not len(before):
         return b""
-    # What deflates in the first piece will in the others: trying costs more than all the rest.
-    frames, deflates = _frames(before[:PIECE_BYTES], after[:PIECE_BYTES], itemsize, None)
     step = TOGETHER * PIECE_BYTES
-    groups = [slice(at, at + step) for at in range(PIECE_BYTES, len(before), step)]
+    # What deflates in one piece will in the others: trying costs more than all the rest.
+    frames, deflates = _frames(before[:step], after[:step], itemsize, None)
+    groups = [slice(at, at + step) for at in range(step, len(before), step)]
     made = native_copy.each(lambda group: _frames(before[group], after[group], itemsize, deflates)[0], groups)
     frames += itertools.chain.from_iterable(made)
     nbytes = sum(map(len, frames))
@@ -118,9 +118,9 @@ def sampled_share(before: torch.Tensor, after: torch.Tensor, itemsize: int) -> f
 def _frames(
     old: _Bytes, new: _Bytes, itemsize: int, deflates: tuple[bool, ...] | None
 ) -> tuple[list[bytes], tuple[bool, ...] | None]:
-    """The frames of some pieces, and which streams of the last deflated, None if it has too few bytes to tell.
+    """The frames of some pieces, and which of their streams deflate, None if they have too few bytes to tell.
 
-    ``deflates``: which to try, None for all.
+    ``deflates``: which to try; if it is None, all, until one piece has told.
     """
     at, before, after = changes(old, new, itemsize)
     elements = PIECE_BYTES // itemsize
@@ -128,16 +128,17 @@ def _frames(
     ends = at.searchsorted(np.arange(1, count + 1) * elements)
     codes, stops = _gaps(at, ends, elements)
     planes = _folded(before, after, itemsize)
-    tries, frames = deflates or (True,) * (1 + itemsize), []
+    frames = []
     for one, coded in zip(_slices(ends), _slices(stops), strict=True):
         if one.start == one.stop:
             frames.append(_U32.pack(0))
             continue
         streams = [codes[coded], *(plane[one] for plane in planes)]
+        tries = deflates or (True,) * len(streams)
         packed = [_deflated(each) if tried else each.tobytes() for each, tried in zip(streams, tries, strict=True)]
         header = struct.pack(f"<{2 + len(packed)}I", len(streams[1]), len(streams[0]), *map(len, packed))
         frames.append(b"".join((header, *packed)))
-        if len(streams[1]) >= _LEAST_DEFLATED:
+        if deflates is None and len(streams[1]) >= _LEAST_DEFLATED:
             deflates = tuple(len(done) < len(each) for done, each in zip(packed, streams, strict=True))
     return frames, deflates
 
