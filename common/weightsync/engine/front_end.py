@@ -346,18 +346,18 @@ class FrontEnd:
         await asyncio.wait({self._telling}, timeout=deadline.left())  # the next call to the ranks waits for it anyway
 
     async def _notify_abort(self, push: str) -> None:
-        """Tell the ranks, and if they do not come, again, until they do or have another push: one that was asked to be
-        ready waits long for its commit."""
+        """Tell the ranks, again and again until they come or have another push.
+
+        A rank that was asked to be ready waits ten minutes for its commit.
+        """
         while not self._push:
             try:
                 await self._call("weightsync_abort", http.to_json(http.AbortRequest(push=push)), http.LOOK_S)
-            except PushTimeout as error:
-                logger.warning("the ranks could not be told yet that push %s was aborted: %s", push, error)
-            except Exception as error:  # the ranks drop it by their own deadline
+                return
+            except Exception as error:
                 logger.warning("the ranks could not be told that push %s was aborted: %s", push, error)
-                return
-            else:
-                return
+                if not isinstance(error, PushTimeout):
+                    return  # they drop it by their own deadline
 
     async def _watch_trainer(self) -> None:
         """Forget the current push if its trainer is gone."""
