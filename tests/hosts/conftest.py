@@ -1,12 +1,11 @@
 """Simulated hosts: a trainer on one, engines on three, and two more."""
 
 import contextlib
-import subprocess
 
 import pytest
 
 from tests.helpers import changed as with_changes
-from tests.hosts.network import Network, refusal
+from tests.hosts.network import network_for_tests
 from tests.hosts.programs import Engine, Trainer
 from tests.sharded import conftest as sharded
 from tools import models
@@ -16,14 +15,7 @@ from weightsync.transports.nixl import agents
 
 @pytest.fixture(scope="session")
 def network():
-    with contextlib.ExitStack() as made:
-        try:
-            network = Network("trainer", "a", "b", "c", "d")
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            if why := refusal(error):
-                pytest.skip(f"needs network namespaces, run the tests as root: {why}")
-            raise
-        made.callback(network.close)
+    with network_for_tests("trainer", "a", "b", "c", "d") as network:
         yield network
 
 

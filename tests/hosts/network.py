@@ -12,6 +12,8 @@ import secrets
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 NETWORK = ipaddress.ip_network("10.77.0.0/24")
@@ -168,3 +170,16 @@ class Network:
     def close(self):
         """Remove all hosts and namespaces."""
         self._made.close()
+
+
+@contextlib.contextmanager
+def network_for_tests(*names):
+    """A `Network` for the duration of the block; skips the tests if namespaces are not permitted."""
+    try:
+        network = Network(*names)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        if why := refusal(error):
+            pytest.skip(f"needs network namespaces, run the tests as root: {why}")
+        raise
+    with contextlib.closing(network):
+        yield network

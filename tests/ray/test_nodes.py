@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.hosts.network import Network, refusal
+from tests.hosts.network import network_for_tests
 from tests.ray.test_ray import ENVIRONMENT
 from tools import servers, versions
 
@@ -84,14 +84,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    with contextlib.ExitStack() as made:
-        try:
-            network = Network("head", "a", "b", "c")
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            if why := refusal(error):
-                pytest.skip(f"needs network namespaces, run the tests as root: {why}")
-            raise
-        made.callback(network.close)
+    with network_for_tests("head", "a", "b", "c") as network, contextlib.ExitStack() as made:
         nodes = Nodes(network, tmp_path_factory.mktemp("names") / "hosts", made)
         for name in ("a", "b"):
             nodes.start(name)
