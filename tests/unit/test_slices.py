@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -45,6 +46,32 @@ def test_work_runs_only_in_slices_and_is_done_in_several():
     assert all(seen)
     assert sliced.result() == 20000
     assert sliced.advance(SLICE_S)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_the_work_is_held_once_it_has_ended(monkeypatch, fails):
+    class Late(threading.Semaphore):
+        """The thread of the work is late to go on."""
+
+        def release(self, n=1):
+            super().release(n)
+            if threading.current_thread() is not threading.main_thread():
+                threading.Event().wait(0.1)
+
+    monkeypatch.setattr(threading, "Semaphore", Late)
+    held = torch.ones(1)
+    gone = weakref.ref(held)
+
+    def work(held=held):
+        assert not fails, held
+        return held
+
+    sliced = Sliced(work)
+    with pytest.raises(AssertionError) if fails else contextlib.nullcontext():
+        to_the_end(sliced)
+    del held, work, sliced
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_is_set_for_the_process_is_kept_apart():

@@ -174,6 +174,8 @@ class Sliced(Generic[_R]):
                         self._left = True
                         break
                 left_s = self._end - time.perf_counter()
+        if self._ended:
+            self._thread.join()  # until then its frames hold what it worked on, also from the garbage collector
 
     @contextlib.contextmanager
     def _set(self) -> Iterator[None]:
