@@ -1,6 +1,7 @@
 """A push that is verified and copied into the standby in one pass over its bytes."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -183,6 +184,21 @@ def test_what_was_pushed_is_served_wherever_it_lies(engine, threads, monkeypatch
         assert len(rank.passed) == rank.loading._layout.buckets(size)
         if threads <= 2 and (wrap, engine) not in ((in_domains, "half"),):
             assert all(rank.passed)
+
+
+def test_pythons_lock_is_passed_on_soon_while_pushes_arrive_and_no_longer():
+    one, other, usual, seen = Rank(ENGINES["half"]()), Rank(ENGINES["half"]()), sys.getswitchinterval(), []
+
+    def act(bucket):
+        other.receive(other.stage(bucket + 3))  # as two ranks of one process would
+        seen.append(sys.getswitchinterval())
+
+    one.receive(one.stage(3), act=act)
+    assert max(seen) < usual
+    assert sys.getswitchinterval() == usual
+    with pytest.raises(ZeroDivisionError):
+        one.receive(one.stage(4), act=lambda bucket: 1 // 0)
+    assert sys.getswitchinterval() == usual
 
 
 def flip(stage, at):

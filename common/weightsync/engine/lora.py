@@ -22,6 +22,7 @@ from weightsync.protocol.http import CommitRequest, State, UpdateRequest
 from weightsync.protocol.lora import AdapterId, LoraSpec
 from weightsync.protocol.rank_replies import Accepted
 from weightsync.protocol.states import Machine
+from weightsync.python_lock import passed_soon
 from weightsync.tensors.domains import layout_of
 from weightsync.tensors.layout import Layout
 from weightsync.tensors.subset import Subset
@@ -78,6 +79,7 @@ class LoraLoading:
         """The reply to a push that was accepted."""
         return Accepted(unread=self._unread)
 
+    @passed_soon()
     def receive(self, incoming: Incoming, job: Job) -> float:
         """Receive and verify an adapter, and make it; return the seconds that verifying took. Raises as `Stages.fill`,
         and what the engine raises for tensors that do not fit."""

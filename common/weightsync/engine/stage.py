@@ -15,6 +15,7 @@ from weightsync.engine.verifying import Check, Prepared, Taking
 from weightsync.errors import BaseUnknown, TransferFailed, UnsupportedOption
 from weightsync.memory import arenas
 from weightsync.protocol.http import UpdateRequest
+from weightsync.python_lock import passed_soon
 from weightsync.tensors import native_copy
 from weightsync.tensors.any_order import Arrival
 from weightsync.tensors.divided import part
@@ -84,6 +85,7 @@ class Stages:
     #: The memory for what has changed.
     _changes: torch.Tensor | None = None
 
+    @passed_soon()
     def fill(
         self,
         incoming: Incoming,
