@@ -18,7 +18,9 @@ from weightsync import Sender, errors
 from weightsync.cli import main
 
 
-@pytest.mark.parametrize("transport", ["ipc_zmq", "nccl", "nixl"])
+@pytest.mark.parametrize(
+    "transport", ["ipc_zmq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nccl", "nixl"))]
+)
 def test_an_adapter_is_served_as_one_that_the_engine_loads_from_its_folder(served, transport):
     before = served.ask("base")
     with Sender([served.server.url], transport=transport) as sender:

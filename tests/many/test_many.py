@@ -24,7 +24,7 @@ KIND = "qwen3"
 def both(model_folder):
     """vLLM with two ranks and SGLang with one, both started on model A."""
     a, b = model_folder(KIND, 0), model_folder(KIND, 1)
-    with servers.start("vllm", a, tp=2) as vllm, servers.start("sglang", a, tp=1) as sglang:
+    with servers.start("vllm", a, tp=2) as vllm, servers.start("sglang", a, args=["--sleep-on-idle"]) as sglang:
         yield [vllm, sglang], a, b
 
 

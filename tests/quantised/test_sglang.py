@@ -13,6 +13,8 @@ from tools import models, servers
 from weightsync import Sender
 from weightsync.errors import ManifestMismatch
 
+pytestmark = pytest.mark.slow  # what a trainer quantises for it is in tests/unit/test_quantised.py
+
 SITE = Path(__file__).parent / "site"
 #: Blocks of which each of two ranks has whole ones.
 CONFIG = {**FINE, "weight_block_size": [32, 32]}
@@ -26,7 +28,7 @@ def serving(model_folder, tmp_path_factory):
     a, b = model_folder("qwen3", 0), model_folder("qwen3", 1)
     path = os.pathsep.join(filter(None, (str(SITE), str(servers.ROOT), os.environ.get("PYTHONPATH"))))
     folder = quantised_folder(a, tmp_path_factory.mktemp("quantised"), CONFIG)
-    with servers.start("sglang", folder, tp=2, env={"PYTHONPATH": path}) as server:
+    with servers.start("sglang", folder, tp=2, args=["--sleep-on-idle"], env={"PYTHONPATH": path}) as server:
         yield server, a, b
 
 

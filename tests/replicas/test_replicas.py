@@ -86,10 +86,11 @@ def ask_sglang(server, replica, tokens, timeout):
 
 
 ASK = {"vllm": ask_vllm, "sglang": ask_sglang}
-#: Options and variables; on a CPU every rank of every SGLang replica needs cores of its own.
+#: Options and variables; on a CPU every rank of every SGLang replica needs cores of its own, which it takes by polling
+#: where it is not told to sleep.
 OPTIONS = {
     "vllm": (("-dp", "2"), {"OMP_NUM_THREADS": "1"}),
-    "sglang": (("--dp-size", "2"), {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+    "sglang": (("--dp-size", "2", "--sleep-on-idle"), {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
 }
 
 
