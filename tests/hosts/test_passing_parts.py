@@ -79,7 +79,7 @@ def test_a_way_between_engines_that_is_cut_costs_nobody_the_push(network, spread
     assert_one_copy(network, trainer, others, [changed, digest(1)] * 2)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_engine_that_freezes_is_the_only_one_that_is_named(spread, others, digest, changed, number):
     trainer = spread(timeout_s=2 * LIMIT_S)
     assert all(assert_pushed(trainer))

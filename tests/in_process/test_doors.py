@@ -44,8 +44,9 @@ class Door:
         assert apart(logprobs, own) <= BF16_ROUNDING
 
 
-#: What `make test-slow` uses: in these the front end is the same as in a server, in the loop of its own.
-SLOW = ("LLM without processes", "AsyncLLM", "Engine in coroutines")
+#: What `make test-slow` uses: in three the front end is the same as in a server, in the loop of its own, and
+#: tests/in_process/test_ways.py pushes into `vllm.LLM`.
+SLOW = ("LLM", "LLM without processes", "AsyncLLM", "Engine in coroutines")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(d, marks=pytest.mark.slow if d in SLOW else ()) for d in DOORS])

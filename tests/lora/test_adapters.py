@@ -103,7 +103,7 @@ def test_a_cached_prompt_is_computed_anew_with_a_new_adapter(served, sender):
     assert differ(got, first)
 
 
-@pytest.mark.parametrize("pause", ["retract", "wait", "abort"])
+@pytest.mark.parametrize("pause", ["retract", pytest.param("wait", marks=pytest.mark.slow), "abort"])
 def test_requests_in_flight_go_on_as_the_pause_says(served, pause):
     last = 6
     with Sender([served.server.url], pause=pause) as sender:

@@ -15,6 +15,7 @@ def seen(engine, model_folder):
     return pushes("trainer", model_folder("llama", 1), engine.url, KINDS)
 
 
+@pytest.mark.frameworks  # those of docs/trainers.md are in `make test`
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_torch_wraps_and_shards_is_pushed(seen, kind):
     check(seen[kind])
