@@ -1,6 +1,7 @@
 """Run every contract test over every transport, in each of its modes, with one sending process and with two.
 
-One of the transports does not belong to this project: `tests/outside` registers it.
+One of the transports does not belong to this project: `tests/outside` registers it. Another needs Ray, and is tested
+where that is found, by `tests/ray`.
 """
 
 from pathlib import Path
@@ -15,19 +16,26 @@ OUTSIDE = str(Path(__file__).resolve().parents[1] / "outside")
 
 
 class Way(NamedTuple):
-    """One configuration: a transport, the number of sending trainer processes, and environment variables."""
+    """One configuration: a transport, the number of sending trainer processes, and environment variables.
+
+    ``first`` is what a process with a rank runs first.
+    """
 
     transport: str
     sources: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    first: str = ""
 
 
 WAYS = {
-    **{name: Way(name) for name in (*registry.names(), "files")},
+    **{name: Way(name) for name in (*registry.available(), "files")},
     "nixl-tcp": Way("nixl", 1, (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))),
     "nccl-two-sources": Way("nccl", 2),
     "files-two-sources": Way("files", 2),
 }
+if "rdt" in WAYS:
+    WAYS["rdt"] = Way("rdt", first="import ray; ray.init()")
+    WAYS["rdt-tcp"] = WAYS["rdt"]._replace(environment=WAYS["nixl-tcp"].environment)
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +45,24 @@ def outside(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", OUTSIDE, prepend=":")
 
 
+@pytest.fixture(scope="session")
+def cluster():
+    """The address of a local Ray, of which this process is a driver."""
+    import ray
+
+    from tests.ray.run import PACKAGES, local_ray
+
+    with local_ray(PACKAGES, num_cpus=1):
+        yield ray.get_runtime_context().gcs_address
+
+
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch, outside):
     found = WAYS[request.param]
     for key, value in found.environment:
         monkeypatch.setenv(key, value)
+    if found.transport == "rdt":
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))
     return found
 
 

@@ -1,0 +1,103 @@
+"""The engine end of the rdt transport, in every rank; `trainer` is the other end."""
+
+from __future__ import annotations
+
+import contextlib
+from threading import Event
+
+import torch
+
+from weightsync.errors import TransferFailed, UnsupportedOption
+from weightsync.memory import arenas
+from weightsync.protocol import control, http
+from weightsync.protocol.http import Handshake, UpdateRequest
+from weightsync.tensors.subset import Subset
+from weightsync.transports.control.engine import EngineControl, RankSession
+from weightsync.transports.nixl.agents import IN_FLIGHT, SPIN_S
+from weightsync.transports.rdt import compat
+from weightsync.transports.rdt.incoming import RdtIncoming
+from weightsync.transports.rdt.messages import HANDLE, RdtHandle
+
+
+class RdtEngineEnd:
+    """Engine end of one rank, see `base.EngineEnd`. ``device`` is where it receives the bytes."""
+
+    bytes_per_s = 0.0
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._control = EngineControl(remote=True)
+        self.check, self.confirm = self._control.check, self._control.confirm
+        self._incoming: RdtIncoming | None = None
+        #: READs of failed pushes, by the agent that they read from. They hold the memory that they may still write to.
+        self._left: list[tuple[str, compat.Read]] = []
+        #: The two buffers that receive buckets when there is no stage.
+        self._own: list[torch.Tensor] = []
+
+    def join(self, handshake: Handshake, rank: int) -> http.RankJoined:
+        """Unsupported: rdt has no set-up route."""
+        raise UnsupportedOption(f"rdt takes no handshake, but was sent {type(handshake).__name__}")
+
+    def open(self, request: UpdateRequest, subset: Subset, rank: int, cancelled: Event) -> RdtIncoming:
+        """See `base.EngineEnd`."""
+        self._leave()
+        session, offer = self._control.open(request, subset, rank, (), cancelled)
+        direct = compat.Direct(f"rank {rank}")  # not before: only a sender that is connected can be told
+        handle = control.handle_of(offer.handle, HANDLE, "the sender")
+        nbytes = min(subset.layout.nbytes, request.slots * request.bucket_bytes)
+        if handle is None or handle.nbytes < nbytes:
+            has = "no arena" if handle is None else f"an arena of {handle.nbytes} bytes"
+            raise TransferFailed(f"the sender offers {has}, but its buckets take {nbytes}; push again")
+        self._end_reads(handle, session)
+        self._incoming = RdtIncoming(direct, session, request, subset, offer.arena, handle, self._buffer)
+        return self._incoming
+
+    def _end_reads(self, handle: RdtHandle, session: RankSession) -> None:
+        """Wait for the READs of earlier pushes from this sender: once this one is through, it frees their memory."""
+        while any(agent == handle.agent for agent, _ in self._left):
+            session.check("what was read for an earlier push to arrive")
+            session.receive(SPIN_S)
+            self._reap()
+
+    def _buffer(self, bucket_bytes: int) -> torch.Tensor:
+        if not self._own or self._own[0].numel() != IN_FLIGHT * bucket_bytes:
+            self._own = [arenas.plain(IN_FLIGHT * bucket_bytes, self._device)]
+        return self._own[0]
+
+    def fail(self, push: str, error: BaseException) -> None:
+        """See `base.EngineEnd`; what a READ may still write to is not used again."""
+        self._control.fail(push, error)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._incoming is not None:
+            if reads := self._incoming.leave():
+                self._own.clear()
+                self._left += [(self._incoming.agent, read) for read in reads]
+            self._incoming = None
+        self._reap()
+
+    def _reap(self) -> None:
+        left, self._left = self._left, []
+        for agent, read in left:
+            with contextlib.suppress(TransferFailed):
+                if not read.ended:
+                    self._left.append((agent, read))
+
+    def release(self, address: str) -> bool:
+        """See `base.EngineEnd`."""
+        if address != self._control.address:
+            return False
+        self._control.disconnect()
+        self._leave()
+        self._own.clear()
+        return True
+
+    def close(self) -> None:
+        """Release everything but what may still be written to; idempotent."""
+        self._leave()
+        for _, read in self._left:
+            compat.keep(read)
+        self._left.clear()
+        self._own.clear()
+        self._control.close()
