@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import logging
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ class Direct:
 
     def __init__(self, who: str):
         try:
+            import nixl._api  # noqa: F401 - sets up the logger
             import ray
             from ray import experimental
             from ray.experimental.rdt import nixl_tensor_transport, util
@@ -94,6 +96,7 @@ class Direct:
                 'VLLM_ENABLE_V1_MULTIPROCESSING=0, or distributed_executor_backend="ray"), or use another transport'
             )
         self._manager: Any = manager
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which belongs to the application
         try:
             self._agent: Any = manager.get_nixl_agent()
         except Exception as error:  # Ray's and NIXL's errors are of no kind here
