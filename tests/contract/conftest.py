@@ -16,15 +16,11 @@ OUTSIDE = str(Path(__file__).resolve().parents[1] / "outside")
 
 
 class Way(NamedTuple):
-    """One configuration: a transport, the number of sending trainer processes, and environment variables.
-
-    ``first`` is what a process with a rank runs first.
-    """
+    """One configuration: a transport, the number of sending trainer processes, and environment variables."""
 
     transport: str
     sources: int = 1
     environment: tuple[tuple[str, str], ...] = ()
-    first: str = ""
 
 
 WAYS = {
@@ -34,8 +30,7 @@ WAYS = {
     "files-two-sources": Way("files", 2),
 }
 if "rdt" in WAYS:
-    WAYS["rdt"] = Way("rdt", first="import ray; ray.init()")
-    WAYS["rdt-tcp"] = WAYS["rdt"]._replace(environment=WAYS["nixl-tcp"].environment)
+    WAYS["rdt-tcp"] = Way("rdt", 1, WAYS["nixl-tcp"].environment)
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +42,11 @@ def outside(monkeypatch):
 
 @pytest.fixture(scope="session")
 def cluster():
-    """The address of a local Ray, of which this process is a driver."""
-    import ray
-
+    """A local Ray, of which this process is a driver."""
     from tests.ray.run import PACKAGES, local_ray
 
     with local_ray(PACKAGES, num_cpus=1):
-        yield ray.get_runtime_context().gcs_address
+        yield
 
 
 @pytest.fixture(params=WAYS)
@@ -62,7 +55,7 @@ def way(request, monkeypatch, outside):
     for key, value in found.environment:
         monkeypatch.setenv(key, value)
     if found.transport == "rdt":
-        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))
+        request.getfixturevalue("cluster")
     return found
 
 

@@ -190,14 +190,14 @@ class Child:
     """The only rank of an engine, in its own process, so that it can be killed and frozen."""
 
     def __init__(self, way):
-        self.transport, self.code, self.pushes = way.transport, f"{way.first}\n{RANK}", 0
+        self.transport, self.pushes = way.transport, 0
         self.sources = Sources(way.transport, way.sources) if way.sources > 1 else None
         self.transfer = Transfer(CPU, self.sources)
         self.start("first")
 
     def start(self, instance):
         self.instance = instance
-        command = [sys.executable, "-c", self.code, self.transport]
+        command = [sys.executable, "-c", RANK, self.transport]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def tell(self, kind, message):

@@ -68,37 +68,39 @@ def lacks() -> str:
 class Direct:
     """Ray's NIXL agent of this process, which lives as long as that. ``who`` names the process in errors.
 
-    Raises `UnsupportedOption` if the process is not part of a Ray cluster, or its Ray is another than is needed.
+    Raises `UnsupportedOption` if Ray is another than is needed, or if the process has to be ``in_cluster`` and is not.
+    Ranks may be in processes that their engine has started, which Ray does not know.
     """
 
-    def __init__(self, who: str):
+    def __init__(self, who: str, *, in_cluster: bool):
         try:
             import nixl._api  # noqa: F401 - sets up the logger
             import ray
             from ray import experimental
+            from ray._private import auto_init_hook
             from ray.experimental.rdt import nixl_tensor_transport, util
 
-            self._ray, self._experimental, self._types = ray, experimental, nixl_tensor_transport
+            self._types = nixl_tensor_transport
             self._register, self._deregister = experimental.register_nixl_memory, experimental.deregister_nixl_memory
             manager = util.get_tensor_transport_manager(_TRANSPORT)
             missing = [name for name in _METHODS if not hasattr(manager, name)]
             fields = {field.name for field in dataclasses.fields(nixl_tensor_transport.NixlTransportMetadata)}
             missing += sorted(_FIELDS - fields)
+            missing += [name for name in ("enable_auto_connect",) if not hasattr(auto_init_hook, name)]
         except (ImportError, AttributeError, ValueError) as error:
             raise UnsupportedOption(_unfit(who, str(error))) from error
         if missing:
             raise UnsupportedOption(_unfit(who, f"{', '.join(missing)} not found"))
-        # Ray would connect this process to any cluster that it finds when the agent is made.
-        if not ray.is_initialized():
+        if in_cluster and not ray.is_initialized():
             raise UnsupportedOption(
-                f"{who} runs in a process that is not part of a Ray cluster, and transport {NAME} takes actors and "
-                "drivers: call ray.init() in a trainer; let an engine run in the process of its actor (for vLLM "
-                'VLLM_ENABLE_V1_MULTIPROCESSING=0, or distributed_executor_backend="ray"), or use another transport'
+                f"{who} is not part of a Ray cluster, and transport {NAME} takes a driver or an actor: call ray.init() "
+                "first, or use another transport"
             )
         self._manager: Any = manager
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which belongs to the application
         try:
-            self._agent: Any = manager.get_nixl_agent()
+            with _lock, _not_connecting():
+                self._agent: Any = manager.get_nixl_agent()
         except Exception as error:  # Ray's and NIXL's errors are of no kind here
             raise UnsupportedOption(f"{who}: Ray could not make its NIXL agent: {agents.explained(error)}") from error
 
@@ -204,6 +206,18 @@ class Read:
 def keep(read: Read) -> None:
     """Keep a READ, and the memory that it writes to, until this process ends."""
     _kept.append(read)
+
+
+@contextlib.contextmanager
+def _not_connecting() -> Iterator[None]:
+    """Keep Ray from connecting this process, if it is not connected, to any cluster that can be found."""
+    from ray._private import auto_init_hook
+
+    connects, auto_init_hook.enable_auto_connect = auto_init_hook.enable_auto_connect, False
+    try:
+        yield
+    finally:
+        auto_init_hook.enable_auto_connect = connects
 
 
 @contextlib.contextmanager

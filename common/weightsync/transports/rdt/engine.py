@@ -42,7 +42,9 @@ class RdtEngineEnd:
         """See `base.EngineEnd`."""
         self._leave()
         session, offer = self._control.open(request, subset, rank, (), cancelled)
-        direct = compat.Direct(f"rank {rank}")  # not before: only a sender that is connected can be told
+        direct = compat.Direct(
+            f"rank {rank}", in_cluster=False
+        )  # not before: only a sender that is connected can be told
         handle = control.handle_of(offer.handle, HANDLE, "the sender")
         nbytes = min(subset.layout.nbytes, request.slots * request.bucket_bytes)
         if handle is None or handle.nbytes < nbytes:

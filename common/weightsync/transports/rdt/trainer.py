@@ -43,7 +43,7 @@ class RdtTrainerEnd:
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
         """No engine needs a handshake: Ray's agents connect when a rank reads."""
-        self._direct = compat.Direct("the trainer")
+        self._direct = compat.Direct("the trainer", in_cluster=True)
         check_ways(self._given_address, engines)
         for url, hello in engines.items():
             self._instances[url] = hello.instance
