@@ -10,7 +10,7 @@ import psutil
 import ray
 
 from tests.ray import actors
-from tests.ray.run import PACKAGES, WAIT_S, generated, main, raised, reference, remote
+from tests.ray.run import PACKAGES, RESTARTS, WAIT_S, generated, main, raised, reference, remote
 from tools import models
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
@@ -117,16 +117,22 @@ def pushes(before, after):
 
 
 def trainers(before, after):
-    """A trainer that is killed in a push, and one that freezes and goes on when another one has pushed."""
+    """A trainer that is killed in a push, and pushes again once Ray has started it again; and one that freezes and goes
+    on when another one has pushed."""
     held = remote(Held, before, max_concurrency=4)
     fresh, seen = generated(held), {}
-    killed = remote(Trainer)
+    killed = remote(Trainer, **RESTARTS)
+    pid = ray.get(killed.pid.remote(), timeout=WAIT_S)
     ended = killed.push_halfway.remote([held], after, signal.SIGKILL)
     ray.wait([ended], timeout=WAIT_S)
     seen["after_death"] = generated(held) == fresh
     with Sender([held], timeout_s=WAIT_S, **BUCKETS) as sender:
         seen["errors"] = push_until(sender, before)
         seen["next"] = served(sender, before)
+    seen["restarted"] = ray.get(killed.pid.remote(), timeout=WAIT_S) != pid
+    ray.get(killed.push.remote([held], after, before), timeout=WAIT_S)
+    with Sender([held], timeout_s=WAIT_S) as sender:
+        seen["pushed_again"] = served(sender, before)
     frozen = remote(Trainer)
     process = psutil.Process(ray.get(frozen.pid.remote(), timeout=WAIT_S))
     ended = frozen.push_halfway.remote([held], after, signal.SIGSTOP)

@@ -56,6 +56,8 @@ def test_a_trainer_that_dies_or_freezes_leaves_the_engine_to_the_next(folders):
     assert seen["after_death"]
     assert seen["next"]
     assert set(seen["errors"]) <= {"LeaseHeld"}
+    assert seen["restarted"]
+    assert seen["pushed_again"]
     assert seen["while_frozen"]
     assert "PushTimeout: no answer within 10 s" in seen["resumed"]
     assert seen["unharmed"]

@@ -13,6 +13,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
+import secrets
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,10 @@ _FIELDS: Final = {
     "tensor_meta",
 }
 #: Ray's transport keeps what it knows of other agents without a lock, and ranks may share a process.
-_lock: Final = threading.Lock()
+_lock: Final = threading.RLock()
+#: Different in each process. An actor that Ray starts again has the agent's name of the one before, and would also have
+#: its version: others would go on with what they know of that one.
+_LIFE: Final = secrets.randbits(31) << 32
 #: Memory that this process shows, by its address and size: NIXL does not connect an agent to itself.
 _shown: Final[dict[tuple[int, int], torch.Tensor]] = {}
 #: READs that nobody waits for, whose memory may be written to until this process ends.
@@ -155,7 +159,7 @@ class Shown:
         self.handle = RdtHandle(
             agent=self._described.nixl_agent_name,
             metadata=agents.sealed(self._described.nixl_agent_meta),
-            version=self._described.nixl_agent_meta_version,
+            version=_LIFE + self._described.nixl_agent_meta_version,
             address=memory.data_ptr(),
             nbytes=memory.numel(),
             device_id=max(memory.get_device(), 0),
