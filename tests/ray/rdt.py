@@ -68,12 +68,12 @@ class Trainer:
 
 
 def left():
-    """How many of a process's objects and registrations Ray's transport has."""
-    from ray.experimental.rdt.util import get_tensor_transport_manager
+    """How many objects, and registrations of memory, Ray's transports have in this process."""
+    from ray.experimental.rdt.nixl_tensor_transport import NixlTensorTransport
 
     gc.collect()
-    manager = get_tensor_transport_manager("NIXL")
-    return [len(manager._managed_meta_nixl), len(manager._tensor_desc_cache)]
+    found = [one for one in gc.get_objects() if isinstance(one, NixlTensorTransport)]
+    return [sum(len(one._managed_meta_nixl) for one in found), sum(len(one._tensor_desc_cache) for one in found)]
 
 
 def served(sender, folder):

@@ -1,20 +1,20 @@
-"""Ray Direct Transport in this process, and every name of Ray that this transport uses. Source: Ray 2.60.
+"""Ray Direct Transport over NIXL in this process, and every name of Ray that this transport uses. Source: Ray 2.60.
 
-A READ goes through the interface that Ray has for tensor transports, below ``ray.get`` and ``ray.put``. When the time
-of a ``ray.get`` is up, it drops a READ that is under way, and nobody knows whether that still writes; until then it
-cannot be cancelled. And what was put in an actor without ``enable_tensor_transport`` is freed only when the method that
-pushes has returned.
+A READ goes through Ray's own tensor transport, below ``ray.put`` and ``ray.get``. When the time of a ``ray.get`` is up,
+it drops a READ that is under way, and nobody knows whether that still writes; until then it cannot be cancelled. What
+was put in an actor without ``enable_tensor_transport`` is freed only when the method that pushes has returned. And the
+agent that Ray shares among all of a process has a thread that spins on a core for ever. So each end has Ray's transport
+for itself, with an agent without that thread, which can be ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import secrets
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,19 +23,21 @@ from typing import Any, Final
 import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.memory import arenas
 from weightsync.transports.nixl import agents
 from weightsync.transports.rdt.messages import RdtHandle
 
 NAME: Final = "rdt"
 _NEEDED: Final = "pip install 'ray>=2.60'"
-_TRANSPORT: Final = "NIXL"
-#: What is used of Ray's transport, and what its metadata are made of.
+_CLASSES: Final = ("NixlTensorTransport", "NixlTransportMetadata", "NixlCommunicatorMetadata")
+#: What is used of the first, and what the second is made of.
 _METHODS: Final = (
+    "_make_nixl_agent",
+    "deregister_nixl_memory",
     "extract_tensor_transport_metadata",
     "fetch_multiple_tensors",
     "garbage_collect",
     "get_nixl_agent",
+    "register_nixl_memory",
     "wait_fetch_complete",
 )
 _FIELDS: Final = {
@@ -46,15 +48,6 @@ _FIELDS: Final = {
     "tensor_device",
     "tensor_meta",
 }
-#: Ray's transport keeps what it knows of other agents without a lock, and ranks may share a process.
-_lock: Final = threading.RLock()
-#: Different in each process. An actor that Ray starts again has the agent's name of the one before, and would also have
-#: its version: others would go on with what they know of that one.
-_LIFE: Final = secrets.randbits(31) << 32
-#: Memory that this process shows, by its address and size: NIXL does not connect an agent to itself.
-_shown: Final[dict[tuple[int, int], torch.Tensor]] = {}
-#: READs that nobody waits for, whose memory may be written to until this process ends.
-_kept: Final[list[Read]] = []
 
 Span = tuple[int, torch.Tensor]
 """What is read at this offset of the sender's memory, and where it goes (1-D uint8)."""
@@ -70,7 +63,7 @@ def lacks() -> str:
 
 
 class Direct:
-    """Ray's NIXL agent of this process, which lives as long as that. ``who`` names the process in errors.
+    """Ray's transport with an agent of its own. ``who`` names this process in errors.
 
     Raises `UnsupportedOption` if Ray is another than is needed, or if the process has to be ``in_cluster`` and is not.
     Ranks may be in processes that their engine has started, which Ray does not know.
@@ -80,19 +73,16 @@ class Direct:
         try:
             import nixl._api  # noqa: F401 - sets up the logger
             import ray
-            from ray import experimental
-            from ray._private import auto_init_hook
-            from ray.experimental.rdt import nixl_tensor_transport, util
-
-            self._types = nixl_tensor_transport
-            self._register, self._deregister = experimental.register_nixl_memory, experimental.deregister_nixl_memory
-            manager = util.get_tensor_transport_manager(_TRANSPORT)
-            missing = [name for name in _METHODS if not hasattr(manager, name)]
-            fields = {field.name for field in dataclasses.fields(nixl_tensor_transport.NixlTransportMetadata)}
-            missing += sorted(_FIELDS - fields)
-            missing += [name for name in ("enable_auto_connect",) if not hasattr(auto_init_hook, name)]
-        except (ImportError, AttributeError, ValueError) as error:
+            from ray.experimental.rdt import nixl_tensor_transport
+        except ImportError as error:
             raise UnsupportedOption(_unfit(who, str(error))) from error
+        names: dict[str, Any] = vars(nixl_tensor_transport)
+        kind: Any = names.get(_CLASSES[0])
+        self._metadata: Any = names.get(_CLASSES[1])
+        self._communicator: Any = names.get(_CLASSES[2])
+        fields = getattr(self._metadata, "__dataclass_fields__", {}).keys()
+        missing = [name for name in _CLASSES if name not in names]
+        missing += [name for name in _METHODS if not hasattr(kind, name)] + sorted(_FIELDS - fields)
         if missing:
             raise UnsupportedOption(_unfit(who, f"{', '.join(missing)} not found"))
         if in_cluster and not ray.is_initialized():
@@ -100,128 +90,111 @@ class Direct:
                 f"{who} is not part of a Ray cluster, and transport {NAME} takes a driver or an actor: call ray.init() "
                 "first, or use another transport"
             )
-        self._manager: Any = manager
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to stdout, which belongs to the application
         try:
-            with _lock, _not_connecting():
-                self._agent: Any = manager.get_nixl_agent()
+            #: None once it has ended.
+            self._transport: Any = type("Transport", (kind,), {"_make_nixl_agent": _agent})()
+            self._transport.get_nixl_agent()
         except Exception as error:  # Ray's and NIXL's errors are of no kind here
-            raise UnsupportedOption(f"{who}: Ray could not make its NIXL agent: {agents.explained(error)}") from error
+            raise UnsupportedOption(f"{who}: Ray could not make a NIXL agent: {agents.explained(error)}") from error
+
+    def end(self) -> None:
+        """End the agent, with its registrations: it no longer touches memory, for itself or for another. Idempotent."""
+        if self._transport is not None:
+            self._transport._nixl_agent = None
+            self._transport = None
+
+    def drive(self) -> None:
+        """Serve the READs of others, as far as this process has to: over TCP."""
+        with _translated():
+            self._transport.get_nixl_agent().get_new_notifs()
 
     def register(self, memory: torch.Tensor) -> None:
         """Register memory (1-D uint8) until `deregister` is called as often."""
-        with _lock, agents.translated(f"{memory.numel()} bytes on {memory.device} could not be registered"):
-            self._register(memory)
+        with agents.translated(f"{memory.numel()} bytes on {memory.device} could not be registered"):
+            self._transport.register_nixl_memory(memory)
 
     def deregister(self, memory: torch.Tensor) -> None:
         """Undo `register`."""
-        with _lock:
-            self._deregister(memory)
+        if self._transport is not None:
+            self._transport.deregister_nixl_memory(memory)
 
     def show(self, name: str, memory: torch.Tensor) -> Shown:
         """Let others read registered memory, under a name of its own, until `Shown.end` is called."""
-        with _lock, agents.translated(f"Ray could not show {memory.numel()} bytes on {memory.device}"):
-            return Shown(self._manager, name, memory)
+        with agents.translated(f"Ray could not show {memory.numel()} bytes on {memory.device}"):
+            return Shown(self._transport, name, memory)
 
     def read(self, name: str, handle: RdtHandle, spans: Sequence[Span]) -> Read:
         """Start to read spans of what another process shows; ``name`` is that of this READ. Raises `TransferFailed`."""
-        if handle.agent == self._agent.name:
-            source = _shown.get((handle.address, handle.nbytes))
-            if source is None:
-                raise TransferFailed("the memory of the arena is no longer there; push again")
-            for at, place in spans:
-                arenas.copy(place, source[at : at + place.numel()])
-            return Read(self._manager, None)
         there = [(handle.address + at, place.numel(), handle.device_id) for at, place in spans]
         places = [place for _, place in spans]
         metadata = agents.unsealed(handle.metadata, "the trainer's agent")
-        with _lock, _translated():
-            # Ray unpickles these: they are made here, and not sent.
-            descriptions = self._agent.get_serialized_descs(self._agent.get_xfer_descs(there, mem_type=handle.device))
-            described = self._types.NixlTransportMetadata(
+        with _translated():
+            agent = self._transport.get_nixl_agent()
+            described = self._metadata(
                 tensor_meta=[(place.shape, place.dtype) for place in places],
                 tensor_device=handle.device,
-                nixl_serialized_descs=descriptions,
+                # Ray unpickles these: they are made here, and not sent.
+                nixl_serialized_descs=agent.get_serialized_descs(agent.get_xfer_descs(there, mem_type=handle.device)),
                 nixl_agent_meta=metadata,
                 nixl_agent_name=handle.agent,
                 nixl_agent_meta_version=handle.version,
             )
-            to = self._types.NixlCommunicatorMetadata()
-            return Read(self._manager, self._manager.fetch_multiple_tensors(name, described, to, places))
+            request = self._transport.fetch_multiple_tensors(name, described, self._communicator(), places)
+            return Read(self._transport, request, places)
 
 
 class Shown:
     """Memory that others may read; ``handle`` is what they need for that."""
 
-    def __init__(self, manager: Any, name: str, memory: torch.Tensor):
-        self._manager, self._name, self._memory = manager, name, memory
-        self._described: Any = manager.extract_tensor_transport_metadata(name, [memory])
+    def __init__(self, transport: Any, name: str, memory: torch.Tensor):
+        self._transport, self._name, self._memory = transport, name, memory
+        self._described: Any = transport.extract_tensor_transport_metadata(name, [memory])
         self.handle = RdtHandle(
             agent=self._described.nixl_agent_name,
             metadata=agents.sealed(self._described.nixl_agent_meta),
-            version=_LIFE + self._described.nixl_agent_meta_version,
+            version=self._described.nixl_agent_meta_version,
             address=memory.data_ptr(),
             nbytes=memory.numel(),
             device_id=max(memory.get_device(), 0),
             device="cuda" if memory.is_cuda else "cpu",
         )
-        _shown[self._place] = memory
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.handle.address, self.handle.nbytes
 
     def end(self) -> None:
         """Show the memory no longer; idempotent."""
         if self._described is not None:
-            with _lock:
-                self._manager.garbage_collect(self._name, self._described, [self._memory])
-            self._described = None
-            _shown.pop(self._place, None)
+            self._transport.garbage_collect(self._name, self._described, [self._memory])
+            self._transport = self._described = None
 
 
 class Read:
-    """A READ that was started. As long as this is held, so is the memory that it writes to."""
+    """A READ that was started, into ``memory``."""
 
-    def __init__(self, manager: Any, request: Any):
-        self._manager, self._request = manager, request
+    def __init__(self, transport: Any, request: Any, memory: Sequence[torch.Tensor]):
+        self._transport, self._request, self.memory = transport, request, memory
 
     @property
     def ended(self) -> bool:
         """Whether everything has arrived. Raises `TransferFailed` if it never will."""
-        if self._request is None:
-            return True
         try:
-            with _lock, _translated():
-                self._manager.wait_fetch_complete(self._request, timeout=0)
+            with _translated():
+                self._transport.wait_fetch_complete(self._request, timeout=0)
         except TimeoutError:
             return False
-        except TransferFailed:
-            self._drop()
-            raise
-        self._drop()
         return True
 
-    def _drop(self) -> None:
-        with _lock:
-            self._request = None
+    def drop(self) -> None:
+        """Cancel the READ, as far as that is possible before the agent ends."""
+        self._transport = self._request = None
 
 
-def keep(read: Read) -> None:
-    """Keep a READ, and the memory that it writes to, until this process ends."""
-    _kept.append(read)
+def _agent(_transport: Any, backend: str) -> Any:
+    """In place of Ray's method: an agent without a thread, whoever waits drives it."""
+    from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-
-@contextlib.contextmanager
-def _not_connecting() -> Iterator[None]:
-    """Keep Ray from connecting this process, if it is not connected, to any cluster that can be found."""
-    from ray._private import auto_init_hook
-
-    connects, auto_init_hook.enable_auto_connect = auto_init_hook.enable_auto_connect, False
-    try:
-        yield
-    finally:
-        auto_init_hook.enable_auto_connect = connects
+    strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = nixl_agent_config(enable_prog_thread=False, backends=[backend], sync_mode=strict)
+    return nixl_agent(f"weightsync-{os.getpid()}-{secrets.token_hex(6)}", config)
 
 
 @contextlib.contextmanager
@@ -232,7 +205,7 @@ def _translated() -> Iterator[None]:
     except TimeoutError:
         raise
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # they hold the memory of a READ
+        traceback.clear_frames(error.__traceback__)  # they hold the memory of a READ, and the agent
         raise TransferFailed(agents.hinted(str(error).strip().rpartition("\n")[2])) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from threading import Event
 
 import torch
@@ -12,11 +11,11 @@ from weightsync.memory import arenas
 from weightsync.protocol import control, http
 from weightsync.protocol.http import Handshake, UpdateRequest
 from weightsync.tensors.subset import Subset
-from weightsync.transports.control.engine import EngineControl, RankSession
-from weightsync.transports.nixl.agents import IN_FLIGHT, SPIN_S
+from weightsync.transports.control.engine import EngineControl
+from weightsync.transports.nixl.agents import IN_FLIGHT
 from weightsync.transports.rdt import compat
 from weightsync.transports.rdt.incoming import RdtIncoming
-from weightsync.transports.rdt.messages import HANDLE, RdtHandle
+from weightsync.transports.rdt.messages import HANDLE
 
 
 class RdtEngineEnd:
@@ -28,9 +27,9 @@ class RdtEngineEnd:
         self._device = device
         self._control = EngineControl(remote=True)
         self.check, self.confirm = self._control.check, self._control.confirm
+        #: Serves one sender after another, until a push fails.
+        self._direct: compat.Direct | None = None
         self._incoming: RdtIncoming | None = None
-        #: READs of failed pushes, by the agent that they read from. They hold the memory that they may still write to.
-        self._left: list[tuple[str, compat.Read]] = []
         #: The two buffers that receive buckets when there is no stage.
         self._own: list[torch.Tensor] = []
 
@@ -50,16 +49,8 @@ class RdtEngineEnd:
         if handle is None or handle.nbytes < nbytes:
             has = "no arena" if handle is None else f"an arena of {handle.nbytes} bytes"
             raise TransferFailed(f"the sender offers {has}, but its buckets take {nbytes}; push again")
-        self._end_reads(handle, session)
         self._incoming = RdtIncoming(direct, session, request, subset, offer.arena, handle, self._buffer)
         return self._incoming
-
-    def _end_reads(self, handle: RdtHandle, session: RankSession) -> None:
-        """Wait for the READs of earlier pushes from this sender: once this one is through, it frees their memory."""
-        while any(agent == handle.agent for agent, _ in self._left):
-            session.check("what was read for an earlier push to arrive")
-            session.receive(SPIN_S)
-            self._reap()
 
     def _buffer(self, bucket_bytes: int) -> torch.Tensor:
         if not self._own or self._own[0].numel() != IN_FLIGHT * bucket_bytes:
@@ -67,24 +58,22 @@ class RdtEngineEnd:
         return self._own[0]
 
     def fail(self, push: str, error: BaseException) -> None:
-        """See `base.EngineEnd`; what a READ may still write to is not used again."""
+        """See `base.EngineEnd`; with a READ under way the agent ends, so that nothing writes to that memory later."""
         self._control.fail(push, error)
         self._leave()
 
     def _leave(self) -> None:
         if self._incoming is not None:
-            if reads := self._incoming.leave():
-                self._own.clear()
-                self._left += [(self._incoming.agent, read) for read in reads]
+            if held := self._incoming.leave():
+                self._end()
+            del held  # not before the agent has ended
             self._incoming = None
-        self._reap()
 
-    def _reap(self) -> None:
-        left, self._left = self._left, []
-        for agent, read in left:
-            with contextlib.suppress(TransferFailed):
-                if not read.ended:
-                    self._left.append((agent, read))
+    def _end(self) -> None:
+        if self._direct is not None:
+            self._direct.end()
+            self._direct = None
+        self._own.clear()
 
     def release(self, address: str) -> bool:
         """See `base.EngineEnd`."""
@@ -96,10 +85,7 @@ class RdtEngineEnd:
         return True
 
     def close(self) -> None:
-        """Release everything but what may still be written to; idempotent."""
+        """Release everything; idempotent."""
         self._leave()
-        for _, read in self._left:
-            compat.keep(read)
-        self._left.clear()
-        self._own.clear()
+        self._end()
         self._control.close()

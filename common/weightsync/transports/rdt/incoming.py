@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -100,7 +100,9 @@ class RdtIncoming:
             except TransferFailed as error:
                 raise TransferFailed(f"bucket {bucket} could not be read from {self.agent}: {error.message}") from error
 
-    def leave(self) -> Sequence[Read]:
-        """Begin no more READs; returns those that are under way."""
-        reads, self._reads = list(self._reads.values()), {}
-        return reads
+    def leave(self) -> list[torch.Tensor]:
+        """Drop the READs that are under way; returns the memory that they may write to until the agent ends."""
+        held = [place for read in self._reads.values() for place in read.memory]
+        while self._reads:
+            self._reads.popitem()[1].drop()
+        return held

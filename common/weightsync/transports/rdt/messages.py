@@ -11,10 +11,9 @@ from weightsync.protocol.codec import Text
 
 
 class RdtHandle(msgspec.Struct, frozen=True, tag="rdt"):
-    """Memory that Ray's ``agent`` in the sender's process reads from for others, described by ``metadata``.
+    """Memory of a sender's ``agent``, which others reach by its ``metadata``.
 
-    ``version`` is another whenever that agent has forgotten memory, or its process is a new one: what others know of it
-    is void then.
+    ``version`` grows whenever that agent has forgotten memory: what others know of it is void then.
     """
 
     agent: Text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
 
 import torch
 
@@ -17,11 +16,8 @@ from weightsync.tensors.subset import Digests, Subset
 from weightsync.transports.base import Peer, PeerRanks
 from weightsync.transports.control.sockets import check_ways
 from weightsync.transports.control.trainer import PushSession, TrainerControl
+from weightsync.transports.nixl.agents import SPIN_S
 from weightsync.transports.rdt import compat
-
-#: By rank and instance of its engine: arenas that it may still be reading for pushes that failed. Over TCP this process
-#: reads them for it, at any time until that connection is gone, and would crash if they were.
-_read: Final[dict[tuple[Peer, str], list[torch.Tensor]]] = {}
 
 
 class RdtTrainerEnd:
@@ -37,18 +33,13 @@ class RdtTrainerEnd:
         self._direct: compat.Direct | None = None
         #: Registered arenas by name.
         self._registered: dict[str, torch.Tensor] = {}
-        #: The instances of the engines, by URL.
-        self._instances: dict[str, str] = {}
         self._sending: RdtSending | None = None
 
     def connect(self, engines: Mapping[str, http.OpenReply], timeout_s: float) -> dict[str, Handshake]:
-        """No engine needs a handshake: Ray's agents connect when a rank reads."""
-        self._direct = compat.Direct("the trainer", in_cluster=True)
+        """No engine needs a handshake: agents connect when a rank reads."""
         check_ways(self._given_address, engines)
-        for url, hello in engines.items():
-            self._instances[url] = hello.instance
-            for gone in [(peer, of) for peer, of in _read if peer.engine == url and of != hello.instance]:
-                _read.pop(gone, None)
+        if self._direct is None:
+            self._direct = compat.Direct("the trainer", in_cluster=True)
         return {}
 
     def connected(self, replies: Mapping[str, http.JoinReply], deadline: Deadline) -> None:
@@ -69,9 +60,7 @@ class RdtTrainerEnd:
             self._registered[name] = memory[name]
         session = PushSession(self._control, plan.push, layout, peers, deadline)
         self._end_push()
-        self._sending = RdtSending(
-            session, plan, layout, direct, arenas[0].name, memory[arenas[0].name], self._instances
-        )
+        self._sending = RdtSending(session, plan, layout, direct, arenas[0].name, memory[arenas[0].name])
         return self._sending
 
     def _end_push(self) -> None:
@@ -83,19 +72,24 @@ class RdtTrainerEnd:
         """See `base.TrainerEnd`."""
 
     def forget(self) -> None:
-        """See `base.TrainerEnd`; what a rank may still be reading stays in memory."""
+        """See `base.TrainerEnd`; ends the agent: it could still serve a READ of a failed push."""
         self._end_push()
-        while self._registered and self._direct is not None:
-            self._direct.deregister(self._registered.popitem()[1])
+        if self._registered and self._direct is not None:
+            self._direct.end()
+            self._direct = None
+        self._registered.clear()
 
     def close(self) -> None:
-        """Release everything; idempotent."""
+        """End the agent and close the socket; idempotent."""
         self.forget()
+        if self._direct is not None:
+            self._direct.end()
+            self._direct = None
         self._control.close()
 
 
 class RdtSending:
-    """See `base.Sending`. The stream goes through ``memory``, that of ``arena``; ``instances`` are of the engines."""
+    """See `base.Sending`. The stream goes through ``memory``, that of ``arena``."""
 
     def __init__(
         self,
@@ -105,10 +99,8 @@ class RdtSending:
         direct: compat.Direct,
         arena: str,
         memory: torch.Tensor,
-        instances: Mapping[str, str],
     ):
-        self._session, self._plan, self._arena, self._memory = session, plan, arena, memory
-        self._instances = instances
+        self._session, self._plan, self._direct, self._arena = session, plan, direct, arena
         self._last = layout.buckets(plan.bucket_bytes) - 1
         self.shown = direct.show(plan.push, memory)
 
@@ -121,7 +113,17 @@ class RdtSending:
 
     def acquire(self, bucket: int) -> None:
         """See `base.Sending`."""
-        self._session.all_taken(bucket - self._plan.slots)
+        self._await_bucket(bucket - self._plan.slots)
+
+    def _await_bucket(self, bucket: int) -> None:
+        """Wait until every rank has read a bucket, and serve READs meanwhile."""
+
+        def missing() -> set[Peer]:
+            self._direct.drive()
+            return self._session.without(bucket)
+
+        if bucket >= 0:
+            self._session.wait(missing, f"bucket {bucket} to be read", SPIN_S)
 
     def needs(self) -> Iterable[Subset]:
         """See `base.Sending`."""
@@ -130,24 +132,16 @@ class RdtSending:
     def announce(self, bucket: int, digests: Digests, begins: tuple[int, ...] = ()) -> None:
         """See `base.Sending`."""
         self._session.announce(bucket, digests, begins=begins)
+        self._direct.drive()
 
     def finish(self) -> float:
         """See `base.Sending`."""
-        self._session.all_taken(self._last)
+        self._await_bucket(self._last)
         seconds = self._session.all_prepared("the ranks to hold and verify everything")
-        self._end()
+        self.shown.end()
         return seconds
 
     def cancel(self, error: BaseException) -> None:
         """See `base.Sending`."""
         self._session.cancel(error)
-        self._end()
-
-    def _end(self) -> None:
         self.shown.end()
-        for peer in self._session.needs:
-            key, last = (peer, self._instances[peer.engine]), self._session.last_taken(peer)
-            if last >= 0:  # before a rank reads for a push, what it read here for an earlier one has ended
-                _read.pop(key, None)
-            if last < self._last:
-                _read.setdefault(key, []).append(self._memory)
