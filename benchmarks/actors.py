@@ -1,7 +1,8 @@
 """Measure pushes into an engine in a Ray actor, beside one that is a server: `make bench-actors`.
 
 A trainer in an actor pushes a model of 268 MB, by turns, into a reference engine that another actor holds and into one
-that it reaches by URL. Seconds are those of a whole push. Exit code 0 if both engines served what was pushed.
+that it reaches by URL; then models of other sizes into actors, from which follows what a push takes whatever its size.
+Seconds are those of a whole push. Exit code 0 if all engines served what was pushed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from weightsync import Sender
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine
 
-MIN_ROUNDS, WARM_UP, SIZE = 15, 2, 268
-#: How much longer a push may take with Ray.
-AIM = 1.1
-TRANSPORTS = ("nixl", "ipc_zmq")
+MIN_ROUNDS, WARM_UP, SIZE, OTHER_SIZES = 15, 2, 268, (67, 134, 537)
+#: How much longer a push may take with Ray, and the seconds that one over Ray Direct Transport may take at any size.
+AIM, AIM_FIXED_S = 1.1, 0.15
+TRANSPORTS = ("nixl", "ipc_zmq", "rdt")
 ACTOR, SERVER = "engine in an actor", "engine by URL"
 
 
@@ -64,18 +65,25 @@ class Trainer:
         return [rank.digest for rank in status.ranks] == [digest_of(self._model.state_dict().items())]
 
 
-def measure(transport: str, trainer: Any, rounds: int) -> report.Record:
+def measure(transport: str, trainer: Any, rounds: int, *names: str) -> report.Record:
     """What the pushes into each engine took, and whether it served them."""
     ray.get(trainer.open.remote(transport), timeout=WAIT_S)
-    found: dict[str, list[float]] = {ACTOR: [], SERVER: []}
+    found: dict[str, list[float]] = {name: [] for name in names}
     served = True
     for number in range(WARM_UP + rounds):
-        for name in (ACTOR, SERVER) if number % 2 else (SERVER, ACTOR):
+        for name in names if number % 2 else reversed(names):
             took = ray.get(trainer.push.remote(name), timeout=WAIT_S)
             served &= ray.get(trainer.served.remote(name), timeout=WAIT_S)
             if number >= WARM_UP:
                 found[name].append(took)
     return {"seconds": found, "served": served}
+
+
+def fit(sizes: dict[str, dict[str, report.Record]], transport: str) -> tuple[float, float]:
+    """The seconds of a push without bytes, and the MB of each second more: the line through the medians."""
+    taken = {int(size): statistics.median(found[transport]["seconds"][ACTOR]) for size, found in sizes.items()}
+    line = statistics.linear_regression(list(taken), list(taken.values()))
+    return line.intercept, 1 / line.slope
 
 
 def row(transport: str, seconds: dict[str, list[float]]) -> str:
@@ -89,7 +97,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"{MIN_ROUNDS} by default; fewer are not kept")
     args = parser.parse_args()
-    record: dict[str, Any] = {**report.here(), "ray": ray.__version__, "rounds": args.rounds, "transports": {}}
+    record: dict[str, Any] = {**report.here(), "ray": ray.__version__, "rounds": args.rounds}
+    transports: dict[str, report.Record] = record.setdefault("transports", {})
+    sizes: dict[str, dict[str, report.Record]] = record.setdefault("sizes", {})
     print(f"{SIZE} MB, {args.rounds} rounds, seconds; Ray {ray.__version__}; {report.machine(record)}", flush=True)
     print(f"{'':8} {'  '.join(f'{name:24}' for name in (ACTOR, SERVER))}")
     folder = str(model_folder(SIZE))
@@ -98,14 +108,29 @@ def main() -> int:
         held = remote(actors.HeldByCoroutines, folder)
         trainer = remote(Trainer, folder, {ACTOR: held, SERVER: server.url})
         for transport in TRANSPORTS:
-            record["transports"][transport] = found = measure(transport, trainer, args.rounds)
+            transports[transport] = found = measure(transport, trainer, args.rounds, ACTOR, SERVER)
             print(row(transport, found["seconds"]), flush=True)
-    for transport, found in record["transports"].items():
+        sizes[str(SIZE)] = transports
+        for size in OTHER_SIZES:
+            folder = str(model_folder(size))
+            ray.kill(trainer)
+            ray.kill(held)
+            held = remote(actors.HeldByCoroutines, folder)
+            trainer = remote(Trainer, folder, {ACTOR: held})
+            sizes[str(size)] = {one: measure(one, trainer, args.rounds, ACTOR) for one in TRANSPORTS}
+            for transport, found in sizes[str(size)].items():
+                print(row(transport, found["seconds"]), f"{size} MB", flush=True)
+    for transport in TRANSPORTS:
+        fixed_s, speed = fit(sizes, transport)
+        print(f"{transport}: {fixed_s:.3f} s, and 1 s more for each {speed:.0f} MB")
+        if transport == "rdt":
+            print(report.at_most(f"{transport}, seconds of a push without bytes", fixed_s, AIM_FIXED_S))
+    for transport, found in transports.items():
         share = statistics.median(found["seconds"][ACTOR]) / statistics.median(found["seconds"][SERVER])
         print(report.at_most(f"{transport}, {ACTOR}, in the time of an {SERVER}", share, AIM))
     path = report.save(record, kept=args.rounds >= MIN_ROUNDS, name="actors")
     print(f"raw samples: {path.relative_to(ROOT)}")
-    return 0 if all(found["served"] for found in record["transports"].values()) else 1
+    return 0 if all(found["served"] for of_size in sizes.values() for found in of_size.values()) else 1
 
 
 if __name__ == "__main__":

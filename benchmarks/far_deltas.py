@@ -38,7 +38,7 @@ ALL, FEW, HALF = "everything", "1 % changed", "50 % changed"
 #: By case: `Sender`'s delta, and the share of the elements that changes before each push.
 CASES = {ALL: ("never", 0.01), FEW: ("auto", 0.01), HALF: ("auto", 0.5)}
 #: Millions of bytes, and the layers of a model of that size.
-LAYERS = {268: 8, 1070: 32}
+LAYERS = {67: 2, 134: 4, 268: 8, 537: 16, 1070: 32}
 
 
 def model_folder(size: int) -> Path:

@@ -23,6 +23,7 @@ from weightsync.protocol import control, handles, http
 from weightsync.protocol.diagnosis import DiagnoseRequest
 from weightsync.transports.nccl.messages import InitNcclGroup
 from weightsync.transports.nixl.messages import NixlHandle, RegisterNixl
+from weightsync.transports.rdt.messages import RdtHandle
 
 #: Route -> the type of its message.
 ROUTES = {name: route.kind() for name, route in answers.routes().items()}
@@ -35,6 +36,7 @@ METHODS = {
     "update_weights_via_ipc_zmq": http.UpdateRequest,
     "update_weights_via_nccl": http.UpdateRequest,
     "update_weights_via_nixl": http.UpdateRequest,
+    "update_weights_via_rdt": http.UpdateRequest,
     "init_nccl_group": InitNcclGroup,
     "register_nixl": RegisterNixl,
     "weightsync_ready": http.CommitRequest,
@@ -42,7 +44,7 @@ METHODS = {
     "weightsync_restore": http.CommitRequest,
     "weightsync_abort": http.AbortRequest,
 }
-HANDLES = [handles.ShmHandle, handles.SharedParametersHandle, handles.CudaHandle, NixlHandle]
+HANDLES = [handles.ShmHandle, handles.SharedParametersHandle, handles.CudaHandle, NixlHandle, RdtHandle]
 FROM_RANK, FROM_SENDER = get_args(control.FromRank), get_args(control.FromSender)
 
 #: Routes whose messages can take an engine's lease.

@@ -13,12 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ["common", "vllm_weightsync", "sglang_weightsync"]
 #: The transports of an engine from before ranks reported theirs: a default of the protocol that never changes.
 KNOWN = {("common/weightsync/protocol/http.py", 'transports: tuple[Text, ...] = ("ipc_zmq",)')}
+#: The transports that are made of another one's library.
+MADE_OF = {"nixl": ["rdt"]}
 
 
 def own_folder(name):
     """The files of a transport: a module of its name, or a package."""
     home = ROOT / "common" / "weightsync" / "transports"
-    return [home / f"{name}.py", *(home / name).glob("*.py")]
+    return [
+        home / f"{name}.py",
+        *(path for one in (name, *MADE_OF.get(name, [])) for path in (home / one).glob("*.py")),
+    ]
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.frameworks
 
 #: Nothing is sent to Ray's authors.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
-start = functools.partial(running.run, "tests.ray.run", packages=versions.folder("ray", versions.RAY), env=ENVIRONMENT)
+PACKAGES = versions.folder("ray", versions.RAY)
+start = functools.partial(running.run, "tests.ray.run", packages=PACKAGES, env=ENVIRONMENT)
 
 
 def run(part, *arguments):

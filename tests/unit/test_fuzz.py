@@ -38,7 +38,7 @@ def test_the_number_of_messages_adds_up():
 def assert_serves(engine, trained, before, route=""):
     """Assert that nothing has changed and that a push works, over the transport that the route belongs to."""
     assert engine.process.poll() is None
-    transport = next((name for name in registry.names() if name in route), "auto")
+    transport = next((name for name in registry.available() if name in route), "auto")
     with Sender([engine.url], transport=transport) as sender:
         status = sender.status(digest=True)[engine.url]
         assert (status.state, status.version, status.ranks[0].digest) == ("serving", before.version, before.digest)

@@ -12,7 +12,7 @@ from weightsync.protocol import directories, http
 from weightsync.transports import registry
 from weightsync.transports.nixl import agents
 
-ALL = registry.names()
+ALL = registry.available()
 FAR = "another host"
 
 
@@ -32,8 +32,42 @@ def without_nixl(monkeypatch):
     monkeypatch.setattr(agents, "available", lambda: False)
 
 
-def test_all_registered_transports_are_available():
-    assert registry.names() == registry.available() == ("ipc_zmq", "nccl", "nixl")
+def test_all_registered_transports_but_that_for_ray_are_available():
+    assert registry.names() == ("ipc_zmq", "nccl", "nixl", "rdt")
+    assert registry.available() == ("ipc_zmq", "nccl", "nixl")
+
+
+@pytest.fixture
+def with_ray(tmp_path, monkeypatch):
+    """Return a function that puts a package on the path: Ray with these files."""
+
+    def put(*files):
+        for file in ("__init__.py", *files):
+            (tmp_path / "ray" / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "ray" / file).touch()
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return put
+
+
+def test_without_ray_or_with_an_older_one_rdt_is_refused_with_its_install_command(with_ray):
+    for files in ((), ("experimental/gpu_object_manager.py",)):
+        with pytest.raises(UnsupportedOption, match=r"the trainer has no transport rdt: pip install 'ray>=2.60'"):
+            registry.pick("rdt", HERE, engine((*ALL, "rdt")))
+        with_ray(*files)
+
+
+def test_rdt_takes_ray_and_nixl_and_is_used_only_if_asked_for(with_ray, monkeypatch):
+    with_ray("experimental/rdt/nixl_tensor_transport.py")
+    assert registry.available() == ("ipc_zmq", "nccl", "nixl", "rdt")
+    everything = engine(registry.names())
+    assert registry.pick("rdt", HERE, everything) == ("rdt", "asked for")
+    assert registry.pick("auto", HERE, everything)[0] == "nixl"
+    with pytest.raises(UnsupportedOption, match=f"{HERE} has no transport rdt, only ipc_zmq, nccl, nixl"):
+        registry.pick("rdt", HERE, engine(ALL))
+    monkeypatch.setattr(agents, "available", lambda: False)
+    with pytest.raises(UnsupportedOption, match=r"the trainer has no transport rdt: pip install 'weightsync\[nixl\]'"):
+        registry.pick("rdt", HERE, everything)
 
 
 def test_without_nixl_the_other_transports_are_available(without_nixl):

@@ -114,7 +114,8 @@ def available() -> tuple[str, ...]:
 
 
 def findings(device: torch.device, rank: int) -> Iterator[Finding]:
-    """Whether each transport can be used in this process, for memory on this device."""
+    """Whether each transport can be used in this process, for memory on this device; not of one that ``"auto"`` never
+    picks, if it lacks something."""
     for name in names():
         try:
             found = spec(name)
@@ -122,6 +123,8 @@ def findings(device: torch.device, rank: int) -> Iterator[Finding]:
             yield Finding(name, "wrong", str(error), "install its package again, or remove it")
             continue
         if lacks := found.lacks():
+            if found.preference is None:
+                continue  # nobody who has not asked for it misses it
             yield Finding(name, "note", f"{found.label} is not installed, which other transports do without", lacks)
             continue
         yield from found.findings(device, rank) or [Finding(name, "ok", f"{found.label} is installed")]

@@ -69,12 +69,28 @@ def translated(what: str) -> Iterator[None]:
 
 def explained(error: BaseException) -> str:
     """The text of an error of NIXL, with a hint at the remedy if one is known."""
-    text = f"{type(error).__name__}: {error}"
-    return text + next((f" ({hint})" for mark, hint in _HINTS.items() if mark in str(error).upper()), "")
+    return hinted(f"{type(error).__name__}: {error}")
 
 
-def _checksum(metadata: bytes) -> bytes:
-    return hashlib.blake2b(metadata, digest_size=_CHECKSUM_BYTES).digest()
+def hinted(text: str) -> str:
+    """What NIXL says, with a hint at the remedy if one is known."""
+    return text + next((f" ({hint})" for mark, hint in _HINTS.items() if mark in text.upper()), "")
+
+
+def sealed(metadata: bytes) -> bytes:
+    """An agent's metadata, after a checksum: NIXL does not validate them, and damaged bytes crash the process."""
+    return hashlib.blake2b(metadata, digest_size=_CHECKSUM_BYTES).digest() + metadata
+
+
+def unsealed(received: bytes, who: str) -> bytes:
+    """The metadata of ``who`` that `sealed` was given. Raises `TransferFailed` if they are damaged."""
+    metadata = received[_CHECKSUM_BYTES:]
+    if received != sealed(metadata) or not metadata:
+        raise TransferFailed(
+            f"the NIXL metadata of {who} is damaged, or comes from another version of weightsync; install the same "
+            "version on both sides"
+        )
+    return metadata
 
 
 def _parameters(device: torch.device, nic: str) -> dict[str, str]:
@@ -131,8 +147,7 @@ class Agent:
 
     def metadata(self) -> bytes:
         """A checksum, followed by what others need to reach this agent and its registered memory."""
-        found = bytes(self.nixl.get_agent_metadata())
-        return _checksum(found) + found
+        return sealed(bytes(self.nixl.get_agent_metadata()))
 
     def register(self, memory: torch.Tensor) -> Any:
         """Register ``memory`` (1-D uint8) and return what `deregister` takes."""
@@ -157,13 +172,7 @@ class Agent:
 
     def add_peer(self, agent: str, metadata: bytes, who: str) -> None:
         """Load another agent's metadata, beside any loaded before, and connect. Raises `TransferFailed`."""
-        # NIXL does not validate metadata: damaged bytes crash the process.
-        checksum, metadata = metadata[:_CHECKSUM_BYTES], metadata[_CHECKSUM_BYTES:]
-        if checksum != _checksum(metadata) or not metadata:
-            raise TransferFailed(
-                f"the NIXL metadata of {who} is damaged, or comes from another version of weightsync; install the same "
-                "version on both sides"
-            )
+        metadata = unsealed(metadata, who)
         with translated(f"{who} could not be reached over NIXL"):
             found = self.nixl.add_remote_agent(metadata)
             found = found.decode() if isinstance(found, bytes) else found
