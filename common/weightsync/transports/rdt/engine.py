@@ -41,15 +41,14 @@ class RdtEngineEnd:
         """See `base.EngineEnd`."""
         self._leave()
         session, offer = self._control.open(request, subset, rank, (), cancelled)
-        direct = compat.Direct(
-            f"rank {rank}", in_cluster=False
-        )  # not before: only a sender that is connected can be told
+        if self._direct is None:  # not before: only a sender that is connected can be told of a failure
+            self._direct = compat.Direct(f"rank {rank}", in_cluster=False)
         handle = control.handle_of(offer.handle, HANDLE, "the sender")
         nbytes = min(subset.layout.nbytes, request.slots * request.bucket_bytes)
         if handle is None or handle.nbytes < nbytes:
             has = "no arena" if handle is None else f"an arena of {handle.nbytes} bytes"
             raise TransferFailed(f"the sender offers {has}, but its buckets take {nbytes}; push again")
-        self._incoming = RdtIncoming(direct, session, request, subset, offer.arena, handle, self._buffer)
+        self._incoming = RdtIncoming(self._direct, session, request, subset, offer.arena, handle, self._buffer)
         return self._incoming
 
     def _buffer(self, bucket_bytes: int) -> torch.Tensor:
