@@ -97,6 +97,16 @@ def push_until(sender, folder):
             return sorted(errors)
 
 
+def pid_of(actor):
+    """The process of an actor, once it answers."""
+    end = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return ray.get(actor.pid.remote(), timeout=max(0.0, end - time.monotonic()))
+        except ray.exceptions.ActorUnavailableError:  # it is being started
+            time.sleep(0.1)
+
+
 def pushes(before, after):
     """A driver, then an actor, that push into engines in actors."""
     held = [remote(Held, before), remote(Held, before, max_concurrency=4)]
@@ -129,7 +139,7 @@ def trainers(before, after):
     with Sender([held], timeout_s=WAIT_S, **BUCKETS) as sender:
         seen["errors"] = push_until(sender, before)
         seen["next"] = served(sender, before)
-    seen["restarted"] = ray.get(killed.pid.remote(), timeout=WAIT_S) != pid
+    seen["restarted"] = pid_of(killed) != pid
     ray.get(killed.push.remote([held], after, before), timeout=WAIT_S)
     with Sender([held], timeout_s=WAIT_S) as sender:
         seen["pushed_again"] = served(sender, before)
