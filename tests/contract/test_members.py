@@ -56,7 +56,7 @@ def test_only_affected_engines_are_told_of_a_restart(make, transport, told):
     assert harness.pushed(3) == []
 
 
-@pytest.mark.parametrize("transport", [*registry.names(), "files"])
+@pytest.mark.parametrize("transport", [*registry.available(), "files"])
 def test_engines_leave_and_come_back_between_pushes(make, transport):
     harness = make(transport)
     harness.pushed()

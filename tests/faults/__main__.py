@@ -77,7 +77,7 @@ def _one(engine: str, asked: argparse.Namespace, scratch: Path) -> list[Outcome]
             *(open_source(harness.drafts["A"]).specs if harness.drafts else ()),
         )
         buckets, tensors = Layout(specs).buckets(BUCKET_BYTES), len(specs)
-        carry = [name for name in registry.names() if not (changes and registry.spec(name).local)]
+        carry = [name for name in registry.available() if not (changes and registry.spec(name).local)]
         transports = asked.transport or carry
         every = [fault for name in transports for fault in _of(asked, tp, tensors - 1, name, not reference)]
         faults = [fault for fault in every if re.search(asked.only, f"{fault.what}, {fault.phase}")]

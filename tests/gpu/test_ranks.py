@@ -65,7 +65,7 @@ def test_parameters_of_both_are_read_in_place(engine, pair, digests, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_previous": True}])
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_each_has_an_arena_of_its_own(engine, pair, digests, transport, options):
     if transport == "nccl" and torch.cuda.nccl.version()[:2] < SHARES_A_GPU:
         pytest.skip(f"NCCL {torch.cuda.nccl.version()} takes one rank on a GPU; {SHARES_A_GPU} takes two")

@@ -62,7 +62,7 @@ def prepared(kind: str) -> Iterator[type[Scenario]]:
     """A state machine with its own world."""
     world = World(kind)
     try:
-        for transport in registry.names():  # allocates what a process allocates once, before anything is counted
+        for transport in registry.available():  # allocates what a process allocates once, before anything is counted
             with Sender([engine.url for engine in world.engines], transport=transport) as sender:
                 sender.push(world.mapping, version="first")
         lag, interrupts, raised, hook = Lag(), Interrupts(), list[str](), threading.excepthook

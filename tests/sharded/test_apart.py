@@ -21,7 +21,7 @@ def apart(trainer):
     return trainer
 
 
-@pytest.fixture(params=registry.names())
+@pytest.fixture(params=registry.available())
 def transport(request):
     return request.param
 

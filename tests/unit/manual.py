@@ -136,7 +136,7 @@ class Rank:
         """Assert that the weights are unchanged and that a push over every transport works."""
         assert self.settled() == "serving"  # what was sent last may have been accepted
         assert self.adapter.digest() == self.digest
-        for number, transport in enumerate(registry.names()):
+        for number, transport in enumerate(registry.available()):
             weights = {name: tensor + number for name, tensor in model.state_dict().items()}
             source, trainer = open_source(weights), Trainer(transport, self.join)
             self.prepare(trainer.ask(plan_of(transport, Layout(source.specs), BUCKET)), transport)

@@ -142,7 +142,7 @@ def made():
 LAYOUT = Layout(DictAdapter().expected().specs)
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_a_sender_with_the_wrong_kind_of_address_is_refused_before_it_is_dialled(made, transport):
     remote = transport != "ipc_zmq"
     sender, end = made(TrainerControl(remote=not remote)), made(registry.spec(transport).engine_end(DictAdapter.device))
@@ -189,7 +189,7 @@ def test_a_handshake_with_a_bad_address_is_refused_and_takes_no_lease(made, trap
     assert front.ranks[0]._ends == {}
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_no_transport_dials_an_address_that_is_not_a_senders(made, traps, transport):
     receiver, refused = Receiver(DictAdapter()), 0
     request = msgspec.structs.replace(plan_of("p", LAYOUT, 1024), server_key=KEY, manifest=())

@@ -53,7 +53,7 @@ def pushed(trainer, url, folder, version, transport):
     return said
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_every_fault_point_is_reached(harness, transport):
     push, order = harness
     for number in range(3):

@@ -257,7 +257,7 @@ def test_damaged_or_foreign_metadata_is_refused_and_intact_metadata_accepted(ran
     rank.assert_unharmed(trained)
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_malformed_frames_from_a_stranger_do_not_disturb_a_trainers_push(trained, traps, transport):
     frames = []
 

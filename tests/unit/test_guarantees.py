@@ -332,7 +332,7 @@ end.itself = end
 """
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_unclosed_ends_in_a_reference_cycle_do_not_hang_the_interpreter(transport):
     subprocess.run([sys.executable, "-c", SPAWN, transport], timeout=300, check=True)
 

@@ -220,7 +220,7 @@ def test_without_the_key_nothing_is_dialled_not_even_a_sender(engine, trainer):
     assert post(engine, "status", b"{}").json()["holder"] == ""
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_with_the_key_only_a_senders_socket_is_dialled(engine, transport):
     with Traps() as traps:
         for address in (*traps.texts, *fuzz.TEXTS):
@@ -232,7 +232,7 @@ def test_with_the_key_only_a_senders_socket_is_dialled(engine, transport):
     assert post(engine, "status", b"{}").json()["state"] == "serving"
 
 
-@pytest.mark.parametrize("transport", registry.names())
+@pytest.mark.parametrize("transport", registry.available())
 def test_a_request_refused_for_its_address_is_not_dialled_later_and_blocks_nobody(engine, transport):
     with Traps() as traps:
         (trap,) = [text for text in traps.texts if text.startswith("tcp://")]

@@ -288,7 +288,7 @@ class Pair:
         self.transfer.close()
 
 
-@pytest.fixture(params=registry.names())
+@pytest.fixture(params=registry.available())
 def pair(request):
     pair = Pair(request.param)
     yield pair
