@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from weightsync.protocol import codec
 from weightsync.protocol.codec import Text
+from weightsync.transports.nixl.messages import Metadata
 
 
 class RdtHandle(msgspec.Struct, frozen=True, tag="rdt"):
@@ -17,7 +18,7 @@ class RdtHandle(msgspec.Struct, frozen=True, tag="rdt"):
     """
 
     agent: Text
-    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    metadata: Metadata
     version: int
     address: int
     nbytes: int

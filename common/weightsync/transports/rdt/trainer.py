@@ -74,17 +74,19 @@ class RdtTrainerEnd:
     def forget(self) -> None:
         """See `base.TrainerEnd`; ends the agent: it could still serve a READ of a failed push."""
         self._end_push()
-        if self._registered and self._direct is not None:
+        if self._registered:
+            self._end()
+        self._registered.clear()
+
+    def _end(self) -> None:
+        if self._direct is not None:
             self._direct.end()
             self._direct = None
-        self._registered.clear()
 
     def close(self) -> None:
         """End the agent and close the socket; idempotent."""
         self.forget()
-        if self._direct is not None:
-            self._direct.end()
-            self._direct = None
+        self._end()
         self._control.close()
 
 
