@@ -23,10 +23,12 @@ from tools import models
 from weightsync import LocalShard, Sender
 from weightsync.errors import WeightSyncError
 from weightsync.memory import arenas
+from weightsync.protocol import http
 from weightsync.sources.lora import LoraSource, open_lora
 from weightsync.testing import ReferenceInProcess
 from weightsync.trainer import push_plan
-from weightsync.trainer.ranks import assembly
+from weightsync.trainer.ranks import assembly, follower
+from weightsync.trainer.ranks.messages import Called, Greeting
 from weightsync.transports.nccl.groups import Group
 from weightsync.transports.nixl.agents import Transfers
 
@@ -82,6 +84,19 @@ class Rank(Splits):
         """Load the model and split it in the way that ``how`` names."""
         model = models.load_reference(self.folder)
         self.weights = getattr(self, f"_{how}")(model, model.state_dict(), dist.get_rank())
+
+    def load(self, folder):
+        """From now on this rank has the model of another folder."""
+        self.folder = folder
+
+    def release(self, folder):
+        """From now on this rank has the version of the package that the metadata in a folder says; empty: its own."""
+        sys.path[:] = [folder, *sys.path] if folder else sys.path[1:]
+        http.package_version.cache_clear()
+
+    def greet(self, how):
+        """From now on this rank greets as a release with other fields does; as this one, if ``how`` is empty."""
+        follower.Greeting = (lambda nonce, *rest: Called(nonce, rest[7])) if how else Greeting
 
     def build(self, options):
         options = json.loads(options)

@@ -15,7 +15,7 @@ import zmq
 
 from tests.unit.test_forks import forked
 from weightsync.deadline import Deadline
-from weightsync.errors import PushTimeout, TransferFailed
+from weightsync.errors import PushTimeout, TransferFailed, UnsupportedOption
 from weightsync.trainer.ranks import control
 from weightsync.trainer.ranks.control import CoordinatorControl, Envelope, FollowerControl
 from weightsync.trainer.ranks.store import AddressStore
@@ -217,6 +217,14 @@ def test_a_store_that_is_gone_is_reported(ends, monkeypatch):
     one = ends(1)
     one.send("first", b"")
     with pytest.raises(TransferFailed, match=r"the store of the process group does not answer, .*: it is gone"):
+        heard(one, "answer")
+
+
+def test_what_another_version_has_written_into_the_store_is_refused(store, ends):
+    dist.PrefixStore("weightsync", store).set("rank0", '{"host": "127.0.0.1", "port": 1}')
+    one = ends(1)
+    one.send("first", b"")
+    with pytest.raises(UnsupportedOption, match=r"field `server_key`\); every rank must have"):
         heard(one, "answer")
 
 

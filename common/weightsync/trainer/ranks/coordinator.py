@@ -6,6 +6,7 @@ receives the outcome. If one rank raises, all raise.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -40,6 +41,7 @@ from weightsync.trainer.ranks.domains import Domains
 from weightsync.trainer.ranks.in_place import Offers
 from weightsync.trainer.ranks.messages import (
     Assist,
+    Called,
     Compare,
     Fill,
     Greeting,
@@ -60,6 +62,7 @@ _COMPARE_EVERY: Final = 100
 #: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible, and
 #: between two looks.
 _ENDS_S, _LOOK_S = 0.3, 0.01
+_SAME: Final = "every rank must build a Sender with the same arguments, of the same version of weightsync"
 _T = TypeVar("_T")
 
 
@@ -143,14 +146,12 @@ class Coordinator(Ranks):
         names = {rank: self._greeting_name(rank) for rank in self._others}
         to = f"to {what} (in a process group of {self.size} every rank builds a Sender and makes the same calls)"
         bodies: dict[int, bytes] = {}
-        greetings: dict[int, Greeting] = {}
         try:
             if not self._session:
                 self._control.open(deadline)
             self._control.take(names, bodies, deadline, to)
         finally:  # ranks that are there get the outcome, also if another is missing
-            for rank, body in sorted(bodies.items()):
-                greetings[rank] = self._begin(rank, http.from_json(body, Greeting))
+            greetings = self._read_greetings(bodies)
         if not self._session:
             self._welcome(greetings)
         deadline.advance(min(map(_moment, greetings.values())) - earlier(deadline))
@@ -167,13 +168,39 @@ class Coordinator(Ranks):
             if greeting.held is not None:
                 self._held[rank], self._plan = greeting.held, None
 
-    def _begin(self, rank: int, greeting: Greeting) -> Greeting:
+    def _read_greetings(self, bodies: Mapping[int, bytes]) -> Mapping[int, Greeting]:
+        """Begin a conversation with every rank that has sent one of these. Raises `UnsupportedOption`."""
+        greetings: dict[int, Greeting] = {}
+        unread: list[WeightSyncError] = []
+        for rank, body in sorted(bodies.items()):
+            try:
+                greetings[rank] = greeting = http.from_json(body, Greeting)
+            except msgspec.MsgspecError as error:
+                unread.append(self._unread(rank, body, error))
+                continue
+            self._begin(rank, greeting.nonce)
+            if greeting.space == arenas.processes_id():
+                self._control.pids[rank] = greeting.pid
+        if unread:
+            raise unread[0]
+        return greetings
+
+    def _begin(self, rank: int, nonce: str) -> None:
         # Replies in its last conversation, which rank 0 no longer waited for; it may have begun another one.
         self._control.forget(rank, but=self._greeting_name(rank))
-        self._nonces[rank], self._count[rank] = greeting.nonce, 0
-        if greeting.space == arenas.processes_id():
-            self._control.pids[rank] = greeting.pid
-        return greeting
+        self._nonces[rank], self._count[rank] = nonce, 0
+
+    def _unread(self, rank: int, body: bytes, error: msgspec.MsgspecError) -> WeightSyncError:
+        """What to raise for a greeting that cannot be read. The rank gets it too, if its conversation can be told."""
+        version = "an unknown version"
+        with contextlib.suppress(msgspec.MsgspecError):
+            called = http.from_json(body, Called)
+            version = called.options.get("weightsync", version)
+            self._begin(rank, called.nonce)
+        return UnsupportedOption(
+            f"the first message of trainer rank {rank} cannot be read ({error}); it has weightsync {version} and "
+            f"rank 0 {http.package_version()}; {_SAME}"
+        )
 
     def _welcome(self, greetings: Mapping[int, Greeting]) -> None:
         self.domains.on([arenas.host_id(), *(greetings[rank].host for rank in self._others)])
@@ -183,10 +210,7 @@ class Coordinator(Ranks):
             for name, value in self._options.items():
                 other = greeting.options.get(name, "of an earlier release" if name == "weightsync" else value)
                 if other != value:
-                    raise UnsupportedOption(
-                        f"trainer rank {rank} has {name} {other} and rank 0 {value}; every rank "
-                        "must build a Sender with the same arguments, of the same version of weightsync"
-                    )
+                    raise UnsupportedOption(f"trainer rank {rank} has {name} {other} and rank 0 {value}; {_SAME}")
         self._session, self._control.is_complete = secrets.token_hex(8), True
         for rank in self._others:
             self._send(rank, Welcome(self._session, os.getpid(), arenas.processes_id()))

@@ -48,6 +48,13 @@ class Greeting(Message, frozen=True):
     gpu: str = ""
 
 
+class Called(Message, frozen=True):
+    """What can be read of the greeting of a rank of another release, see `Greeting`."""
+
+    nonce: str
+    options: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class Welcome(Message, frozen=True, tag="welcome"):
     """0 -> rank: the session that names later conversations, and rank 0's process."""
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from weightsync.daemon_thread import DaemonThread
 from weightsync.deadline import Deadline
-from weightsync.errors import TransferFailed
+from weightsync.errors import TransferFailed, UnsupportedOption
 from weightsync.protocol import http
 from weightsync.protocol.http import Message
 from weightsync.transports.control.sockets import LOOK_UP_S, local_address
@@ -91,13 +92,20 @@ class AddressStore:
         self._call(lambda: self._store.set(_KEY, text), deadline, "to take rank 0's address")
 
     def read(self, deadline: Deadline) -> Listening | None:
-        """What the store has, which an earlier `Sender` may have written; None if nothing. Raises as `write`."""
+        """What the store has, which an earlier `Sender` may have written; None if nothing. Raises as `write`, or
+        `UnsupportedOption` for what another version has written."""
 
         def read() -> bytes | None:
             return self._store.get(_KEY) if self._store.check([_KEY]) else None
 
         found = self._call(read, deadline, "for rank 0's address")
-        return None if found is None else http.from_json(found, Listening)
+        try:
+            return None if found is None else http.from_json(found, Listening)
+        except msgspec.MsgspecError as error:
+            raise UnsupportedOption(
+                f"what rank 0 has written into {_STORE} cannot be read ({error}); every rank must have the same "
+                f"version of weightsync, which here is {http.package_version()}"
+            ) from error
 
     @property
     def _store(self) -> Any:
