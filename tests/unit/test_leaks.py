@@ -1,11 +1,13 @@
 """A trainer's process holds no more after many pushes than after a few, and leaves nothing behind when it ends."""
 
+import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from typing import NamedTuple
 
 import psutil
@@ -169,3 +171,44 @@ def test_a_failed_arena_allocation_leaves_no_file():
         with pytest.raises(TransferFailed, match="shared memory could not be allocated"):
             arenas.ShmArena(1 << 60)
     assert held() == before
+
+
+def test_ctrl_c_at_any_point_leaves_no_memory_of_an_arena(monkeypatch):
+    """Python raises KeyboardInterrupt between two bytecodes of the main thread: here, at each of them in turn."""
+
+    class Interrupt:
+        """Raise KeyboardInterrupt before the bytecode of this number; ``left`` is what is left of it."""
+
+        def __init__(self, number):
+            self.left = number
+
+        def __call__(self, frame, event, _):
+            if "weightsync/memory" not in frame.f_code.co_filename:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt
+            return self
+
+    def made_and_closed():
+        arenas.ShmArena(4096).close()
+
+    # pytest's would keep what an interrupted finalizer used.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    made_and_closed()
+    before, number, interrupt = held(), 0, None
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        while interrupt is None or interrupt.left <= 0:
+            number += 1
+            interrupt = Interrupt(number)
+            sys.settrace(interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    made_and_closed()
+                finally:
+                    sys.settrace(None)
+            arenas.sweep(older_than_s=0.0)  # as the next sender does
+            assert held() == before, f"after an interrupt at bytecode {number}"
+    assert number > 100

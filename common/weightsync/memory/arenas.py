@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import io
 import mmap
 import os
 import secrets
@@ -150,20 +151,16 @@ class ShmArena:
     def __init__(self, nbytes: int, *, in_part: bool = False):
         sweep()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = forks.own(lambda: os.open(path, flags, 0o600))
+        file = forks.own_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         #: Removes the file; also runs when the arena is garbage-collected and at exit.
-        self.close = weakref.finalize(self, _remove, path, descriptor, os.getpid())
+        self.close = weakref.finalize(self, _remove, path, file, os.getpid())
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserves the pages, so that a full mount is an error here and not a SIGBUS at the first write.
-            os.posix_fallocate(descriptor, 0, nbytes)
+            os.posix_fallocate(file.fileno(), 0, nbytes)
             # With another descriptor: Python's mmap keeps a copy, and a forked child would inherit that with the lock.
-            mapped = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                self.bytes = _map(mapped, nbytes, in_part=in_part)
-            finally:
-                os.close(mapped)
+            with forks.opened(path, os.O_RDWR | os.O_NOFOLLOW) as mapped:
+                self.bytes = _map(mapped.fileno(), nbytes, in_part=in_part)
         except OSError as error:
             self.close()
             raise TransferFailed(
@@ -178,11 +175,10 @@ class ShmArena:
         return self._handle
 
 
-def _remove(path: Path, descriptor: int, owner: int) -> None:
+def _remove(path: Path, file: io.FileIO, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked child, whose copy of the arena goes while the parent still uses the file
         path.unlink(missing_ok=True)
-        forks.disown(descriptor)
-        os.close(descriptor)
+        file.close()
 
 
 def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
@@ -190,16 +186,12 @@ def sweep(older_than_s: float = _SWEEP_AFTER_S) -> None:
     for path in SHM_DIRECTORY.iterdir():
         if not OWN_NAME.fullmatch(path.name):
             continue
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                info = os.fstat(descriptor)
-                ours = info.st_uid == os.geteuid() and info.st_mode == stat.S_IFREG | 0o600
-                if ours and time.time() - info.st_ctime >= older_than_s:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
-                    path.unlink()
-            finally:
-                os.close(descriptor)
+        with contextlib.suppress(OSError), forks.opened(path, os.O_RDWR | os.O_NOFOLLOW) as file:
+            info = os.fstat(file.fileno())
+            ours = info.st_uid == os.geteuid() and info.st_mode == stat.S_IFREG | 0o600
+            if ours and time.time() - info.st_ctime >= older_than_s:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+                path.unlink()
 
 
 def plain(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -256,17 +248,15 @@ def _attach_shm(handle: ShmHandle, in_part: bool) -> torch.Tensor:
     if not ours or handle.nbytes <= 0:
         raise TransferFailed(f"refused to map {handle.path!r}: not a sender's arena")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = forks.opened(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError as error:
         raise TransferFailed(f"the sender's arena {path} cannot be opened: {error.strerror}") from error
-    try:
-        info = os.fstat(descriptor)
+    with file:
+        info = os.fstat(file.fileno())
         private = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
         if not private or info.st_size != handle.nbytes:
             raise TransferFailed(f"refused to map {path}: not private to this user, or not {handle.nbytes} bytes long")
-        return _map(descriptor, handle.nbytes, in_part=in_part)
-    finally:
-        os.close(descriptor)
+        return _map(file.fileno(), handle.nbytes, in_part=in_part)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:

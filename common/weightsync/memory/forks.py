@@ -1,4 +1,4 @@
-"""Descriptors that a forked child must not keep.
+"""Descriptors that Ctrl-C must not leave open, and those that a forked child must not keep.
 
 A listening socket, a connection or a locked file shows that its owner lives. If a child process inherits it, such as a
 worker of a data loader, the owner would still seem to live after it was killed.
@@ -7,20 +7,42 @@ worker of a data loader, the owner would still seem to live after it was killed.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import stat
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 #: Where connections lead to: host and port; without a host, the port of this process that others dial.
 End = tuple[str, int]
 
 _held: Final[set[int]] = set()
+_files: Final[weakref.WeakSet[io.FileIO]] = weakref.WeakSet()
 _ends: Final[list[End]] = []
 #: Held during a fork, so that none happens between opening a descriptor and recording it.
 _lock: Final = threading.RLock()
+
+
+def opened(path: str | Path, flags: int) -> io.FileIO:
+    """Open a file, private to this user if that makes it. Raises `OSError`.
+
+    It is closed when nobody refers to it any more. No bytecode runs between the system's call and that: Python would
+    raise KeyboardInterrupt there, and nobody would know of the descriptor, which keeps shared memory alive.
+    """
+    (file,) = map(io.FileIO, map(os.open, [path], [flags | os.O_CLOEXEC], [0o600]))
+    return file
+
+
+def own_file(path: str | Path, flags: int) -> io.FileIO:
+    """As `opened`; it is closed in every child that Python forks later."""
+    with _lock:
+        file = opened(path, flags)
+        _files.add(file)
+        return file
 
 
 def own(open_descriptor: Callable[[], int]) -> int:
@@ -79,6 +101,8 @@ def _in_child() -> None:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _held.clear()
+    for file in list(_files):
+        file.close()
     _lock.release()
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from weightsync.errors import TransferFailed, UnsupportedOption
-from weightsync.memory import cuda_ipc
+from weightsync.memory import cuda_ipc, forks
 from weightsync.memory.mappings import Mappings, OpenFile
 from weightsync.memory.processes import ENDED, process_state, started
 from weightsync.protocol.handles import CudaHandle, FileHandle, SharedParametersHandle
@@ -220,22 +220,20 @@ def _attach(storage: FileHandle | CudaHandle, first: int, end: int) -> tuple[int
         return 0, memory
     path = f"/proc/{storage.pid:d}/fd/{storage.descriptor:d}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        file = forks.opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise TransferFailed(
             f"the trainer's parameters at {path} cannot be opened: {error.strerror}; pass bucket_bytes to have them "
             "copied to an arena instead"
         ) from error
-    try:
-        info = os.fstat(descriptor)
+    with file:
+        info = os.fstat(file.fileno())
         if not _is_shared_memory(info) or info.st_ino != storage.inode:
             raise TransferFailed(f"refused to map {path}: not this user's shared memory, or not the file offered")
         if end > info.st_size:
             raise TransferFailed(f"refused to map bytes {first} to {end} of {path}, which has {info.st_size}")
         begin = first - first % mmap.PAGESIZE
-        return begin, _map(descriptor, begin, end - begin)
-    finally:
-        os.close(descriptor)
+        return begin, _map(file.fileno(), begin, end - begin)
 
 
 def _map(descriptor: int, begin: int, nbytes: int) -> torch.Tensor:
