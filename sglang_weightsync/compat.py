@@ -13,11 +13,15 @@ from typing import Any, Final
 import torch
 
 from sglang_weightsync import compat_groups, compat_pause
+from weightsync import python_lock
 from weightsync.engine.private_names import Names, PrivateNames
 
 SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.21", "0.5.23")
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
+
+#: Called between two looks at the queue of requests, if a scheduler has none.
+IDLE: Final = "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle"
 
 #: The names that this package uses, by module.
 NEEDED: Final[Names] = {
@@ -57,6 +61,7 @@ NEEDED: Final[Names] = {
         "Scheduler.flush_cache",
         "Scheduler.record_weight_version_change",
         "Scheduler.is_fully_idle",
+        "Scheduler.maybe_sleep_on_idle",
     ),
     "sglang.srt.managers.scheduler_components.weight_updater": ("SchedulerWeightUpdaterManager._select_runners",),
     "sglang.srt.mem_cache.multimodal_cache": ("MultiModalStaticCache.clear",),
@@ -115,6 +120,8 @@ def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_sch
     tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("weightsync", reply))
     HookRegistry.register(HTTP_SETUP, before_http, HookType.BEFORE)
     HookRegistry.register(SCHEDULER_SETUP, lambda result, scheduler: on_scheduler(scheduler), HookType.AFTER)
+    # An idle scheduler looks for requests without end, and holds Python's lock, which a push needs.
+    HookRegistry.register(IDLE, lambda *_: python_lock.rest(), HookType.AFTER)
     HookRegistry.register(compat_pause.PAUSE, compat_pause.around_pause, HookType.AROUND)
     HookRegistry.register(compat_pause.CONTINUE, compat_pause.around_continue, HookType.AROUND)
 

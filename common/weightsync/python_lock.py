@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Final
 
 #: Seconds for which a thread keeps Python's lock from others.
 _SOON_S: Final = 0.0005
+#: Seconds for which an idle loop leaves Python's lock to whoever has asked for it.
+_REST_S: Final = 0.001
 
 
 class _Asked:
@@ -42,3 +45,9 @@ def passed_soon() -> Iterator[None]:
             _asked.threads -= 1
             if not _asked.threads:
                 sys.setswitchinterval(_asked.before_s)
+
+
+def rest() -> None:
+    """Called by a loop that has nothing to do: leave Python's lock for a moment to threads in `passed_soon`, if any."""
+    if _asked.threads:
+        time.sleep(_REST_S)

@@ -40,6 +40,7 @@ from sglang.srt.utils.network import get_zmq_socket
 from sglang_weightsync import compat, compat_config, compat_loading, compat_pause, compat_workers, in_process, plugin
 from sglang_weightsync.messages import WeightsyncReqOutput
 from tests.engines.recorded import one_element_calls
+from weightsync import python_lock
 from weightsync.engine import servers
 from weightsync.errors import UnsupportedOption
 
@@ -116,6 +117,17 @@ def pauses():
         scheduler.continue_generation(go_on)
         said[who] = [*seen, scheduler._engine_paused]
     return said
+
+
+def rests():
+    """How often an idle scheduler's loop rests, without a push and while one arrives."""
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.idle_sleeper, found = None, []
+    for arrives in (contextlib.nullcontext(), python_lock.passed_soon()):
+        with arrives, patch.object(python_lock.time, "sleep") as slept:
+            scheduler.maybe_sleep_on_idle()
+            found.append(slept.call_count)
+    return found
 
 
 class Packed(QuantizeMethodBase):
@@ -306,6 +318,7 @@ if __name__ == "__main__":
             "drafts": drafts(),
             "embeddings": embeddings(),
             "pauses": pauses(),
+            "rests": rests(),
             "workers": workers(),
             "router": router(),
             "paused": paused(),

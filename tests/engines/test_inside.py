@@ -165,6 +165,10 @@ def test_the_router_of_several_workers_holds_requests_back_and_aborts_those_that
     ]
 
 
+def test_an_idle_loop_leaves_pythons_lock_to_a_push(sglang):
+    assert sglang["rests"] == [0, 1]
+
+
 def test_a_push_does_not_wait_for_requests_that_a_user_has_paused(sglang):
     assert sglang["paused"] == [True, False]
 
