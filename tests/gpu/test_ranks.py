@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import served_digest
-from tests.sharded.conftest import Trainer
-from tests.sharded.test_push import assert_pushed, fine
+from tests.sharded.conftest import Trainer, assert_pushed, fine
 from tools import models
 from weightsync.tensors.layout import digest_of
 from weightsync.testing import ReferenceEngine

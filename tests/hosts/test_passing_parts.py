@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts.programs import Engine, served
 from tests.hosts.test_sharded import LIMIT_S
-from tests.sharded.test_push import assert_pushed, fine
+from tests.sharded.conftest import assert_pushed, fine
 from weightsync.transports.nixl import agents
 
 pytestmark = pytest.mark.skipif(not agents.available(), reason="needs nixl: pip install 'weightsync[nixl]'")

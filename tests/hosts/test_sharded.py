@@ -9,9 +9,8 @@ import psutil
 import pytest
 
 from tests.hosts.programs import served
-from tests.sharded.conftest import Trainer
+from tests.sharded.conftest import Trainer, assert_pushed, fine
 from tests.sharded.test_faults import assert_failed
-from tests.sharded.test_push import assert_pushed, fine
 
 #: Seconds; the limit of a push when the network is cut.
 LIMIT_S = 10.0

@@ -1,4 +1,4 @@
-"""Random deaths of actors during pushes: `make faults-ray ROUNDS=100`, and with ENGINES=real into vLLM and SGLang.
+"""Random deaths of actors during pushes: `make faults-ray ROUNDS=100`, and with `--engines real` into vLLM and SGLang.
 
 Eight actors hold reference engines, or two hold real ones, and Ray starts again what died. In every round the process
 of one is killed at a random moment of a push, while all are asked for answers. The push ends in time, each answer is of

@@ -118,3 +118,16 @@ def served(urls):
     """The digest of each engine's weights."""
     with Sender(urls) as sender:
         return [reply.ranks[0].digest for reply in sender.status(digest=True).values()]
+
+
+def fine(said, size=2):
+    """Whether each rank has said that it is done."""
+    return said == [None] * size
+
+
+def assert_pushed(trainer):
+    """Push, and assert that every byte is written once, by one rank; returns the bytes that each rank wrote."""
+    said = trainer.all("push")
+    assert len({one["version"] for one in said}) == 1
+    assert sum(one["written"] for one in said) == said[0]["nbytes"] == said[-1]["nbytes"]
+    return [one["written"] for one in said]

@@ -7,7 +7,7 @@ from tools import models
 from weightsync import Sender
 from weightsync.testing import ReferenceEngine
 
-from .test_push import fine
+from .conftest import fine
 from .test_several_hosts import on_two_hosts
 
 PROMPT, TOKENS = list(b"Once upon a time"), 6

@@ -8,10 +8,9 @@ import pytest
 from weightsync.protocol import control
 from weightsync.transports import registry
 
-from .conftest import served
+from .conftest import assert_pushed, fine, served
 from .test_faults import assert_failed
 from .test_in_place import assert_in_place
-from .test_push import assert_pushed, fine
 from .test_several_hosts import HOWS, PADDING, arenas_of, assert_named_while_filling
 
 

@@ -6,8 +6,7 @@ from tools import models
 from weightsync import Sender
 from weightsync.testing import ReferenceEngine
 
-from .conftest import served
-from .test_push import fine
+from .conftest import fine, served
 from .test_several_hosts import on_two_hosts
 
 

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from .conftest import served
-from .test_push import assert_pushed, fine
+from .conftest import assert_pushed, fine, served
 
 
 @pytest.fixture

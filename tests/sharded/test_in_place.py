@@ -10,9 +10,8 @@ from tests.faulty import SETTLE_S, faulty
 from tools import models
 from weightsync.protocol import control
 
-from .conftest import served
+from .conftest import assert_pushed, fine, served
 from .test_faults import assert_failed
-from .test_push import assert_pushed, fine
 from .test_several_hosts import arenas_of
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.faulty import assert_no_mixture, digest, faulty
 from tools import models
 
-from .test_push import assert_pushed, fine
+from .conftest import assert_pushed, fine
 
 
 @pytest.fixture(scope="module")

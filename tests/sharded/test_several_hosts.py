@@ -10,9 +10,8 @@ from weightsync.memory.arenas import OWN_NAME, SHM_DIRECTORY
 from weightsync.protocol import control
 from weightsync.tensors.layout import ALIGN_BYTES
 
-from .conftest import served
+from .conftest import assert_pushed, fine, served
 from .test_faults import assert_failed
-from .test_push import assert_pushed, fine
 
 #: A tensor of each cell begins at a multiple of so many bytes.
 PADDING = 100 * ALIGN_BYTES
