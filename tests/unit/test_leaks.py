@@ -1,11 +1,13 @@
 """A trainer's process holds no more after many pushes than after a few, and leaves nothing behind when it ends."""
 
 import contextlib
+import dis
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from typing import NamedTuple
@@ -16,7 +18,7 @@ import pytest
 from tools import servers
 from weightsync import Sender
 from weightsync.errors import EngineUnreachable, LeaseHeld, ManifestMismatch, TransferFailed
-from weightsync.memory import arenas
+from weightsync.memory import arenas, forks
 from weightsync.protocol import directories
 
 PUSHES = 60
@@ -174,22 +176,26 @@ def test_a_failed_arena_allocation_leaves_no_file():
 
 
 def test_ctrl_c_at_any_point_leaves_no_memory_of_an_arena(monkeypatch):
-    """Python raises KeyboardInterrupt between two bytecodes of the main thread: here, at each of them in turn."""
+    """Python raises KeyboardInterrupt in the main thread after a call, or where a function begins or a loop goes on:
+    here, at each of these points in turn."""
 
     class Interrupt:
-        """Raise KeyboardInterrupt before the bytecode of this number; ``left`` is what is left of it."""
+        """Raise KeyboardInterrupt at the point of this number; ``left`` is how many points are missing to that."""
 
         def __init__(self, number):
-            self.left = number
+            self.left, self.last = number, {}
 
         def __call__(self, frame, event, _):
             if "weightsync/memory" not in frame.f_code.co_filename:
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":
-                self.left -= 1
-                if self.left == 0:
-                    raise KeyboardInterrupt
+                before = self.last.get(frame, "")
+                self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+                if before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD"):
+                    self.left -= 1
+                    if self.left == 0:
+                        raise KeyboardInterrupt
             return self
 
     def made_and_closed():
@@ -209,6 +215,11 @@ def test_ctrl_c_at_any_point_leaves_no_memory_of_an_arena(monkeypatch):
                     made_and_closed()
                 finally:
                     sys.settrace(None)
+            interrupt.last.clear()  # its frames have the files
             arenas.sweep(older_than_s=0.0)  # as the next sender does
-            assert held() == before, f"after an interrupt at bytecode {number}"
-    assert number > 100
+            assert held() == before, f"after the interrupt at point {number}"
+    assert number > 50
+    other = threading.Thread(target=forks.disown, args=(-1,), daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive(), "no lock is held"
