@@ -12,7 +12,7 @@ from typing import Final
 #: Seconds for which a thread keeps Python's lock from others.
 _SOON_S: Final = 0.0005
 #: Seconds for which an idle loop leaves Python's lock to whoever has asked for it.
-_REST_S: Final = 0.001
+_REST_S: Final = 0.002
 
 
 class _Asked:
