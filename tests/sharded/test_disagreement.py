@@ -94,12 +94,12 @@ def test_ranks_with_different_versions_of_the_package_are_refused(engines, pair,
     metadata = tmp_path / "weightsync-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.4\nName: weightsync\nVersion: 9.9.9\n")
-    for words in ([f"release {tmp_path}", f"greet {greeting}"], ["release ", "greet "]):
-        pair.tell(words[0], 1)
-        pair.tell(words[1], 1)
+    for folder, how in ((tmp_path, greeting), ("", "")):
+        pair.tell(f"release {folder}", 1)
+        pair.tell(f"greet {how}", 1)
         assert pair.hear(1) + pair.hear(1) == [None] * 2
         said = pair.build(engines)
-        if words[0] != "release ":
+        if folder:
             assert {one["error"] for one in said} == {"UnsupportedOption"}
             reason = f"weightsync 9.9.9 and rank 0 {http.package_version()}; "
             assert all("trainer rank 1 " in one["message"] and reason in one["message"] for one in said), said

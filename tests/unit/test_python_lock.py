@@ -36,7 +36,7 @@ def test_the_interval_is_short_while_any_thread_works():
     assert sys.getswitchinterval() == before
 
 
-def test_an_interval_that_is_shorter_stays(monkeypatch):
+def test_an_interval_that_is_shorter_stays():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

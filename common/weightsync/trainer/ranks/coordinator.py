@@ -62,7 +62,8 @@ _COMPARE_EVERY: Final = 100
 #: Seconds to wait, after a connection was lost, for the end of the process at the other end to become visible, and
 #: between two looks.
 _ENDS_S, _LOOK_S = 0.3, 0.01
-_SAME: Final = "every rank must build a Sender with the same arguments, of the same version of weightsync"
+#: What to do about ranks that differ.
+_ALIKE: Final = "every rank must build a Sender with the same arguments, of the same version of weightsync"
 _T = TypeVar("_T")
 
 
@@ -199,7 +200,7 @@ class Coordinator(Ranks):
             self._begin(rank, called.nonce)
         return UnsupportedOption(
             f"the first message of trainer rank {rank} cannot be read ({error}); it has weightsync {version} and "
-            f"rank 0 {http.package_version()}; {_SAME}"
+            f"rank 0 {http.package_version()}; {_ALIKE}"
         )
 
     def _welcome(self, greetings: Mapping[int, Greeting]) -> None:
@@ -210,7 +211,7 @@ class Coordinator(Ranks):
             for name, value in self._options.items():
                 other = greeting.options.get(name, "of an earlier release" if name == "weightsync" else value)
                 if other != value:
-                    raise UnsupportedOption(f"trainer rank {rank} has {name} {other} and rank 0 {value}; {_SAME}")
+                    raise UnsupportedOption(f"trainer rank {rank} has {name} {other} and rank 0 {value}; {_ALIKE}")
         self._session, self._control.is_complete = secrets.token_hex(8), True
         for rank in self._others:
             self._send(rank, Welcome(self._session, os.getpid(), arenas.processes_id()))
