@@ -33,6 +33,8 @@ MIN_ROUNDS, WARM_UP, SIZE, OTHER_SIZES = 15, 2, 268, (67, 134, 537)
 AIM, AIM_FIXED_S = 1.1, 0.15
 TRANSPORTS = ("nixl", "ipc_zmq", "rdt")
 ACTOR, SERVER = "engine in an actor", "engine by URL"
+#: Ray has torch use one thread for each CPU that an actor asks for; a server uses all cores, so actors here do too.
+THREADS = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(torch.get_num_threads())}}}
 
 
 class Trainer:
@@ -105,8 +107,8 @@ def main() -> int:
     folder = str(model_folder(SIZE))
     os.environ.setdefault("WEIGHTSYNC_TOKEN", secrets.token_urlsafe(32))
     with local_ray(PACKAGES, num_cpus=2), ReferenceEngine(folder) as server:
-        held = remote(actors.HeldByCoroutines, folder)
-        trainer = remote(Trainer, folder, {ACTOR: held, SERVER: server.url})
+        held = remote(actors.HeldByCoroutines, folder, **THREADS)
+        trainer = remote(Trainer, folder, {ACTOR: held, SERVER: server.url}, **THREADS)
         for transport in TRANSPORTS:
             transports[transport] = found = measure(transport, trainer, args.rounds, ACTOR, SERVER)
             print(row(transport, found["seconds"]), flush=True)
@@ -115,8 +117,8 @@ def main() -> int:
             folder = str(model_folder(size))
             ray.kill(trainer)
             ray.kill(held)
-            held = remote(actors.HeldByCoroutines, folder)
-            trainer = remote(Trainer, folder, {ACTOR: held})
+            held = remote(actors.HeldByCoroutines, folder, **THREADS)
+            trainer = remote(Trainer, folder, {ACTOR: held}, **THREADS)
             sizes[str(size)] = {one: measure(one, trainer, args.rounds, ACTOR) for one in TRANSPORTS}
             for transport, found in sizes[str(size)].items():
                 print(row(transport, found["seconds"]), f"{size} MB", flush=True)

@@ -21,8 +21,9 @@ from weightsync.tensors.layout import Entry, Layout
 
 #: Changes that take more than this share of the stream do not pay: making and applying them takes time, too.
 _MOST_SHARE: Final = 0.75
-#: Threads share the pieces of a larger tensor; of smaller ones each takes some.
-_LARGE_BYTES: Final = 8 * delta.PIECE_BYTES
+#: Threads share the pieces of a tensor that is more than one of so many parts of what each has to do; of others each
+#: takes some.
+_PARTS: Final = 4
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -154,7 +155,9 @@ class Applying:
 
 def _each(act: Callable[[_T], _R], items: Sequence[_T], nbytes: Callable[[_T], int]) -> list[_R]:
     """The results of ``act``, in order; several threads share large items, or each takes small ones."""
-    small = [number for number, item in enumerate(items) if nbytes(item) < _LARGE_BYTES]
+    sizes = [*map(nbytes, items)]
+    most = sum(sizes) // (_PARTS * native_copy.most_threads())
+    small = [number for number, size in enumerate(sizes) if size <= most]
     found = dict(zip(small, native_copy.each(lambda number: act(items[number]), small), strict=True))
     return [found[number] if number in found else act(item) for number, item in enumerate(items)]
 
