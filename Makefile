@@ -40,6 +40,12 @@ check-all:  ## all there is to check, which takes hours
 	$(MAKE) scenarios STEPS=500 ENGINE=vllm
 	$(MAKE) scenarios STEPS=500 ENGINE=sglang
 	$(MAKE) faults ROUNDS=100
+	$(MAKE) faults ENGINE=vllm ARGS=--stays
+	$(MAKE) faults ENGINE=drafts
+	$(MAKE) faults ENGINE=reference ARGS=--adapters
+	$(MAKE) faults ENGINE=reference ARGS=--changes
+	$(MAKE) faults-ray ROUNDS=100
+	$(MAKE) faults-ray ROUNDS=10 ARGS="--engines real"
 	$(MAKE) soak
 	$(MAKE) streams
 

@@ -81,11 +81,13 @@ def measure(transport: str, trainer: Any, rounds: int, *names: str) -> report.Re
     return {"seconds": found, "served": served}
 
 
-def fit(sizes: dict[str, dict[str, report.Record]], transport: str) -> tuple[float, float]:
-    """The seconds of a push without bytes, and the MB of each second more: the line through the medians."""
+def fit(sizes: dict[str, dict[str, report.Record]], transport: str) -> tuple[float, float, float]:
+    """The seconds of a push without bytes, and the MB of each second more, by the line through the medians; and what
+    share of its time a size is off that line, at most."""
     taken = {int(size): statistics.median(found[transport]["seconds"][ACTOR]) for size, found in sizes.items()}
-    line = statistics.linear_regression(list(taken), list(taken.values()))
-    return line.intercept, 1 / line.slope
+    slope, intercept = statistics.linear_regression(list(taken), list(taken.values()))
+    off = max(abs(intercept + slope * size - seconds) / seconds for size, seconds in taken.items())
+    return intercept, 1 / slope, off
 
 
 def row(transport: str, seconds: dict[str, list[float]]) -> str:
@@ -123,8 +125,8 @@ def main() -> int:
             for transport, found in sizes[str(size)].items():
                 print(row(transport, found["seconds"]), f"{size} MB", flush=True)
     for transport in TRANSPORTS:
-        fixed_s, speed = fit(sizes, transport)
-        print(f"{transport}: {fixed_s:.3f} s, and 1 s more for each {speed:.0f} MB")
+        fixed_s, speed, off = fit(sizes, transport)
+        print(f"{transport}: {fixed_s:.3f} s, and 1 s more for each {speed:.0f} MB; sizes are {100 * off:.0f} % off at most")
         if transport == "rdt":
             print(report.at_most(f"{transport}, seconds of a push without bytes", fixed_s, AIM_FIXED_S))
     for transport, found in transports.items():

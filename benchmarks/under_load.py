@@ -3,7 +3,9 @@
 For each engine a server runs on this machine's CPU, and eight streams are read in a process of their own. After some
 time without a push a sender is built, then pushes follow one another without a break, in mode keep. A gap is the time
 between two tokens of one stream as its client reads them. Trainer, clients and engine share the cores of this machine;
-``--nice 19`` gives the trainer only what the engine leaves, as if it ran on cores of its own.
+``--nice 19`` gives the trainer only what the engine leaves, as if it ran on cores of its own. Beside it stands what
+happens to the streams without weightsync, if another process takes as much new memory as building a sender does, and if
+two others copy memory without a break, as a trainer and a rank do.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ TOKENS = 400
 PUSHES, WARM = 8, 2
 #: Tokens of every stream when the time without a push begins, and its seconds.
 SETTLED, QUIET_S = 10, 10.0
+#: Seconds after which nothing of what went before is in a gap.
+SETTLE_S = 2.0
 START_S = 120.0
 #: Aims: share of the tokens per second, and seconds of a gap beyond the usual one and the pause.
 TOKENS_AIM, GAP_AIM_S = 0.5, 0.05
@@ -43,6 +47,23 @@ TOKENS_AIM, GAP_AIM_S = 0.5, 0.05
 KEEPS = {engine: args for engine, kinds in SERVERS.items() for args, modes in kinds if "keep" in modes}
 
 
+#: Programs beside the engine. The argument of the first is how many bytes of new memory it takes.
+TAKE = "import sys; b'1' * int(sys.argv[1])"
+#: That of this one is for how many seconds it copies.
+COPY = """
+import sys, time
+one, other = bytearray(1 << 26), bytearray(b"1" * (1 << 26))
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    one[:] = other
+"""
+TITLES = {
+    "without": "without a push",
+    "taken": "another takes memory",
+    "copied": "two others copy memory",
+    "built": "a sender is built",
+    "pushing": "pushes",
+}
 Window = tuple[float, float]
 
 
@@ -115,6 +136,10 @@ def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, nice:
         server = servers.start(engine, folders[0], args=args, env=ENVIRONMENT[engine])
     with server, Clients(server) as clients:
         quiet = _window(lambda: time.sleep(QUIET_S))
+        taken = _window(lambda: _beside(TAKE, 2 * trainer.nbytes))  # an arena and a standby
+        time.sleep(SETTLE_S)
+        copied = _window(lambda: _beside(COPY, QUIET_S, 2))
+        time.sleep(SETTLE_S)
         with contextlib.ExitStack() as opened:
             opened.enter_context(_niced(nice))  # only now: the engine and the clients would inherit it
             senders: list[Sender] = []
@@ -155,7 +180,7 @@ def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, nice:
                 "median_gap_s": statistics.median(clients.gaps(window)),
                 "longest_gap_s": max(clients.gaps(window)),
             }
-            for name, window in (("without", quiet), ("built", built), ("pushing", pushing))
+            for name, window in zip(TITLES, (quiet, taken, copied, built, pushing), strict=True)
         },
     }
 
@@ -167,6 +192,13 @@ def _niced(nice: int) -> Iterator[None]:
     os.setpriority(os.PRIO_PROCESS, 0, nice)
     yield
     os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+def _beside(program: str, argument: float, count: int = 1) -> None:
+    command = [sys.executable, "-c", program, str(argument)]
+    for process in [subprocess.Popen(command) for _ in range(count)]:
+        if process.wait():
+            raise RuntimeError("a program beside the engine failed")
 
 
 def _window(act: Callable[[], object]) -> Window:
@@ -186,7 +218,7 @@ def table(record: report.Record) -> str:
         report.machine(record),
         f"{'':28} {'tokens/s':>9} {'median gap':>11} {'longest gap':>12}",
     ]
-    for name, title in (("without", "without a push"), ("built", "a sender is built"), ("pushing", "pushes")):
+    for name, title in TITLES.items():
         found = windows[name]
         lines.append(
             f"{title:28} {found['tokens_per_s']:9.1f} {found['median_gap_s']:11.3f} {found['longest_gap_s']:12.3f}"

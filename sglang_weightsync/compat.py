@@ -20,6 +20,10 @@ SGLANG: Final = PrivateNames("SGLang", "sglang", "0.5.21", "0.5.23")
 HTTP_SETUP: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_SETUP: Final = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 
+#: Gives memory back until the scheduler is told to take it again.
+RELEASE: Final = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
+)
 #: Called between two looks at the queue of requests, if a scheduler has none.
 IDLE: Final = "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle"
 
@@ -63,7 +67,10 @@ NEEDED: Final[Names] = {
         "Scheduler.is_fully_idle",
         "Scheduler.maybe_sleep_on_idle",
     ),
-    "sglang.srt.managers.scheduler_components.weight_updater": ("SchedulerWeightUpdaterManager._select_runners",),
+    "sglang.srt.managers.scheduler_components.weight_updater": (
+        "SchedulerWeightUpdaterManager._select_runners",
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+    ),
     "sglang.srt.mem_cache.multimodal_cache": ("MultiModalStaticCache.clear",),
     "sglang.srt.model_executor.model_runner_components.weight_updater": (
         "WeightUpdater.begin_weight_update",
@@ -104,17 +111,28 @@ _SCHEDULER: Final = (
 _SCHEDULER_DEEP: Final = ("tp_worker.model_runner.loader", "tp_worker.model_runner.load_config")
 
 
-def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_scheduler: Callable[[Any], None]) -> None:
+def hook(
+    request: type,
+    reply: type,
+    on_http: Callable[[Any, Any], None],
+    on_scheduler: Callable[[Any], None],
+    on_sleep: Callable[[], None],
+) -> None:
     """Register a request type and its reply type in all processes, and the hooks of this package.
 
     ``on_http`` is called before HTTP is served, with the server arguments and the tokenizer manager; ``on_scheduler``
-    is called with every new scheduler.
+    is called with every new scheduler, and ``on_sleep`` before the memory of this process's weights is given back.
     """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
     from sglang.srt.managers import io_struct, tokenizer_control_mixin
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def before_http(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
         on_http(server_args, tokenizer_manager)
+
+    def before_release(updater: Any, asked: Any) -> None:
+        if not asked.tags or GPU_MEMORY_TYPE_WEIGHTS in asked.tags:
+            on_sleep()
 
     io_struct.hook_custom_types(request, reply)
     tokenizer_control_mixin._COMMUNICATOR_SPECS.append(("weightsync", reply))
@@ -122,6 +140,7 @@ def hook(request: type, reply: type, on_http: Callable[[Any, Any], None], on_sch
     HookRegistry.register(SCHEDULER_SETUP, lambda result, scheduler: on_scheduler(scheduler), HookType.AFTER)
     # An idle scheduler looks for requests without end, and holds Python's lock, which a push needs.
     HookRegistry.register(IDLE, lambda *_: python_lock.rest(), HookType.AFTER)
+    HookRegistry.register(RELEASE, before_release, HookType.BEFORE)
     HookRegistry.register(compat_pause.PAUSE, compat_pause.around_pause, HookType.AROUND)
     HookRegistry.register(compat_pause.CONTINUE, compat_pause.around_continue, HookType.AROUND)
 

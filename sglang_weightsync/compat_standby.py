@@ -23,6 +23,8 @@ def movable(scheduler: Any) -> Movable | str:
         return "a standby is not supported on an accelerator"
     if lacking := compat.SGLANG.check_object(scheduler, _SCHEDULER):
         return lacking
+    if tags := compat.asleep(scheduler):
+        return f"the memory of {', '.join(tags)} sleeps, and needs the room when it wakes"
     args = scheduler.server_args
     if args.enable_torch_compile:
         return "--enable-torch-compile: compiled code may know where the weights lie"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 from sglang_weightsync import compat, compat_config, compat_groups, compat_lora
@@ -27,7 +28,7 @@ def install() -> None:
     from weightsync.engine.first_calls import make_first_calls
 
     make_first_calls()
-    compat.hook(WeightsyncReqInput, WeightsyncReqOutput, _before_http, _add_handler)
+    compat.hook(WeightsyncReqInput, WeightsyncReqOutput, _before_http, _add_handler, _before_sleep)
     compat_lora.hook()
 
 
@@ -79,4 +80,15 @@ def _add_handler(scheduler: Any) -> None:
     from sglang_weightsync.messages import WeightsyncReqInput
     from sglang_weightsync.rank import Handler
 
-    compat.handle(scheduler, WeightsyncReqInput, compat_groups.replying(Handler(scheduler)))
+    handler = Handler(scheduler)
+    _sleeping.append(handler.before_sleep)
+    compat.handle(scheduler, WeightsyncReqInput, compat_groups.replying(handler))
+
+
+#: What the scheduler of this process does before its weights sleep.
+_sleeping: Final[list[Callable[[], None]]] = []
+
+
+def _before_sleep() -> None:
+    for call in _sleeping:
+        call()

@@ -32,7 +32,7 @@ from sglang_weightsync.messages import (
 from weightsync.engine import diagnosis
 from weightsync.engine.private_names import check_deep
 from weightsync.engine.rank_calls import all_unchanged, any_failed
-from weightsync.engine.rank_methods import handle, needs_pushable
+from weightsync.engine.rank_methods import before_sleep, handle, needs_pushable
 from weightsync.engine.receiver import Busy, Receiver
 from weightsync.errors import ApplyFailed, TransferFailed, UnsupportedOption, WeightSyncError
 from weightsync.protocol import http, rank_replies
@@ -78,6 +78,10 @@ class Handler:
         except Exception as error:
             logger.exception("%s failed", request.method)
             return self._output(request, [_failed(error)])
+
+    def before_sleep(self) -> None:
+        """Give the standby back: the memory of the weights sleeps next. Never raises."""
+        before_sleep(self._made)
 
     def _output(self, request: WeightsyncReqInput, replies: list[bytes], **more: Any) -> WeightsyncReqOutput:
         return WeightsyncReqOutput(call=request.call, replies=replies, group=self._group, **more)

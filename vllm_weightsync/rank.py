@@ -19,6 +19,8 @@ from weightsync.protocol.http import UPDATE
 from weightsync.transports import registry
 
 _ATTRIBUTE = "_weightsync_receiver"
+#: An attribute of a worker: vLLM's tags of its memory that sleeps.
+ASLEEP: Final = "_weightsync_asleep"
 
 # A worker imports this module before it builds its model, as plugin and as extension.
 make_first_calls()
@@ -28,7 +30,7 @@ def run(worker: Any, method: str, payload: str = "{}") -> str:
     """Run one of `METHODS` on a vLLM worker; returns the JSON of a `rank_replies.RankReply`."""
 
     def receiver() -> Receiver:
-        found: Receiver | None = worker.__dict__.get(_ATTRIBUTE)
+        found = receiver_of(worker)
         if found is None:
             # By now vLLM is imported, and the worker has loaded its model.
             from vllm_weightsync.adapter import adapter_of
@@ -41,6 +43,12 @@ def run(worker: Any, method: str, payload: str = "{}") -> str:
         return found
 
     return handle(receiver, method, payload).decode()
+
+
+def receiver_of(worker: Any) -> Receiver | None:
+    """The receiver of a worker that was asked for something already."""
+    found: Receiver | None = worker.__dict__.get(_ATTRIBUTE)
+    return found
 
 
 class WorkerExtension:

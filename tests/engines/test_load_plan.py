@@ -19,9 +19,10 @@ def loading(served):
 
 def test_every_rank_reports_how_it_loads(served):
     for folder in (served.a, served.b, served.a):
-        served.push(folder)
+        (result,) = served.push(folder).engines.values()
     ways = loading(served)
     assert len(ways) == served.tp
+    assert result.loading == tuple(dict.fromkeys(ways))
     if not is_plain(served.server.engine, served.kind):
         (way,) = set(ways)
         assert way == "into a standby, by the engine's own loader, and exchanged"

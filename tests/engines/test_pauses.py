@@ -198,6 +198,31 @@ def test_sleeping_weights_refuse_a_push_and_sleeping_kv_stays_asleep(served):
         assert_same(answer.result(PATIENCE_S), served.fresh_b.short)
 
 
+def test_an_engine_that_is_put_to_sleep_gives_its_standby_back_first(served):
+    with served.sender() as sender:
+
+        def push(folder, version):
+            sender.push(models.load_reference(folder), version=version)
+
+        def ranks():
+            return sender.status()[served.server.url].ranks
+
+        push(served.a, "one")
+        push(served.b, "two")
+        assert {rank.standby for rank in ranks()} == {"one"}
+        assert call(served, *PAUSE[served.server.engine]).ok
+        calls(served, SLEEP)
+        assert not any(rank.standby or rank.previous for rank in ranks())
+        calls(served, {key: table[:1] for key, table in WAKE.items()})
+        push(served.a, "three")
+        assert all("kv_cache sleeps, and needs the room when it wakes" in rank.loading for rank in ranks())
+        calls(served, {key: table[1:] for key, table in WAKE.items()})
+        assert call(served, *RESUME[served.server.engine]).ok
+        push(served.b, "four")
+        assert {rank.standby for rank in ranks()} == {"three"}
+        assert_same(greedy(served), served.fresh_b.short)
+
+
 def test_status_lists_nothing_as_off(served):
     assert served.state().off == {}
     with served.sender(verify="deep") as sender:

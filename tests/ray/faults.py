@@ -7,7 +7,7 @@ pushes succeed. Seconds are those from the first answer of the new process until
 """
 
 import argparse
-import contextlib
+import itertools
 import json
 import os
 import random
@@ -31,7 +31,7 @@ from tools import models
 from weightsync import Sender
 from weightsync.errors import WeightSyncError
 
-REFERENCES, TRANSPORTS = 8, ("ipc_zmq", "nixl", "nccl")
+REFERENCES, TRANSPORTS = 8, ("ipc_zmq", "nixl", "nccl", "rdt")
 #: Seconds: the limit of a push, what it may take more, and those in which a new process has to answer.
 LIMIT_S, LATE_S, START_S = 60.0, 15.0, 240.0
 #: Seconds in which an engine whose new process answers serves what the others do.
@@ -57,10 +57,11 @@ class Served:
 
 
 class Asking:
-    """Asks actors for answers, one after the other, until it is left; ``answers`` has all."""
+    """Asks actors for answers, one after the other, until it is left; ``answers`` has all. Only the victim may fail."""
 
-    def __init__(self, held):
-        self._held, self._over, self.answers = held, threading.Event(), []
+    def __init__(self, held, victim):
+        self._held, self._victim, self._over = held, victim, threading.Event()
+        self.answers, self._failed = [], []
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
     def __enter__(self):
@@ -71,12 +72,17 @@ class Asking:
         self._over.set()
         self._thread.join(START_S)
         assert not self._thread.is_alive(), "an actor does not answer"
+        assert not self._failed, f"actors that live failed to answer: {self._failed}"
+        assert self.answers, "no actor has answered"
 
     def _ask(self):
         while not self._over.is_set():
-            for actor in self._held:
-                with contextlib.suppress(RayError):  # it is the one that was killed
+            for number, actor in enumerate(self._held):
+                try:
                     self.answers.append(ray.get(actor.generate.remote(), timeout=LIMIT_S))
+                except RayError as error:  # also a timeout
+                    if number != self._victim:
+                        self._failed.append(error)
 
 
 class Actors:
@@ -113,14 +119,16 @@ class Actors:
         return "committed", {}
 
     def suffer(self, victim, after_s):
-        """One round: how the push ended, and the seconds until the new process served what the others do."""
+        """One round: how the push ended, the seconds until the new process served what the others do, the answers, and
+        whether the process was killed while the push ran."""
         pushed = 1 - self.now[0]
-        with Asking(self.held) as asking:
+        with Asking(self.held, victim) as asking:
             process = psutil.Process(self.pids[victim])
             processes = [process, *process.children(recursive=True)]
             killing = threading.Timer(after_s, os.kill, (self.pids[victim], signal.SIGKILL))
             killing.start()
             told, states = self.push(pushed)
+            during = not killing.is_alive()
             killing.join()
         for answer in asking.answers:
             self.served.by(self._prompt, answer)
@@ -140,7 +148,7 @@ class Actors:
         self.now = [self.by(actor) for actor in self.held]
         assert self.now == [pushed] * len(self.held), f"after the next push these are served: {self.now}"
         assert back_s < BACK_S, f"back after {back_s:.1f} s"
-        return told, back_s, len(asking.answers)
+        return told, back_s, len(asking.answers), during
 
 
 def ended(processes):
@@ -166,11 +174,12 @@ def deaths(these, transport, count, chance):
     assert these.push(1 - these.now[0])[0] == "committed"
     these.now = [1 - number for number in these.now]
     usual_s = time.monotonic() - begin
-    for _ in range(count):
-        victim, after_s = chance.randrange(len(these.held)), chance.uniform(0, 1.2 * usual_s)
-        told, back_s, answers = these.suffer(victim, after_s)
+    everyone = range(len(these.held))
+    for victim in itertools.islice(itertools.cycle(chance.sample(everyone, len(everyone))), count):
+        after_s = chance.uniform(0, 1.2 * usual_s)
+        told, back_s, answers, during = these.suffer(victim, after_s)
         print(f"{transport:8} actor {victim} after {after_s:5.2f} s: {told:20} back {back_s:4.1f} s", flush=True)
-        yield [transport, victim, round(after_s, 3), told, round(back_s, 2), answers]
+        yield [transport, victim, round(after_s, 3), told, round(back_s, 2), answers, during]
 
 
 def main():
@@ -189,10 +198,10 @@ def main():
             these = Actors(folders, engines, prompt, transport)
             with these.sender:
                 found += deaths(these, transport, len(range(turn, asked.rounds, len(TRANSPORTS))), chance)
-    counted = Counter(told for *_, told, _, _ in found).most_common()
-    back = [row[4] for row in found]
+    counted = Counter(row[3] for row in found).most_common()
+    back, answers, during = [row[4] for row in found], sum(row[5] for row in found), sum(row[6] for row in found)
     print(
-        f"{len(found)} deaths, {sum(row[5] for row in found)} answers, 0 mixed, 0 hung: "
+        f"{len(found)} deaths, {during} of them while the push ran, {answers} answers, 0 mixed, 0 hung: "
         f"{', '.join(f'{count} {what}' for what, count in counted)}; "
         f"back in {statistics.median(back):.1f} s ({min(back):.1f} to {max(back):.1f})"
     )

@@ -10,6 +10,7 @@ from tests.unit.loaders import Model
 from tests.unit.test_states import DictAdapter
 from tests.unit.two_ranks import PATIENCE_S, SERVING, driven, one_engine
 from weightsync import errors
+from weightsync.engine import rank_methods
 from weightsync.engine.adapter import Sealed, StandbyHooks
 from weightsync.engine.exchange import swap as swapping
 from weightsync.memory import arenas
@@ -207,6 +208,22 @@ async def test_a_standby_makes_room_for_a_stage_and_for_whoever_comes_after_the_
         rank.release("an address")
     assert [standby._model for standby in standbys] == [None, None]
     assert front.seen() == SERVING[2]
+
+
+@driven
+async def test_a_rank_that_sleeps_has_no_standby_and_no_push_on_its_way(harness, monkeypatch):
+    front, one, _ = harness
+    standbys = [rank._loading.standby for rank in front.ranks]
+    await push(one, "v1", 1)
+    await one.stage("v2", 2)
+    for rank in front.ranks:
+        rank_methods.before_sleep(rank)
+    assert [standby._model for standby in standbys] == [None, None]
+    assert front.seen() == SERVING[1]
+    with pytest.raises(errors.TransferFailed, match="has not prepared push v2"):
+        await one.commit("v2")
+    await push(one, "v3", 3)
+    assert front.seen() == SERVING[3]
 
 
 def previous(front):

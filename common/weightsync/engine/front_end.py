@@ -290,7 +290,8 @@ class FrontEnd:
         self._lease.idle()
         reply.seconds["record"] = max(rank.record_s for rank in ranks)
         reply.seconds["standby"] = max(rank.standby_s for rank in ranks)
-        return reply
+        ways = tuple(dict.fromkeys(rank.loading for rank in ranks if rank.loading))
+        return msgspec.structs.replace(reply, loading=ways or msgspec.UNSET)
 
     async def abort(self, asked: http.AbortRequest) -> http.AbortReply:
         """Forget a push; release what is held of a sender that closes. Raises `LeaseHeld` if it is another's push."""

@@ -79,6 +79,18 @@ def _run_of_transport(receiver: Receiver, method: str, payload: bytes | str) -> 
     raise ValueError(f"no such method: {method}")
 
 
+def before_sleep(receiver: Receiver | None) -> None:
+    """Have a rank whose weights are about to sleep give its standby back; ``receiver`` is None before it has any.
+
+    Never raises, see `handle`.
+    """
+    try:
+        if receiver is not None:
+            receiver.sleep()
+    except Exception as error:
+        logger.warning("a second set of weights stays in memory until the next push: %s", error)
+
+
 def handle(receiver: Callable[[], Receiver], method: str, payload: bytes | str) -> bytes:
     """Run one method on this rank: JSON in, JSON of a `rank_replies.RankReply` out.
 

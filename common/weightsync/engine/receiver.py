@@ -27,16 +27,8 @@ from weightsync.engine.rank_info import rank_info
 from weightsync.engine.stage import Staged, Stages, check_several_hosts
 from weightsync.errors import ApplyFailed, DigestMismatch, TransferFailed, WrongState
 from weightsync.memory import arenas
+from weightsync.protocol import http
 from weightsync.protocol.expected import ExpectedReply, StandbyRequest
-from weightsync.protocol.http import (
-    CommitRequest,
-    Handshake,
-    RankInfo,
-    RankJoined,
-    RankStatus,
-    State,
-    UpdateRequest,
-)
 from weightsync.protocol.rank_replies import Accepted, Ready
 from weightsync.protocol.states import ENGINE, Machine
 from weightsync.tensors.layout import listed
@@ -65,7 +57,7 @@ class Receiver:
         self._ends: dict[str, EngineEnd] = {}
         self._stages = Stages(adapter.rank, adapter.device)
         self.diagnosis = RankDiagnosis(adapter)
-        self._machine: Machine[State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
+        self._machine: Machine[http.State] = Machine(ENGINE, "serving", f"rank {adapter.rank}")
         self._job: Job | None = None
         #: The job whose thread used the transport last. Two threads must never use it at once.
         self._last: Job | None = None
@@ -83,7 +75,7 @@ class Receiver:
     def _loading(self) -> Loading:
         return self._loadings.current
 
-    def info(self) -> RankInfo:
+    def info(self) -> http.RankInfo:
         """Describe this rank: process, device, free memory, transports."""
         return rank_info(self._adapter.rank, self._adapter.device)
 
@@ -99,9 +91,9 @@ class Receiver:
             if not self._borrowing.wait(0):
                 raise Busy(f"rank {self._adapter.rank} still maps the arenas of a sender")
 
-    def status(self, digest: bool = False) -> RankStatus:
+    def status(self, digest: bool = False) -> http.RankStatus:
         """Tell what this rank does; with ``digest`` also a hash of its weights, which reads all of them."""
-        return RankStatus(
+        return http.RankStatus(
             rank=self._adapter.rank,
             state=self._machine.state,
             push=self._job.request.push if self._job is not None else "",
@@ -122,7 +114,7 @@ class Receiver:
             self._ends[transport] = registry.spec(transport).engine_end(self._adapter.device)
         return self._ends[transport]
 
-    def join(self, asked: Handshake, transport: str) -> RankJoined:
+    def join(self, asked: http.Handshake, transport: str) -> http.RankJoined:
         """Set up a transport for a sender. Raises `UnsupportedOption`, `TransferFailed` or `Busy`."""
         self._supersede(asked.address)
         self._disown(asked.owner)
@@ -141,7 +133,7 @@ class Receiver:
             self.abort()
         self._settled()
 
-    def prepare(self, request: UpdateRequest, transport: str) -> Accepted:
+    def prepare(self, request: http.UpdateRequest, transport: str) -> Accepted:
         """Check the manifest, then fetch the bytes in a thread. Raises `ManifestMismatch`, `TransferFailed`, `Busy`."""
         end, adapts = self._end(transport), request.lora is not UNSET
         end.check(request)
@@ -159,7 +151,7 @@ class Receiver:
         self._thread.submit(lambda: self._receive(job))
         return self._lora.accepted() if adapts else self._loading.accepted()
 
-    def _job_of_weights(self, request: UpdateRequest, end: EngineEnd, transport: str) -> Job:
+    def _job_of_weights(self, request: http.UpdateRequest, end: EngineEnd, transport: str) -> Job:
         layout = self._loadings.accept(request, dirty=self._machine.state.startswith("dirty"))
         check_several_hosts(layout, request, transport)
         # A kept version has to be complete: it may be loaded again without a load plan.
@@ -223,7 +215,7 @@ class Receiver:
                 self._job, self._detail, self._failed = None, detail, job.request.push
                 job.end()
 
-    def ready(self, request: CommitRequest) -> Ready:
+    def ready(self, request: http.CommitRequest) -> Ready:
         """Check that ``request`` can be applied. Raises `TransferFailed` without its push, `WrongState` out of turn."""
         wanted = self._wanted(request)
         if wanted is None and (request.rollback or request.lora is not UNSET):
@@ -235,7 +227,7 @@ class Receiver:
         """The version before the one that is served, if the standby holds it."""
         return self._kept.labels.before if self._loading.standby.holds_before() else ""
 
-    def _wanted(self, request: CommitRequest) -> Staged | None:
+    def _wanted(self, request: http.CommitRequest) -> Staged | None:
         """The version to load, or None if it is streamed, in the standby, or of an adapter. Raises as `ready`."""
         if request.rollback:
             self._machine.check("rollback")
@@ -259,7 +251,7 @@ class Receiver:
         job.deadline = Deadline(request.timeout_s + COMMIT_CALL_S)
         return job.staged
 
-    def apply(self, request: CommitRequest) -> float:
+    def apply(self, request: http.CommitRequest) -> float:
         """Load the staged push, or roll back; returns the seconds it took.
 
         Raises `ApplyFailed`, with ``weights`` unchanged if nothing was written, else dirty.
@@ -344,7 +336,7 @@ class Receiver:
         # An engine step launched before the pause may still be reading the weights.
         arenas.synchronize(self._adapter.device)
 
-    def restore(self, request: CommitRequest) -> None:
+    def restore(self, request: http.CommitRequest) -> None:
         """Undo ``request``, which failed on another rank: load the version before. Raises `ApplyFailed` without it."""
         if request.lora is not UNSET:
             self._lora.restore(request.push, self._machine)
@@ -382,6 +374,12 @@ class Receiver:
                 f"rank {self._adapter.rank} is still busy with push {self._last.request.push}, which was called off; "
                 "push again"
             )
+
+    def sleep(self) -> None:
+        """Give back the standby: the weights sleep next. A push that is not applied is aborted. Raises `Busy`."""
+        self.abort()
+        self._loading.ahead.stop()
+        self._loading.standby.release()
 
     def release(self, address: str) -> None:
         """Give back what is held of a sender that has closed. Raises `Busy`."""

@@ -268,12 +268,13 @@ class CommitRequest(Message, frozen=True):
 class CommitReply(Message, frozen=True):
     """The engine serves ``version``. ``seconds`` has the time of each step (``pause``, ``apply``, ``caches``,
     ``resume``); ``pause_s`` is how long the engine did not generate. ``asleep`` are the engine's tags of memory that
-    still sleeps: it does not generate before that is woken."""
+    still sleeps. ``loading`` are the ways in which its ranks load, as in `RankStatus`, each once."""
 
     version: str
     pause_s: float
     seconds: dict[str, float]
     asleep: tuple[str, ...] = ()
+    loading: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class LeaseRequest(Message, frozen=True):

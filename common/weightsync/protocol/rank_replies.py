@@ -39,8 +39,10 @@ class Accepted(Message, frozen=True, omit_defaults=True):
 class Ready(Message, frozen=True, omit_defaults=True):
     """One rank is ready to load. ``record_s`` as in `Accepted`, if the loader had to be recorded again.
 
-    ``standby_s`` is how long generation stopped, in slices, while the standby was loaded.
+    ``standby_s`` is how long generation stopped, in slices, while the standby was loaded; ``loading`` as in
+    `http.RankStatus`.
     """
 
     record_s: float = 0.0
     standby_s: float = 0.0
+    loading: str = ""

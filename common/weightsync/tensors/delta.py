@@ -48,6 +48,8 @@ LEAST_SAMPLED: Final = _SAMPLES * _SAMPLE_BYTES * 2
 #: Streams with fewer bytes are not deflated; deflated ones are kept if they take less than this share.
 _LEAST_DEFLATED: Final = 64
 _DEFLATED_SHARE: Final = 0.75
+#: So many bytes of a stream tell whether all of it deflates: deflating in vain takes longer than finding what changed.
+_PROBE_BYTES: Final = 4096
 
 _U32: Final = struct.Struct("<I")
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -67,7 +69,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> bytes | None:
     if not len(before):
         return b""
     step = TOGETHER * PIECE_BYTES
-    # What deflates in one piece will in the others: trying costs more than all the rest.
+    # What deflates in one piece will in the others.
     frames, deflates = _frames(before[:step], after[:step], itemsize, None)
     groups = [slice(at, at + step) for at in range(step, len(before), step)]
     made = native_copy.each(lambda group: _frames(before[group], after[group], itemsize, deflates)[0], groups)
@@ -120,7 +122,7 @@ def _frames(
 ) -> tuple[list[bytes], tuple[bool, ...] | None]:
     """The frames of some pieces, and which of their streams deflate, None if they have too few bytes to tell.
 
-    ``deflates``: which to try; if it is None, all, until one piece has told.
+    ``deflates``: which are deflated; if it is None, all, until a piece tells.
     """
     at, before, after = changes(old, new, itemsize)
     elements = PIECE_BYTES // itemsize
@@ -134,12 +136,13 @@ def _frames(
             frames.append(_U32.pack(0))
             continue
         streams = [codes[coded], *(plane[one] for plane in planes)]
+        if deflates is None and len(streams[1]) >= _LEAST_DEFLATED:
+            probes = [each[:_PROBE_BYTES] for each in streams]
+            deflates = tuple(len(_deflated(probe)) < len(probe) for probe in probes)
         tries = deflates or (True,) * len(streams)
         packed = [_deflated(each) if tried else each.tobytes() for each, tried in zip(streams, tries, strict=True)]
         header = struct.pack(f"<{2 + len(packed)}I", len(streams[1]), len(streams[0]), *map(len, packed))
         frames.append(b"".join((header, *packed)))
-        if deflates is None and len(streams[1]) >= _LEAST_DEFLATED:
-            deflates = tuple(len(done) < len(each) for done, each in zip(packed, streams, strict=True))
     return frames, deflates
 
 

@@ -20,7 +20,9 @@ class EngineResult:
     loads its standby, in slices between its steps.
 
     ``transport``: how the bytes got there; ``transport_reason``: why that transport was chosen. ``noticed``: remarks,
-    for example that the engine was restarted, or served another version than this sender had left it with.
+    for example that the engine was restarted, or served another version than this sender had left it with. ``loading``:
+    how its ranks loaded the push, which tensors went the engine's own way and why, as ``weightsync status`` says it;
+    each way once, empty for adapters and rollbacks.
     """
 
     pause_s: float
@@ -28,6 +30,7 @@ class EngineResult:
     transport: str
     transport_reason: str
     noticed: tuple[str, ...] = ()
+    loading: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Loading:
     def ready(self) -> Ready:
         """The reply after `prepare_load`; the seconds that recording took are reported once."""
         seconds, self._record_s = self._record_s, 0.0
-        return Ready(seconds, self.standby.seconds)
+        return Ready(seconds, self.standby.seconds, self.path)
 
     def _record(self, layout: Layout) -> None:
         start = time.perf_counter()
