@@ -126,7 +126,7 @@ def main() -> int:
                 print(row(transport, found["seconds"]), f"{size} MB", flush=True)
     for transport in TRANSPORTS:
         fixed_s, speed, off = fit(sizes, transport)
-        print(f"{transport}: {fixed_s:.3f} s, and 1 s more for each {speed:.0f} MB; sizes are {100 * off:.0f} % off at most")
+        print(f"{transport}: {fixed_s:.3f} s, and 1 s more for each {speed:.0f} MB, off by {100 * off:.0f} %")
         if transport == "rdt":
             print(report.at_most(f"{transport}, seconds of a push without bytes", fixed_s, AIM_FIXED_S))
     for transport, found in transports.items():
