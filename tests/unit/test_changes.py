@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weightsync.errors import TransferFailed
 from weightsync.protocol import http
 from weightsync.protocol.deltas import Changed, DeltaSpec, Index, pack_index, unpack_index
-from weightsync.tensors import changes, delta
+from weightsync.tensors import changes, native_copy
 from weightsync.tensors.layout import Layout, spec_of
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool]
@@ -155,7 +155,7 @@ def test_sizes_have_bounds():
 
 def test_tensors_of_any_size_are_compared_by_all_threads(monkeypatch):
     """Small ones are shared out, and large ones are cut."""
-    monkeypatch.setattr(changes, "_LARGE_BYTES", 2 * delta.PIECE_BYTES)
+    monkeypatch.setattr(native_copy, "most_threads", lambda: 2)
     tensors = [(torch.bfloat16, (n * 300_000,), 0.01) for n in (1, 8, 2, 9, 3)]
     layout, old, new = versions(tensors)
     found = changes.find(layout, old, new)
