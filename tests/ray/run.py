@@ -16,6 +16,8 @@ from weightsync.errors import WeightSyncError
 WAIT_S = 180.0
 #: Of a call of an actor in which a push times out.
 BUSY_S = 40.0
+#: Those over which a real engine is pushed to.
+TRANSPORTS = ("ipc_zmq", "nixl", "nccl", "rdt")
 PACKAGES = (versions.folder("ray", versions.RAY),)
 #: Of an actor whose process a test kills.
 RESTARTS = {"max_restarts": -1}
@@ -154,13 +156,17 @@ def restarted(before, after):
 
 
 def engines(engine, door, kind, before, after):
-    """A real engine in an actor of its own environment."""
+    """A real engine in an actor of its own environment: over every transport one push, of both models by turns."""
     held = remote(getattr(actors, kind), door, before, runtime_env=in_environment_of(engine))
-    first = generated(held)
-    with Sender([held], timeout_s=WAIT_S) as sender:
-        sender.push(models.load_reference(after))
-        (status,) = sender.status().values()
-        return {"first": first, "pushed": generated(held), "ranks": len(status.ranks)}
+    seen = {"first": generated(held), "transports": [], "answers": []}
+    for number, transport in enumerate(TRANSPORTS):
+        with Sender([held], transport=transport, timeout_s=WAIT_S) as sender:
+            (result,) = sender.push(models.load_reference((after, before)[number % 2])).engines.values()
+            (status,) = sender.status().values()
+            seen["ranks"] = len(status.ranks)
+        seen["transports"].append(result.transport)
+        seen["answers"].append(generated(held))
+    return seen
 
 
 def train_group(before, after):
