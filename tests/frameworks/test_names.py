@@ -1,6 +1,6 @@
 """The names that docs/integrations rests on, in the source of the frameworks as their authors have published it.
 
-``names.json`` has them all. Of frameworks that are on no package index it has the commit at which they were found.
+``names.json`` has them all, for frameworks that are on no package index with a commit of their repository.
 """
 
 import json
@@ -15,6 +15,8 @@ from tests.source_names import names_of
 
 pytestmark = pytest.mark.frameworks
 NAMES = json.loads((Path(__file__).parent / "names.json").read_text())
+#: What git says of a host that there is no way to.
+UNREACHABLE = ("Could not resolve host", "Failed to connect", "Could not resolve proxy")
 PUBLISHED = [name for name, table in NAMES.items() if "package" in table]
 
 
@@ -31,7 +33,18 @@ def test_the_published_version_has_every_name(framework, tmp_path):
             assert set(names) <= names_of(archive.read(path)), file
 
 
-def test_what_is_not_published_has_a_commit():
-    others = [table for table in NAMES.values() if "package" not in table]
-    assert others
-    assert all(len(table["commit"]) == 40 for table in others)
+@pytest.mark.parametrize("framework", sorted(NAMES.keys() - set(PUBLISHED)))
+def test_the_commit_of_what_is_not_published_has_every_name(framework, tmp_path):
+    table = NAMES[framework]
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    address = f"https://github.com/{table['repository']}"
+    fetched = subprocess.run(
+        [*git, "fetch", "--quiet", "--depth=1", address, table["commit"]], capture_output=True, text=True, check=False
+    )
+    if any(why in fetched.stderr for why in UNREACHABLE):
+        pytest.skip(f"{address} cannot be reached from here")
+    assert fetched.returncode == 0, fetched.stderr
+    for file, names in table["files"].items():
+        source = subprocess.run([*git, "show", f"FETCH_HEAD:{file}"], capture_output=True, check=True).stdout
+        assert set(names) <= names_of(source), file
