@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sglang_weightsync import compat
-from weightsync.engine.adapter import Movable
+from weightsync.engine.adapter import Movable, no_room
 from weightsync.engine.exchange.pairs import Rules
 
 #: Attributes of a scheduler that are used for its standby.
@@ -23,13 +23,11 @@ def movable(scheduler: Any) -> Movable | str:
         return "a standby is not supported on an accelerator"
     if lacking := compat.SGLANG.check_object(scheduler, _SCHEDULER):
         return lacking
-    if tags := compat.asleep(scheduler):
-        return f"the memory of {', '.join(tags)} sleeps, and needs the room when it wakes"
     args = scheduler.server_args
     if args.enable_torch_compile:
         return "--enable-torch-compile: compiled code may know where the weights lie"
     ranks = int(args.tp_size * args.dp_size * args.pp_size) // int(args.nnodes)
-    return Movable(max(ranks, 1), Rules(apart=_is_apart))
+    return Movable(max(ranks, 1), Rules(apart=_is_apart), lambda: no_room(compat.asleep(scheduler)))
 
 
 def _is_apart(found: object) -> bool:

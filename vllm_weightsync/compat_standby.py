@@ -14,7 +14,7 @@ import torch
 
 from vllm_weightsync import compat, compat_lora, compat_models
 from vllm_weightsync.rank import ASLEEP
-from weightsync.engine.adapter import Movable, StandbyHooks
+from weightsync.engine.adapter import Movable, StandbyHooks, no_room
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
 from weightsync.engine.private_names import Names
@@ -47,7 +47,7 @@ def hooks(worker: Any) -> StandbyHooks | str:
     """How a worker's standby is made and loaded; or why it has none."""
     if (device := compat.worker_device(worker)).type not in ("cpu", "cuda"):
         return f"a standby is not supported on {device.type}"
-    if lacking := compat.VLLM.check(NAMES) or _asleep(worker):
+    if lacking := compat.VLLM.check(NAMES) or _lacks(worker):
         return lacking
     live = compat.model(worker)
     config = compat_models.fresh_config(worker.vllm_config)
@@ -81,15 +81,11 @@ def movable(worker: Any) -> Movable | str:
     """What is known of a model whose weights may lie elsewhere after each push; or why they must stay."""
     if addresses_stay(worker):
         return "weights stay where they are on an accelerator"
-    if asleep := _asleep(worker):
-        return asleep
-    return Movable(_ranks(worker), _rules())
+    return Movable(_ranks(worker), _rules(), functools.partial(_lacks, worker))
 
 
-def _asleep(worker: Any) -> str:
-    """Why there is no room for a standby: what sleeps needs it again; empty if nothing does."""
-    tags = vars(worker).get(ASLEEP, ())
-    return f"the memory of {', '.join(sorted(tags))} sleeps, and needs the room when it wakes" if tags else ""
+def _lacks(worker: Any) -> str:
+    return no_room(vars(worker).get(ASLEEP, ()))
 
 
 def addresses_stay(worker: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.loaders import AdapterOf, Model, bits, by_name, scattered
 from tests.unit.standbys import NAMES, checkpoint, push, ready, stage_of
-from weightsync.engine.adapter import LoaderHooks, Movable
+from weightsync.engine.adapter import LoaderHooks, Movable, no_room
 from weightsync.engine.exchange import swap as swapping
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.loading.loader import Loading
@@ -210,11 +210,16 @@ def unknown_room(adapter):
     adapter.movable = Movable(ranks=1 << 40)
 
 
+def asleep(adapter):
+    adapter.movable = Movable(lacks=lambda: no_room({"weights", "kv"}))
+
+
 REFUSED = {
     "half": (lambda adapter: None, by_name_but_half_of_one, "only a part of layer_9 is loaded"),
     "shared": (shared_memory, by_name, "other is not loaded, and shares memory with what is"),
     "opaque": (opaque, by_name, "handle.packed is a list_iterator, whose content is not known"),
     "no room": (unknown_room, by_name, "are free"),
+    "asleep": (asleep, by_name, "no standby: the memory of kv, weights sleeps, and needs the room when it wakes"),
     "fixed": (lambda adapter: setattr(adapter, "movable", "graphs"), by_name, "no standby: graphs"),
 }
 

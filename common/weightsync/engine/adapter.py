@@ -25,6 +25,12 @@ class Expected(NamedTuple):
     quantization: dict[str, Any] | None = None
 
 
+def no_room(asleep: Iterable[str]) -> str:
+    """Why there is no room for a standby while the memory with these tags sleeps; empty if none does."""
+    tags = ", ".join(sorted(asleep))
+    return tags and f"the memory of {tags} sleeps, and needs the room when it wakes"
+
+
 class Movable(NamedTuple):
     """A model whose weights may lie elsewhere after each push."""
 
@@ -32,6 +38,8 @@ class Movable(NamedTuple):
     """How many ranks of the engine share this memory, each with a second set of its own."""
     rules: Rules = Rules()
     """What of the model holds no weights."""
+    lacks: Callable[[], str] = str
+    """Why no second set may be made now, however much memory is free; empty if one may."""
 
 
 class LoaderHooks(NamedTuple):

@@ -270,9 +270,8 @@ class Standby:
                 nbytes = nbytes_of(plan)
             except Unrecordable as error:
                 return str(error)
-            if lack := self._no_room(nbytes, movable.ranks):
+            if lack := movable.lacks() or self._no_room(nbytes, movable.ranks):
                 return lack
-
         self._around, self._work = hooks.around, begin(found, movable.rules)
         self._note_names(plan.layout)
         return None
