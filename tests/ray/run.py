@@ -36,7 +36,7 @@ def in_environment_of(engine):
     """The environment of an actor that holds a real engine."""
     return {
         "py_executable": str(servers.ROOT / f".venv-{engine}" / "bin" / "python"),
-        "env_vars": {f"{engine.upper()}_PLUGINS": "weightsync"},
+        "env_vars": servers.environment_of(engine, 1, plugin=True),
     }
 
 
