@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers import keen
 from tests.unit.quantised import CONFIGS, FINE, Engine, compressed, format_of, made, same
 from weightsync import Sender
 from weightsync.engine.expected_checkpoint import expected_of
@@ -137,6 +138,26 @@ def test_a_push_in_the_background_is_quantised_before_the_trainer_goes_on():
             tensor.zero_()
         assert future.result().quantised == 3
         assert differing(engine, wanted) == []
+
+
+@pytest.mark.parametrize("verify", ["digest", "deep"])
+def test_a_delta_is_of_the_quantised_bytes(verify):
+    """Where the trainer's weights change by less than a bit of these, nothing crosses."""
+    config, tensors = CONFIGS["fp8, channel"], weights(torch.float32)
+    tensors[SMALL] = tensors[SMALL].bfloat16().float()  # the dtype of the scales, to which weights are rounded
+    with keen(), serving(config) as engine, Sender([engine], transport="nixl", verify=verify) as sender:
+        assert sender.push(tensors).delta is None
+        for row in range(2):
+            before = checkpoint(config, tensors)
+            tensors[SMALL].mul_(1 + 2**-20)
+            tensors[LARGE][row, :4] = 0
+            wanted = checkpoint(config, tensors)
+            assert [name for name in wanted if not same(before[name], wanted[name])] == [LARGE]
+            result = sender.push(tensors)
+            assert (result.delta.changed, result.delta.whole, result.delta.same) == (1, 0, len(wanted) - 1)
+            assert result.delta.nbytes < result.nbytes / 100
+            assert (result.quantised, result.verify) == (3, verify)
+            assert differing(engine, wanted) == []
 
 
 def test_a_quantised_checkpoint_is_pushed_as_it_is():
