@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers import keen
-from tests.unit.quantised import CONFIGS, FINE, Engine, compressed, format_of, made, same
+from tests.unit.quantised import CONFIGS, FINE, Adapter, Engine, compressed, format_of, made, same
 from weightsync import Sender
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import ManifestMismatch, SourceError
@@ -296,6 +296,21 @@ def test_a_scale_that_the_push_makes_may_not_be_pushed_too():
             ManifestMismatch, match=rf"{SMALL}_scale_inv: a push makes these of the weights; leave them"
         ):
             sender.push(tensors)
+
+
+@pytest.mark.parametrize("config", ["fine-grained", "int4, group"])
+def test_a_draft_is_not_quantised_but_refused_by_name(config):
+    tensors = weights(torch.bfloat16)
+    draft = checkpoint(CONFIGS[config], tensors)
+    engine = Engine(tensors, None, draft=Adapter(draft, CONFIGS[config]))
+    with contextlib.closing(engine), Sender([engine]) as sender:
+        with pytest.raises(ManifestMismatch, match=rf"draft:{SMALL}: the draft .*is quantised, .* in bfloat16"):
+            sender.push(tensors, draft=tensors)
+        assert not any(tensor.float().any() for tensor in engine.served.values())
+        assert sender.push(tensors, draft=draft).quantised == 0
+        assert differing(engine, tensors) == []
+        drafted = engine.draft.state_dict()
+        assert all(same(drafted[name], tensor) for name, tensor in draft.items())
 
 
 def test_engines_of_other_formats_take_a_sender_each():
