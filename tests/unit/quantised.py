@@ -106,12 +106,13 @@ class Adapter(ModelAdapter):
 
 
 class Engine(ReferenceInProcess):
-    """The reference engine with such a rank."""
+    """The reference engine with such a rank; ``draft`` is that of its draft model, if it has one."""
 
-    def __init__(self, tensors, config, sealed=False):
+    def __init__(self, tensors, config, sealed=False, draft=None):
         adapter = Adapter(tensors, config, sealed)
+        adapter._draft = draft
         self._serve(ReferenceFrontEnd(adapter, Path("quantised"), False))
-        self.model = adapter.model
+        self.model, self.draft = adapter.model, draft and draft.model
 
     @property
     def served(self):

@@ -57,6 +57,15 @@ def test_blocks_may_be_cut_at_the_edge_and_tensors_may_be_strided(config):
         assert all(same(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("config", [name for name in CONFIGS if "tensor" not in name])
+def test_each_expert_is_quantised_by_itself(config):
+    how, experts = format_of(CONFIGS[config]), drawn((3, 200, 256), 0.02, torch.bfloat16)
+    values, scales, *_ = made(how, "w", experts, 1000).values()
+    for expert, *found in zip(experts, values, scales, strict=True):
+        wanted = list(made(how, "w", expert).values())
+        assert all(same(one, other) for one, other in zip(found, wanted[:2], strict=True))
+
+
 @pytest.mark.parametrize("config", [name for name in CONFIGS if "int4" not in name])
 def test_small_weights_are_not_lost(config):
     """Scales have no floor, or one far below any weight."""

@@ -1,4 +1,4 @@
-"""An adapter goes back to the version that was pushed before."""
+"""An adapter goes back to the version that was pushed before: when it is asked to, and when a push fails."""
 
 import sys
 
@@ -95,20 +95,21 @@ def test_an_engine_that_comes_after_a_rollback_is_said_to_lack_it(base, folders)
 
 FAILS = """
 from weightsync import testing, testing_lora
-serve, calls = testing_lora.ModelLora.serve, []
-def failing(self, number, made):
-    calls.append(number)
-    serve(self, number, made)
+step, calls = testing_lora.ModelLora.{step}, []
+def failing(self, *given):
+    calls.append(given)
+    done = step(self, *given)
     if len(calls) in {fails}:
         raise RuntimeError("injected")
-testing_lora.ModelLora.serve = failing
+    return done
+testing_lora.ModelLora.{step} = failing
 testing.main()
 """
 
 
 @pytest.mark.parametrize(("fails", "weights"), [((3,), "unchanged"), ((3, 4, 5), "dirty")], ids=str)
 def test_a_rollback_that_fails_leaves_what_was_served_or_nothing(base, folders, fails, weights):
-    launcher = (sys.executable, "-c", FAILS.format(fails=fails))
+    launcher = (sys.executable, "-c", FAILS.format(step="serve", fails=fails))
     with ReferenceEngine(base, launcher=launcher) as engine, Sender([engine.url]) as sender:
         for name in "ab":
             sender.push(folders[name], lora="policy", version=name)
@@ -124,3 +125,24 @@ def test_a_rollback_that_fails_leaves_what_was_served_or_nothing(base, folders, 
         assert answer(engine) == before
         assert adapters(sender) == ({"policy": "b"}, {"policy": "a"})
         assert sender.rollback(lora="policy").version == "a"
+
+
+@pytest.mark.parametrize(("step", "other"), [("make", "unchanged"), ("serve", "committed")])
+def test_an_engine_that_fails_serves_the_adapter_before_and_the_error_says_what_the_other_does(
+    base, folders, step, other
+):
+    """What fails before every engine has made its adapter changes none; after that, each answers for itself."""
+    launcher = (sys.executable, "-c", FAILS.format(step=step, fails=(2,)))
+    with ReferenceEngine(base) as first, ReferenceEngine(base, launcher=launcher) as second:
+        urls = [first.url, second.url]
+        with Sender(urls) as sender:
+            sender.push(folders["a"], lora="policy", version="a")
+            before = answer(first)
+            with pytest.raises(errors.WeightSyncError, match="injected") as failed:
+                sender.push(folders["b"], lora="policy", version="b")
+            assert failed.value.engines == dict(zip(urls, (other, "unchanged"), strict=True))
+            versions = [sender.status()[url].adapters["policy"] for url in urls]
+            assert versions == ["a" if other == "unchanged" else "b", "a"]
+            assert [answer(engine) == before for engine in (first, second)] == [other == "unchanged", True]
+            sender.push(folders["b"], lora="policy", version="b")
+            assert answer(first) == answer(second) != before

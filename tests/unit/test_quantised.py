@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.quantised import CONFIGS, FINE, Engine, compressed, format_of, made, same
+from tests.helpers import keen
+from tests.unit.quantised import CONFIGS, FINE, Adapter, Engine, compressed, format_of, made, same
 from weightsync import Sender
 from weightsync.engine.expected_checkpoint import expected_of
 from weightsync.errors import ManifestMismatch, SourceError
@@ -15,28 +16,34 @@ from weightsync.protocol.expected import ExpectedReply
 from weightsync.tensors.layout import spec_of
 from weightsync.trainer.fit import fit
 
-NORM, ROUTER, SMALL, LARGE = "model.norm.weight", "layers.0.gate.weight", "layers.0.q.weight", "layers.0.up.weight"
+NORM, ROUTER, BIAS = "model.norm.weight", "layers.0.gate.weight", "layers.0.q.bias"
+SMALL, LARGE, EXPERTS = QUANTISED = "layers.0.q.weight", "layers.0.up.weight", "layers.0.experts.gate_up"
 #: As buckets of a large model cut it.
 NARROW = 24 << 10
 
 
 def weights(dtype, seed=0):
-    """A trainer's weights: of `SMALL` and `LARGE` a part is zero."""
+    """A trainer's weights: of those that are `QUANTISED` a part is zero."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {NORM: (256,), ROUTER: (8, 256), SMALL: (192, 256), LARGE: (2304, 512)}
+    shapes = {NORM: (256,), ROUTER: (8, 256), BIAS: (192,), SMALL: (192, 256), LARGE: (2304, 512)}
+    shapes[EXPERTS] = (4, 200, 512)
     found = {name: torch.randn(shape, generator=generator).mul(0.05).to(dtype) for name, shape in shapes.items()}
-    found[SMALL][:128, :128] = found[LARGE][300:301] = 0
+    found[SMALL][:128, :128] = found[LARGE][300:301] = found[EXPERTS][1, :128, :128] = found[EXPERTS][2] = 0
     found[SMALL][128:130] = -0.0
     return found
 
 
 def checkpoint(config, tensors, work=""):
-    """What an engine of this configuration should hold; scales in the dtype ``work``, or one that is usual for it."""
+    """What an engine of this configuration should hold; scales in the dtype ``work``, or one that is usual for it.
+
+    The router is in float32, and what else is not quantised in bfloat16.
+    """
     work = work or ("float8_e8m0fnu" if "scale_fmt" in config else "bfloat16")
     how, found = format_of(config, work), {}
     for name, tensor in tensors.items():
-        found |= made(how, name, tensor) if name in (SMALL, LARGE) else {name: tensor.to(torch.bfloat16, copy=True)}
-    scales = {name + how.names[1] for name in (SMALL, LARGE)}
+        dtype = torch.float32 if name == ROUTER else torch.bfloat16
+        found |= made(how, name, tensor) if name in QUANTISED else {name: tensor.to(dtype, copy=True)}
+    scales = {name + how.names[1] for name in QUANTISED}
     return {name: tensor.to(getattr(torch, work)) if name in scales else tensor for name, tensor in found.items()}
 
 
@@ -68,8 +75,8 @@ def test_an_engine_gets_what_its_checkpoint_would_hold(config, dtype):
             tensors[NORM].add_(1)
             tensors[LARGE].mul_(1.01)
             result = sender.push(tensors)
-            assert (result.quantised, result.not_finite) == (2, 0)
-            assert result.cast == (0 if dtype is torch.bfloat16 else 2)
+            assert (result.quantised, result.not_finite) == (3, 0)
+            assert result.cast == (1 if dtype is torch.bfloat16 else 2)  # the router; or the norm and the bias
             assert differing(engine, checkpoint(CONFIGS[config], tensors)) == []
 
 
@@ -90,7 +97,7 @@ def test_every_way_of_the_bytes(options, sealed):
     with serving(config, sealed) as engine, Sender([engine], **options) as sender:
         for _ in range(3):
             tensors[SMALL].mul_(1.01)
-            assert sender.push(tensors).quantised == 2
+            assert sender.push(tensors).quantised == 3
             assert differing(engine, checkpoint(config, tensors)) == []
 
 
@@ -101,7 +108,7 @@ def test_tensors_of_an_iterator_are_quantised_as_they_come(options):
         for seed in range(2):
             tensors = weights(torch.float32, seed)
             result = sender.push(iter(reversed(tensors.items())))
-            assert (result.quantised, result.cast) == (2, 2)
+            assert (result.quantised, result.cast) == (3, 2)
             assert differing(engine, checkpoint(config, tensors)) == []
         twice = [*tensors.items(), (SMALL + "_scale_inv", engine.served[SMALL + "_scale_inv"])]
         with pytest.raises(SourceError, match=rf"yielded {SMALL}_scale_inv twice"):
@@ -129,8 +136,28 @@ def test_a_push_in_the_background_is_quantised_before_the_trainer_goes_on():
         future = sender.push_async(tensors)
         for tensor in tensors.values():
             tensor.zero_()
-        assert future.result().quantised == 2
+        assert future.result().quantised == 3
         assert differing(engine, wanted) == []
+
+
+@pytest.mark.parametrize("verify", ["digest", "deep"])
+def test_a_delta_is_of_the_quantised_bytes(verify):
+    """Where the trainer's weights change by less than a bit of these, nothing crosses."""
+    config, tensors = CONFIGS["fp8, channel"], weights(torch.float32)
+    tensors[SMALL] = tensors[SMALL].bfloat16().float()  # the dtype of the scales, to which weights are rounded
+    with keen(), serving(config) as engine, Sender([engine], transport="nixl", verify=verify) as sender:
+        assert sender.push(tensors).delta is None
+        for row in range(2):
+            before = checkpoint(config, tensors)
+            tensors[SMALL].mul_(1 + 2**-20)
+            tensors[LARGE][row, :4] = 0
+            wanted = checkpoint(config, tensors)
+            assert [name for name in wanted if not same(before[name], wanted[name])] == [LARGE]
+            result = sender.push(tensors)
+            assert (result.delta.changed, result.delta.whole, result.delta.same) == (1, 0, len(wanted) - 1)
+            assert result.delta.nbytes < result.nbytes / 100
+            assert (result.quantised, result.verify) == (3, verify)
+            assert differing(engine, wanted) == []
 
 
 def test_a_quantised_checkpoint_is_pushed_as_it_is():
@@ -173,7 +200,7 @@ def test_scales_of_activations_stay_as_the_engine_has_them():
 
 def test_what_is_not_finite_is_counted_and_what_would_become_infinite_is_refused_by_name():
     config, tensors = CONFIGS["fp8, channel"], weights(torch.float32)
-    half = {name + "_scale": checkpoint(config, tensors, "float16")[name + "_scale"] for name in (SMALL, LARGE)}
+    half = {name + "_scale": checkpoint(config, tensors, "float16")[name + "_scale"] for name in QUANTISED}
     with serving(config, **half) as engine, Sender([engine]) as sender:
         for _ in range(3):
             sender.push(tensors)
@@ -269,6 +296,21 @@ def test_a_scale_that_the_push_makes_may_not_be_pushed_too():
             ManifestMismatch, match=rf"{SMALL}_scale_inv: a push makes these of the weights; leave them"
         ):
             sender.push(tensors)
+
+
+@pytest.mark.parametrize("config", ["fine-grained", "int4, group"])
+def test_a_draft_is_not_quantised_but_refused_by_name(config):
+    tensors = weights(torch.bfloat16)
+    draft = checkpoint(CONFIGS[config], tensors)
+    engine = Engine(tensors, None, draft=Adapter(draft, CONFIGS[config]))
+    with contextlib.closing(engine), Sender([engine]) as sender:
+        with pytest.raises(ManifestMismatch, match=rf"draft:{SMALL}: the draft .*is quantised, .* in bfloat16"):
+            sender.push(tensors, draft=tensors)
+        assert not any(tensor.float().any() for tensor in engine.served.values())
+        assert sender.push(tensors, draft=draft).quantised == 0
+        assert differing(engine, tensors) == []
+        drafted = engine.draft.state_dict()
+        assert all(same(drafted[name], tensor) for name, tensor in draft.items())
 
 
 def test_engines_of_other_formats_take_a_sender_each():

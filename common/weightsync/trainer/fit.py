@@ -115,6 +115,8 @@ def _converted(manifest: Sequence[TensorSpec], engines: Mapping[str, ExpectedRep
 
 
 _APART = "push to them with one sender each"
+#: dtypes of indices and masks, which a checkpoint that is not quantised may have too.
+_NOT_WEIGHTS = frozenset(("bool", "int64"))
 
 
 def _form(crossing: Crossing) -> str:
@@ -136,12 +138,14 @@ class Expecting:
         self._listed = {spec.name: spec for spec in (*reply.tensors, *drafted)}
 
     def crossing(self, spec: TensorSpec) -> Crossing:
-        """What crosses of a tensor. Raises `ManifestMismatch` if it cannot be quantised as the engine needs it."""
+        """What crosses of a tensor. Raises `ManifestMismatch` if it is not quantised as the engine needs it."""
         there = self._listed.get(spec.name)
         unlike = there.dtype not in CASTABLE if there is not None else self._has_parts_of(spec)
-        may = spec.dtype in CASTABLE and self._reply.quantization is not UNSET and not of_draft(spec.name)
-        if unlike and may and (made := self._quantised(spec)) is not None:
-            return made
+        if unlike and spec.dtype in CASTABLE:
+            if of_draft(spec.name):
+                self._check_draft(spec)
+            elif self._reply.quantization is not UNSET and (made := self._quantised(spec)) is not None:
+                return made
         dtype = self._dtype(spec)
         if dtype == spec.dtype:
             return (spec,), None
@@ -154,6 +158,19 @@ class Expecting:
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
         return frozenset(name.rpartition(".")[0] for name in self._listed)
+
+    def _check_draft(self, weight: TensorSpec) -> None:
+        """Raise `ManifestMismatch` for a draft model's weight where the engine has quantised values."""
+        if weight.name.rpartition(".")[0] in self._quantised_modules:
+            raise ManifestMismatch(
+                f"{weight.name}: the draft checkpoint of {self._url} is quantised, and a push quantises no draft; push "
+                "what that checkpoint has, or start the engine with a draft checkpoint in bfloat16 (docs/drafts.md)"
+            )
+
+    @functools.cached_property
+    def _quantised_modules(self) -> frozenset[str]:
+        whole = CASTABLE | _NOT_WEIGHTS
+        return frozenset(name.rpartition(".")[0] for name, spec in self._listed.items() if spec.dtype not in whole)
 
     def _dtype(self, spec: TensorSpec) -> str:
         """The dtype of the parameter that a tensor is copied to, or that of the engine's checkpoint.
