@@ -48,9 +48,12 @@ def test_a_draft_model_is_loaded_with_the_model(model_folder, tp):
         result = sender.push(second)
         assert set(result.kept) == {PREFIX + name for name in dict(draft.named_parameters())}
         stale = digests(sender)
+        sender.rollback()
+        assert digests(sender) == start
         sender.push(second, draft=draft)
         assert digests(sender) == stale
         sender.rollback()
+        assert digests(sender) == start
         with pytest.raises(ManifestMismatch, match="unknown to the engine: draft:"):
             sender.push(first, draft=first)
         (status,) = sender.status().values()

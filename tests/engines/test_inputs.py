@@ -14,7 +14,7 @@ from tests.sharded.conftest import Trainer
 from tools import models, servers
 from weightsync.errors import ManifestMismatch, UnsupportedOption
 
-from .conftest import ALL, NEW_TOKENS, PROMPT, assert_same, configurations
+from .conftest import ALL, NEW_TOKENS, PROMPT, assert_same, configurations, differ
 
 pytestmark = configurations(ALL)
 LAYER = "model.layers.1."
@@ -143,12 +143,15 @@ def test_what_has_changed_is_all_that_is_sent_elsewhere(served):
             state = {name: tensor.clone() if few else torch.randn_like(tensor) for name, tensor in b.items()}
             for tensor in state.values():
                 tensor.view(-1)[::97] *= -1
-            sender.push(state)
-            assert all(one != other for one, other in zip(served.digests(), want, strict=True))
+            version, before = sender.push(state).version, served.digests()
+            assert all(one != other for one, other in zip(before, want, strict=True))
             result = sender.push(b)  # as different from that as that was from this
             assert (result.delta is not None) == few
             assert served.digests() == want
-    assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+        assert_same(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
+        assert sender.rollback().version == version
+        assert (served.digests(), served.state().version) == (before, version)
+        assert differ(servers.greedy(served.server, PROMPT, NEW_TOKENS), served.fresh_b.short)
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])

@@ -1,4 +1,4 @@
-"""``python -m tests.trainers.adapted MODEL``: how models with adapters of PEFT are read; prints JSON."""
+"""``python -m tests.trainers.adapted MODEL``: how models with adapters of PEFT are read and pushed; prints JSON."""
 
 import json
 import sys
@@ -7,9 +7,11 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
+from weightsync import Sender
 from weightsync.errors import SourceError
 from weightsync.sources import open_source
 from weightsync.tensors.layout import digest_of
+from weightsync.testing import ReferenceInProcess
 
 
 def load(folder):
@@ -25,6 +27,16 @@ def read(model):
     return digest_of(sorted(zip((spec.name for spec in source.specs), source.tensors(), strict=True)))
 
 
+def served_after(model, folder):
+    """The digest of what an engine serves after a push of a model."""
+    engine = ReferenceInProcess(folder)
+    with Sender([engine]) as sender:
+        sender.push(model)
+        (status,) = sender.status(digest=True).values()
+    engine.close()
+    return status.ranks[0].digest
+
+
 def main():
     (folder,) = sys.argv[1:]
     lora = {"target_modules": ["q_proj"], "init_lora_weights": False}
@@ -37,6 +49,9 @@ def main():
         "no identity": source.identity() is None,
         "read again": source.reads(model),
     }
+    before = digest_of(model.state_dict().items())
+    seen["pushed"] = served_after(model, folder)
+    seen["left alone"] = digest_of(model.state_dict().items()) == before
     with model.disable_adapter():
         seen["disabled"] = read(model)
     model.merge_adapter()

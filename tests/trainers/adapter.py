@@ -1,7 +1,7 @@
-"""``python -m tests.trainers.adapter MODEL URL``: a PEFT model's adapter, pushed alone; prints JSON.
+"""``python -m tests.trainers.adapter MODEL ENGINE URL``: a PEFT model's adapter, pushed alone; prints JSON.
 
 Says whether it is what `save_pretrained` writes, how far the engine's logprobs are from the model's own, and how far
-from those of the model without its adapter; and what is refused.
+from those of the model without its adapter; whether the model is left alone; and what is refused.
 """
 
 import json
@@ -33,7 +33,7 @@ def refused(model):
 
 
 def main():
-    folder, url = sys.argv[1:]
+    folder, engine, url = sys.argv[1:]
     config = peft.LoraConfig(target_modules="all-linear", r=8, lora_alpha=4, init_lora_weights=False)
     torch.manual_seed(1)
     model = peft.get_peft_model(load(folder), config)
@@ -42,9 +42,11 @@ def main():
         model.save_pretrained(saved)
         again = open_lora(saved, "policy")
         seen["as saved"] = (read(source), source.adapter) == (read(again), again.adapter)
+    before = digest_of(model.state_dict().items())
     with Sender([url]) as sender:
         seen["lora"] = sender.push(model, lora="policy").lora
-    server = servers.Server("vllm", "policy", url, None, None)
+    seen["left alone"] = digest_of(model.state_dict().items()) == before
+    server = servers.Server(engine, folder, url, None, None, adapter="policy")
     tokens, logprobs = servers.greedy(server, PROMPT, NEW_TOKENS)
     own = models.reference_logprobs(model, PROMPT + tokens, len(PROMPT))
     with model.disable_adapter():

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.engines.conftest import BF16_ROUNDING
+from tests.lora.conftest import OPTIONS
 from tests.trainers.running import LAUNCHER, PACKAGES, check, pushes, run
 from tests.trainers.trainer import ADAPTED, KINDS, NEED_PACKAGES
 from tools import models, servers
@@ -46,6 +47,8 @@ def test_the_engines_hold_what_a_plain_model_would_give_them(kind, model_folder)
 def test_adapters_are_merged_as_peft_merges_them_or_refused(model_folder):
     (seen,) = run("tests.trainers.adapted", str(model_folder("llama", 0)), packages=PACKAGES)
     assert seen["merged"] == seen["merged by the user"] != seen["plain"] == seen["disabled"]
+    assert seen["pushed"] == seen["merged"]
+    assert seen["left alone"]
     assert seen["no identity"]
     assert seen["read again"]
     assert "has adapters of the kind IA3; merge adapters first" in seen["IA3"]
@@ -58,12 +61,14 @@ def test_adapters_are_merged_as_peft_merges_them_or_refused(model_folder):
 
 
 @pytest.mark.frameworks
-def test_the_adapter_of_a_peft_model_is_served_alone(model_folder):
-    options = ["--enable-lora", "--max-lora-rank", "8"]
-    with servers.start("vllm", model_folder("llama", 0), args=options) as started:
-        (seen,) = run("tests.trainers.adapter", str(model_folder("llama", 0)), started.url, packages=PACKAGES)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_adapter_of_a_peft_model_is_served_alone(engine, model_folder):
+    folder = str(model_folder("llama", 0))
+    with servers.start(engine, folder, args=OPTIONS[engine]) as started:
+        (seen,) = run("tests.trainers.adapter", folder, engine, started.url, packages=PACKAGES)
     assert seen["as saved"]
     assert seen["lora"] == "policy"
+    assert seen["left alone"]
     assert seen["apart"] <= 2 * BF16_ROUNDING < seen["without"] / 2
     named = {"two": "2 adapters are active", "DoRA": "use_dora", "IA3": "of the kind IA3", "plain": "push a PEFT model"}
     assert all(text in seen["refused"][name] for name, text in named.items()), seen["refused"]
