@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.engines.conftest import BF16_ROUNDING
+from tests.engines.conftest import BF16_ROUNDING, apart
 from tests.in_process import doors
 from tests.trainers import running
 from tools import models, versions
@@ -93,4 +93,4 @@ def test_the_engines_in_actors_serve_what_was_pushed(engine, door, kind, folders
     served = [models.load_reference(folder) for folder in folders]
     for number, (tokens, logprobs) in enumerate([seen["first"], *seen["answers"]]):
         wanted = models.reference_logprobs(served[number % 2], [*doors.PROMPT, *tokens], len(doors.PROMPT))
-        assert max(abs(ours - theirs) for ours, theirs in zip(logprobs, wanted, strict=True)) <= BF16_ROUNDING
+        assert apart(logprobs, wanted) <= BF16_ROUNDING
