@@ -52,7 +52,9 @@ class SglangAdapter:
         """The model's own loader, inside a begin/end session."""
         model: Any = self._runner.model
         around = functools.partial(compat_loading.written_by_others, self._runner)
-        return LoaderHooks(model, model.load_weights, around, compat_standby.movable(self._scheduler))
+        movable = compat_standby.movable(self._scheduler)
+        standby = functools.partial(compat_standby.hooks, self._scheduler, self._runner)
+        return LoaderHooks(model, model.load_weights, around, movable, standby)
 
     def lora_hooks(self) -> LoraHooks:
         """SGLang's own LoRA, if it was started with that."""
@@ -60,7 +62,7 @@ class SglangAdapter:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Through SGLang's begin/end session."""
-        compat_loading.load(self._runner, weights)
+        compat_loading.load(self._runner.weight_updater, weights)
 
     def digest(self) -> str:
         """The digest of every parameter and buffer."""

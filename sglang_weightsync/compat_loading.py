@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -76,34 +77,39 @@ def _kinds(model: torch.nn.Module) -> set[type]:
     return found
 
 
-def load(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load a whole checkpoint in one begin/end session.
+def load(updater: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load a whole checkpoint in one begin/end session, by the ``weight_updater`` of a runner.
 
     The session is opened on the runner itself: it begins and ends within one call of the scheduler's handler, so
     nothing can come in between, and a rank that fails leaves no other waiting in the session's barrier.
     """
-    with _session(runner, run_post_load=False):
-        loaded, message = runner.weight_updater.load_weights_from_distributed(weights)
+    with _session(updater, run_post_load=False):
+        loaded, message = updater.load_weights_from_distributed(weights)
         if not loaded:
             raise RuntimeError(message)
 
 
 @contextlib.contextmanager
-def _session(runner: Any, *, run_post_load: bool) -> Iterator[None]:
+def _session(updater: Any, *, run_post_load: bool) -> Iterator[None]:
     """Weights may be written inside. The session also ends if the load fails, so that the next load can begin one."""
-    runner.weight_updater.begin_weight_update()
+    updater.begin_weight_update()
     try:
         yield
     except BaseException:
         with contextlib.suppress(Exception):  # half-loaded weights may not survive its checks
-            runner.weight_updater.end_weight_update(run_post_load=False)
+            updater.end_weight_update(run_post_load=False)
         raise
-    runner.weight_updater.end_weight_update(run_post_load=run_post_load)
+    updater.end_weight_update(run_post_load=run_post_load)
 
 
 def written_by_others(runner: Any) -> AbstractContextManager[None]:
     """The steps of SGLang around a load plan's writes, which do not go through the loader."""
-    return _session(runner, run_post_load=True)
+    return _session(runner.weight_updater, run_post_load=True)
+
+
+def updater_of(runner: Any, model: torch.nn.Module) -> Any:
+    """What loads into ``model`` as the runner's own ``weight_updater`` does into the served model."""
+    return dataclasses.replace(runner.weight_updater, get_model=lambda: model)
 
 
 def digest(runner: Any) -> str:
@@ -122,12 +128,14 @@ def differing(runner: Any, weights: Iterable[tuple[str, torch.Tensor]], device: 
     Builds a second instance of the model for the time of the call, which takes the memory of both.
     """
 
-    def make() -> torch.nn.Module:
-        # A scheduler handles requests in inference mode, but the served model was built outside of it.
-        with torch.inference_mode(False), _apart_from_live(device):
-            return _fresh_model(runner, weights)
+    return fresh_model.differing(runner.model, lambda: fresh(runner, weights, device), _weights, device)
 
-    return fresh_model.differing(runner.model, make, _weights, device)
+
+def fresh(runner: Any, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> torch.nn.Module:
+    """A second instance of a runner's model, that shares nothing with the first."""
+    # A scheduler handles requests in inference mode, but the served model was built outside of it.
+    with torch.inference_mode(False), _apart_from_live(device):
+        return _fresh_model(runner, weights)
 
 
 def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:

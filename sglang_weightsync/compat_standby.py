@@ -1,18 +1,26 @@
-"""As `compat`: whether the weights of a scheduler's model may lie elsewhere after each push."""
+"""As `compat`: whether the weights of a scheduler may lie elsewhere after each push, and a second set of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
-from sglang_weightsync import compat
-from weightsync.engine.adapter import Movable, no_room
+import torch
+
+from sglang_weightsync import compat, compat_loading
+from weightsync.engine.adapter import Movable, StandbyHooks, no_room
 from weightsync.engine.exchange.pairs import Rules
+from weightsync.engine.exchange.slices import TORCH, Setting
 
 #: Attributes of a scheduler that are used for its standby.
 _SCHEDULER: Final = (
     *("server_args.enable_torch_compile", "server_args.tp_size", "server_args.dp_size", "server_args.pp_size"),
     "server_args.nnodes",
 )
+#: Attributes of a runner with which its own loader loads another model.
+_RUNNER: Final = ("weight_updater.get_model", "weight_updater.__dataclass_fields__")
+#: Of Gemma's norms: one plus their weight.
+_COMPUTED: Final = frozenset(("gemma_weight",))
 #: Packages of objects that hold no weights.
 _APART: Final = ("sglang.srt.configs.", "sglang.srt.distributed.", "transformers.", "torch.distributed.", "logging")
 
@@ -27,7 +35,46 @@ def movable(scheduler: Any) -> Movable | str:
     if args.enable_torch_compile:
         return "--enable-torch-compile: compiled code may know where the weights lie"
     ranks = int(args.tp_size * args.dp_size * args.pp_size) // int(args.nnodes)
-    return Movable(max(ranks, 1), Rules(apart=_is_apart), lambda: no_room(compat.asleep(scheduler)))
+    return Movable(max(ranks, 1), Rules(apart=_is_apart, computed=_COMPUTED), lambda: no_room(compat.asleep(scheduler)))
+
+
+def hooks(scheduler: Any, runner: Any) -> StandbyHooks | str:
+    """How a second model is made, and loaded by SGLang's own loader; or why there is none."""
+    found = movable(scheduler)
+    if isinstance(found, str):
+        return found
+    lacking = compat.lacking_for_deep(scheduler) or compat.SGLANG.check_object(runner, _RUNNER)
+    if reason := lacking or found.lacks():
+        return reason
+    if getattr(runner, "lora_manager", None) is not None:
+        return "--enable-lora: the layers of a second model have none for adapters around them"
+    live: torch.nn.Module = runner.model
+    device = compat.device_of(scheduler)
+
+    def make(weights: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
+        return compat_loading.fresh(runner, weights, device)
+
+    def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        compat_loading.load(compat_loading.updater_of(runner, model), weights)
+
+    def discard(model: torch.nn.Module) -> None:
+        # Its parameters, by what loads them, and its layers refer to each other.
+        for module in set(model.modules()).difference(live.modules()):
+            vars(module).clear()
+
+    nbytes = sum(tensor.nbytes for tensor in (*live.parameters(), *live.buffers()))
+    return StandbyHooks(live, nbytes, make, load, lambda: None, discard, found.ranks, found.rules, _settings())
+
+
+def _settings() -> tuple[Setting, ...]:
+    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
+    from sglang.srt.utils.offloader import get_offloader, set_offloader
+
+    def set_tables(found: dict[Any, Any]) -> None:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(found)
+
+    return (*TORCH, Setting(lambda: dict(_ROPE_DICT), set_tables), Setting(get_offloader, set_offloader))
 
 
 def _is_apart(found: object) -> bool:

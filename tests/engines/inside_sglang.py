@@ -194,7 +194,7 @@ def loads():
     said["drafts"] = compat_loading.draft_runner(scheduler).model is models["draft"]
     said["no drafts"] = compat_loading.draft_runner(scheduler_of({"target": Model()}))
     try:
-        compat_loading.load(compat_loading.runners(scheduler, "target")[0], [])
+        compat_loading.load(compat_loading.runners(scheduler, "target")[0].weight_updater, [])
     except RuntimeError as error:
         said["error"] = str(error)
     method = models["target"].inner.quant_method

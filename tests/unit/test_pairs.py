@@ -70,6 +70,13 @@ def test_everything_that_can_be_reached_is_exchanged_once():
     assert (one.seen(), other.seen()) == before
 
 
+def test_a_buffer_that_is_computed_of_weights_is_exchanged_with_them():
+    one, other = Layer(1), Layer(2)
+    other.angles += 1
+    Pairs(one, other, Rules(computed=frozenset({"angles"}))).exchange()
+    assert (one.angles.tolist(), other.angles.tolist()) == ([1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0])
+
+
 def change(what):
     """A change of one of two models, by the difference that is named."""
 

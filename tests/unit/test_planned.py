@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.loaders import AdapterOf, Model, bits, by_name, scattered
 from tests.unit.standbys import NAMES, checkpoint, push, ready, stage_of
-from weightsync.engine.adapter import LoaderHooks, Movable, no_room
+from weightsync.engine.adapter import LoaderHooks, Movable, StandbyHooks, no_room
 from weightsync.engine.exchange import swap as swapping
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.loading.loader import Loading
@@ -208,6 +208,48 @@ def opaque(adapter):
 
 def unknown_room(adapter):
     adapter.movable = Movable(ranks=1 << 40)
+
+
+class Both(Moves):
+    """With a second model for a loader that no plan replaces."""
+
+    def __init__(self):
+        super().__init__(by_name_but_half_of_one)
+        self.model.views.pop()  # members of a set cannot be paired
+        self.made = 0
+
+    def loader_hooks(self):
+        return super().loader_hooks()._replace(standby=self.hooks)
+
+    def hooks(self):
+        return StandbyHooks(self.model, 1, self.make, by_name, lambda: None, lambda model: None)
+
+    def make(self, weights):
+        self.made += 1
+        made = type(self)().model
+        by_name(made, weights)
+        return made
+
+
+def test_what_no_plan_can_fill_is_loaded_into_a_second_model():
+    adapter = Both()
+    loading = Loading(adapter)
+    for content in (1, 2, 3):
+        push(loading, content)
+        held = dict(adapter.model.named_parameters())
+        assert all(bits(tensor) == bits(held[name]) for name, tensor in checkpoint(content).items())
+    assert (adapter.made, adapter.loads) == (1, 0)
+    assert loading.path == "into a standby, by the engine's own loader, and exchanged"
+    assert loading.standby.holds_before()
+
+
+def test_where_weights_stay_the_plan_is_replayed_for_what_it_can():
+    adapter = Both()
+    adapter.movable = "graphs"
+    loading = Loading(adapter)
+    for content in (1, 2, 3):
+        push(loading, content)
+    assert (adapter.made, loading.path.partition(",")[0]) == (0, "load plan")
 
 
 def asleep(adapter):

@@ -54,7 +54,7 @@ class LoaderHooks(NamedTuple):
     movable: Movable | str = ""
     """Whether the weights may lie elsewhere after a push; or why not, empty where an engine never moves them."""
     standby: Callable[[], StandbyHooks | str] = str
-    """See `Sealed.standby`; used if no load plan is possible."""
+    """See `Sealed.standby`; used if no load plan is possible, or one that cannot fill a standby of movable weights."""
 
 
 class StandbyHooks(NamedTuple):

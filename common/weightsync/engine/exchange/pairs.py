@@ -44,6 +44,8 @@ class Rules(NamedTuple):
     """Whether an object, such as a configuration, holds no weights."""
     inner: Callable[[object], object] = lambda found: found
     """What is compared instead of an object that an engine has put around another one while it serves."""
+    computed: frozenset[str] = frozenset()
+    """Names of buffers that no checkpoint has and that an engine computes of weights when it loads them."""
 
 
 class Pairs(Swap):
@@ -119,10 +121,12 @@ class Pairs(Swap):
                 yield name, getattr(one, name, None), getattr(other, name, None)
 
     def _compare_tables(self, place: str, one: torch.nn.Module, other: torch.nn.Module) -> None:
-        """Buffers that no checkpoint has are made anew, or noted while a model serves: they must not differ."""
-        for name in one._non_persistent_buffers_set & other._non_persistent_buffers_set:
+        """Buffers that no checkpoint has are made anew, or noted while a model serves: they must not differ, unless
+        they are computed of weights."""
+        names = one._non_persistent_buffers_set & other._non_persistent_buffers_set
+        for name in names - self._rules.ignored - self._rules.computed:
             left, right = one._buffers.get(name), other._buffers.get(name)
-            if left is not None and right is not None and name not in self._rules.ignored and not _equal(left, right):
+            if left is not None and right is not None and not _equal(left, right):
                 raise Unlike(f"{place}.{name}, which is in no checkpoint, is not the same in both")
 
     def _of_mapping(self, place: str, one: Any, other: Any) -> Iterator[tuple[Hashable, Any, Any]]:

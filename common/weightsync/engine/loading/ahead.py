@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy
 import torch
 
-from weightsync.engine.adapter import Adapter, LoaderHooks
+from weightsync.engine.adapter import Adapter, LoaderHooks, Movable
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import Sliced, Unfinished
 from weightsync.engine.loading.complete import Complete
+from weightsync.engine.loading.fake_tensor import Unrecordable
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.planned import Planned
 from weightsync.engine.loading.sliced_recording import SlicedRecording
@@ -32,6 +34,8 @@ class Ahead:
         self._name, self._layout = "", Layout(())
         self._recorded: LoadPlan | None = None
         self._recording: SlicedRecording[LoadPlan] | None = None
+        #: A model, by a weak reference, whose plan could not fill a standby that its own loader can; and why.
+        self._unfit: tuple[weakref.ref[torch.nn.Module], str] | None = None
         self.longest_call = ""
         """As `Standby.longest_call`, of the recording."""
 
@@ -81,9 +85,11 @@ class Ahead:
     def _record(self, recording: SlicedRecording[LoadPlan]) -> None:
         try:
             self._recorded = recording.result(self._adapter.rank)
+            self._check(self._recorded)
         except Unfinished:
             raise
         except Exception as error:
+            self._recorded = None
             logger.info("the loader cannot be recorded before the first push: %s", error)
         self._recording, self.longest_call = None, recording.stood_still
 
@@ -94,15 +100,35 @@ class Ahead:
             self._recording = None
 
     def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:
-        """The plan for a push: as recorded before, if that has the same tensors, or now. Raises as `LoadPlan`."""
+        """The plan for a push: as recorded before, if that has the same tensors, or now.
+
+        Raises as `LoadPlan`, and `Unrecordable` for one that cannot fill a standby where the engine's loader can.
+        """
         self.stop()
+        if self._unfit is not None and self._unfit[0]() is hooks.model:
+            raise Unrecordable(self._unfit[1])
         found, self._recorded = self._recorded, None
         holds = found is not None and found.memory.model is hooks.model and found.memory.is_unmoved()
         if found is None or not holds or set(found.layout.specs) != set(layout.specs):
-            return LoadPlan(hooks, layout, self._adapter.device)
+            plan = LoadPlan(hooks, layout, self._adapter.device)
+            self._check(plan)
+            return plan
         plan = found.relaid(layout)
         self._standby.follow(plan)
         return plan
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Raise `Unrecordable` for a plan that cannot fill a standby of movable weights where the engine's loader can:
+        by that, weights are loaded before the pause."""
+        hooks = self._adapter.loader_hooks()
+        if not isinstance(hooks, LoaderHooks) or not isinstance(hooks.movable, Movable):
+            return
+        try:
+            plan.written()
+        except Unrecordable as error:
+            if not isinstance(hooks.standby(), str):
+                self._unfit = weakref.ref(hooks.model), str(error)
+                raise
 
 
 def _zeros(entry: Entry, device: torch.device) -> torch.Tensor:
