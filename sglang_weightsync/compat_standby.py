@@ -19,10 +19,15 @@ _SCHEDULER: Final = (
 )
 #: Attributes of a runner with which its own loader loads another model.
 _RUNNER: Final = ("weight_updater.get_model", "weight_updater.__dataclass_fields__")
+#: Which of its methods a layer calls, as it finds out when it is first called.
+_IGNORED: Final = frozenset(("_forward_method", "_original_forward_method"))
 #: Of Gemma's norms: one plus their weight.
 _COMPUTED: Final = frozenset(("gemma_weight",))
 #: Packages of objects that hold no weights.
-_APART: Final = ("sglang.srt.configs.", "sglang.srt.distributed.", "transformers.", "torch.distributed.", "logging")
+_APART: Final = (
+    *("sglang.srt.configs.", "sglang.srt.distributed.", "transformers.", "torch.distributed.", "logging"),
+    "sglang.srt.layers.layer_boundary.",  # what a layer does before and after its norms, decided when it first serves
+)
 
 
 def movable(scheduler: Any) -> Movable | str:
@@ -35,7 +40,9 @@ def movable(scheduler: Any) -> Movable | str:
     if args.enable_torch_compile:
         return "--enable-torch-compile: compiled code may know where the weights lie"
     ranks = int(args.tp_size * args.dp_size * args.pp_size) // int(args.nnodes)
-    return Movable(max(ranks, 1), Rules(apart=_is_apart, computed=_COMPUTED), lambda: no_room(compat.asleep(scheduler)))
+    return Movable(
+        max(ranks, 1), Rules(_IGNORED, _is_apart, computed=_COMPUTED), lambda: no_room(compat.asleep(scheduler))
+    )
 
 
 def hooks(scheduler: Any, runner: Any) -> StandbyHooks | str:
