@@ -80,8 +80,8 @@ def _kinds(model: torch.nn.Module) -> set[type]:
 def load(updater: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load a whole checkpoint in one begin/end session, by the ``weight_updater`` of a runner.
 
-    The session is opened on the runner itself: it begins and ends within one call of the scheduler's handler, so
-    nothing can come in between, and a rank that fails leaves no other waiting in the session's barrier.
+    It is not a session of SGLang's requests: it begins and ends within one call of the scheduler's handler, so nothing
+    can come in between, and a rank that fails leaves no other waiting in a barrier.
     """
     with _session(updater, run_post_load=False):
         loaded, message = updater.load_weights_from_distributed(weights)

@@ -235,8 +235,8 @@ class Driver:
             engine = self.engines.by_url[url]
             noticed, engine.noticed = tuple(engine.noticed), []
             reason = "; ".join(filter(None, (engine.reason, engine.interfaces and f"over {engine.interfaces}")))
-            how, loading = (engine.transport, reason), reply.loading or ()
-            results[url] = EngineResult(reply.pause_s, reply.seconds, *how, noticed, loading)
+            loading = reply.loading or ()
+            results[url] = EngineResult(reply.pause_s, reply.seconds, engine.transport, reason, noticed, loading)
         return results
 
     def _noted(self, results: dict[str, EngineResult]) -> dict[str, EngineResult]:

@@ -84,12 +84,12 @@ class Ahead:
 
     def _record(self, recording: SlicedRecording[LoadPlan]) -> None:
         try:
-            self._recorded = recording.result(self._adapter.rank)
-            self._check(self._recorded)
+            plan = recording.result(self._adapter.rank)
+            self._check(plan)
+            self._recorded = plan
         except Unfinished:
             raise
         except Exception as error:
-            self._recorded = None
             logger.info("the loader cannot be recorded before the first push: %s", error)
         self._recording, self.longest_call = None, recording.stood_still
 
