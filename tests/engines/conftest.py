@@ -62,6 +62,10 @@ class Served:
         with self.sender() as sender:
             return sender.status()[self.server.url]
 
+    def loading(self):
+        """How each rank loads."""
+        return [rank.loading for rank in self.state().ranks]
+
     def digests(self):
         """The digest of each rank's weights."""
         with self.sender() as sender:

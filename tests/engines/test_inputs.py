@@ -85,12 +85,17 @@ def test_a_layer_that_the_trainer_lacks_stays_as_the_engine_has_it(served):
     ],
 )
 def test_what_cannot_be_left_is_refused_by_name(served, options, lacks, error, said):
-    served.push(served.a)
+    for folder in (served.a, served.b, served.a):
+        served.push(folder)
+    ways = served.loading()
     before, b = served.digests(), load_file(served.b / "model.safetensors")
     pushed = {name: tensor for name, tensor in b.items() if not name.startswith(LAYER + lacks)}
     with served.sender(**options) as sender, pytest.raises(error, match=said):
         sender.push(pushed, allow_missing=[f"{LAYER}*"])
     assert served.digests() == before
+    for folder in (served.b, served.a):
+        served.push(folder)
+    assert served.loading() == ways
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,10 @@ from .conftest import ALL, NEW_TOKENS, PROMPT, assert_same, configurations, is_p
 pytestmark = configurations(ALL)
 
 
-def loading(served):
-    return [rank.loading for rank in served.state().ranks]
-
-
 def test_every_rank_reports_how_it_loads(served):
     for folder in (served.a, served.b, served.a):
         (result,) = served.push(folder).engines.values()
-    ways = loading(served)
+    ways = served.loading()
     assert len(ways) == served.tp
     assert result.loading == tuple(dict.fromkeys(ways))
     if not is_plain(served.server.engine, served.kind):
@@ -74,9 +70,9 @@ def test_tensors_in_another_order_are_loaded(served):
 
 def test_a_refused_push_leaves_the_load_plan_unchanged(served):
     served.push(served.a)
-    before, ways = served.digests(), loading(served)
+    before, ways = served.digests(), served.loading()
     weights = load_file(served.b / "model.safetensors")
     weights["model.extra.weight"] = weights["model.norm.weight"].clone()
     with served.sender() as sender, pytest.raises(ManifestMismatch, match=r"unknown to the engine: model\.extra"):
         sender.push(weights)
-    assert (served.digests(), loading(served)) == (before, ways)
+    assert (served.digests(), served.loading()) == (before, ways)

@@ -15,7 +15,7 @@ from weightsync.engine.exchange import swap as swapping
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.stage import Staged
-from weightsync.errors import TransferFailed
+from weightsync.errors import ManifestMismatch, TransferFailed
 from weightsync.memory import arenas
 from weightsync.tensors.layout import spec_of
 
@@ -241,6 +241,31 @@ def test_what_no_plan_can_fill_is_loaded_into_a_second_model():
     assert (adapter.made, adapter.loads) == (1, 0)
     assert loading.path == "into a standby, by the engine's own loader, and exchanged"
     assert loading.standby.holds_before()
+
+
+def fused(model, weights):
+    """Half of the last layer's weight comes with another tensor."""
+    for name, tensor in weights:
+        if name == "layer_9":
+            model.layer_9.data[:15].copy_(tensor[:15])
+        else:
+            model.get_parameter(name).data.copy_(tensor)
+        if name == "layer_8":
+            model.layer_9.data[15:].copy_(tensor[15:])
+
+
+def test_a_push_that_is_refused_takes_no_plan_from_those_after_it():
+    adapter = Both()
+    adapter._load = fused
+    loading = Loading(adapter)
+    push(loading, 1)
+    manifest = [spec_of(*pair) for pair in checkpoint(2).items() if pair[0] != "layer_8"]
+    with pytest.raises(ManifestMismatch, match="layer_8 cannot be left"):
+        loading.accept(manifest, kept=("layer_8",))
+    push(loading, 3)
+    assert loading.path.startswith("load plan,")
+    assert loading.path.endswith(", into a standby")
+    assert (adapter.made, adapter.loads) == (0, 0)
 
 
 def test_where_weights_stay_the_plan_is_replayed_for_what_it_can():

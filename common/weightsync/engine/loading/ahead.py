@@ -99,19 +99,21 @@ class Ahead:
             self._recording.stop()
             self._recording = None
 
-    def plan(self, hooks: LoaderHooks, layout: Layout) -> LoadPlan:
+    def plan(self, hooks: LoaderHooks, layout: Layout, *, whole: bool) -> LoadPlan:
         """The plan for a push: as recorded before, if that has the same tensors, or now.
 
-        Raises as `LoadPlan`, and `Unrecordable` for one that cannot fill a standby where the engine's loader can.
+        Raises as `LoadPlan`, and `Unrecordable` for one of a ``whole`` push that cannot fill a standby where the
+        engine's loader can; what a push leaves out says nothing about the model.
         """
         self.stop()
-        if self._unfit is not None and self._unfit[0]() is hooks.model:
+        if whole and self._unfit is not None and self._unfit[0]() is hooks.model:
             raise Unrecordable(self._unfit[1])
         found, self._recorded = self._recorded, None
         holds = found is not None and found.memory.model is hooks.model and found.memory.is_unmoved()
         if found is None or not holds or set(found.layout.specs) != set(layout.specs):
             plan = LoadPlan(hooks, layout, self._adapter.device)
-            self._check(plan)
+            if whole:
+                self._check(plan)
             return plan
         plan = found.relaid(layout)
         self._standby.follow(plan)

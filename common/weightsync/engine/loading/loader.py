@@ -116,7 +116,7 @@ class Loading:
         later = not kept and (plan := self._trusted(layout)) is not None and not plan.subset.name
         if layout is not None and (later or not self._record_if_changed(layout, push)):
             return layout
-        self._layout = None
+        self._layout, self._kept = None, kept
         if layout is None:
             self._complete.check(manifest, kept)
             layout = layout_of(manifest, domains)
@@ -125,7 +125,7 @@ class Loading:
         stays = self._complete.check_recorded(self._plan, self._hooks, manifest, self._why, kept)
         unwritten = {name: bits for name, bits in self._accepted.unwritten.items() if name not in stays.parameters}
         self._accepted = structs.replace(self._accepted, unwritten=unwritten, kept=stays.digests)
-        self._kept, self._layout = kept, layout
+        self._layout = layout
         return layout
 
     def expected(self) -> ExpectedReply:
@@ -153,7 +153,7 @@ class Loading:
                 self._machine.move("sealed")
                 return
             with uncollected():
-                self._plan = self.ahead.plan(hooks, layout)
+                self._plan = self.ahead.plan(hooks, layout, whole=not self._kept)
                 self._accepted, self._filled = self._complete.left_out(self._plan)
             self._hooks = hooks
             self._machine.move("recorded")
