@@ -7,12 +7,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: Where layers have experts, which transformers holds as parameters: PEFT's adapters of layers leave those alone.
+ATTENTION = TARGETS[:4]
 RANK, ALPHA = 8, 16
 
 
-def make_adapter(folder, model, *, seed, rank=RANK, targets=TARGETS, change=None, **config):
+def targets_of(model):
+    """The layers that an adapter for a model's folder has by default."""
+    experts = any(name.startswith("num_experts") for name in json.loads((model / "config.json").read_text()))
+    return ATTENTION if experts else TARGETS
+
+
+def make_adapter(folder, model, *, seed, rank=RANK, targets=None, change=None, **config):
     """Write an adapter for a model's folder; ``change`` may change its tensors, ``config`` what PEFT says of it."""
     generator = torch.Generator().manual_seed(seed)
+    targets = targets_of(model) if targets is None else targets
     tensors = {}
     with safe_open(model / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - no mapping

@@ -24,7 +24,7 @@ import psutil
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from tests.engines.conftest import BF16_ROUNDING, apart
+from tests.engines.conftest import BF16_ROUNDING
 from tests.ray import actors
 from tests.ray.run import PACKAGES, RESTARTS, in_environment_of, local_ray, remote
 from tools import models
@@ -44,26 +44,26 @@ class Served:
     def __init__(self, folders):
         self.models = [models.load_reference(folder) for folder in folders]
 
+    def _off(self, prompt, answer):
+        """How far the logprob of each token is from that of each model."""
+        tokens, logprobs = answer
+        found = []
+        for model in self.models:
+            own = models.reference_logprobs(model, [*prompt, *tokens], len(prompt))
+            found.append([abs(ours - theirs) for ours, theirs in zip(logprobs, own, strict=True)])
+        return found
+
     def check(self, prompt, answer):
         """Raise AssertionError unless an answer comes from one model, or, as its request was in flight when a push
         committed, its first tokens from one and the others from the other."""
-        tokens, logprobs = answer
-        off = []
-        for model in self.models:
-            own = models.reference_logprobs(model, [*prompt, *tokens], len(prompt))
-            off.append([abs(ours - theirs) for ours, theirs in zip(logprobs, own, strict=True)])
-        ways = [first[:at] + then[at:] for first, then in (off, off[::-1]) for at in range(len(tokens) + 1)]
+        off = self._off(prompt, answer)
+        ways = [first[:at] + then[at:] for first, then in (off, off[::-1]) for at in range(len(off[0]) + 1)]
         nearest = min(map(statistics.mean, ways))
         assert nearest <= BF16_ROUNDING, f"an answer of neither model: {nearest:.2f} off, {answer}"
 
     def by(self, prompt, answer):
         """The number of the model; raises AssertionError if it is neither."""
-        tokens, logprobs = answer
-        near = [
-            number
-            for number, model in enumerate(self.models)
-            if apart(logprobs, models.reference_logprobs(model, [*prompt, *tokens], len(prompt))) <= BF16_ROUNDING
-        ]
+        near = [number for number, off in enumerate(self._off(prompt, answer)) if statistics.mean(off) <= BF16_ROUNDING]
         assert len(near) == 1, f"an answer of {len(near)} models: {answer}"
         return near[0]
 
