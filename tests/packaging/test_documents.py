@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from sglang_weightsync import compat_config as sglang_config
+from sglang_weightsync.compat import SGLANG
 from tests.documents import (
     DOCUMENTS,
     OTHERS,
@@ -24,8 +25,10 @@ from tests.documents import (
     table,
 )
 from vllm_weightsync import compat_config as vllm_config
+from vllm_weightsync.compat import VLLM
 from weightsync import EngineResult, PushResult, Sender, errors
 from weightsync.engine.routes import admin_routes
+from weightsync.integrations import verl
 from weightsync.protocol import http
 from weightsync.protocol.states import ENGINE
 from weightsync.trainer.buckets import Staging
@@ -42,7 +45,14 @@ VALUES = {
 }
 
 
-# --- lengths, links, files
+# --- versions, lengths, links, files
+
+
+def test_the_versions_are_those_that_are_known():
+    assert f"written for vLLM {VLLM.tested}, SGLang {SGLANG.tested} " in read("docs/versions.md")
+    page, (known,) = read("docs/integrations/verl.md"), verl.VERSIONS
+    assert f"\n| verl {known} installs, as extras |" in page
+    assert f"\n| `weightsync` pushes into | {VLLM.tested} | none |" in page
 
 
 def test_the_readme_opens_with_the_status_table():

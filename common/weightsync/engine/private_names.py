@@ -23,6 +23,7 @@ class PrivateNames:
 
     def __init__(self, engine: str, module: str, oldest: str, newest: str):
         self._engine, self._module, self._oldest, self._newest = engine, module, oldest, newest
+        self.tested = f"{oldest} to {newest}"
 
     def version(self) -> str:
         """The installed version of the engine."""
@@ -33,8 +34,8 @@ class PrivateNames:
         if self._nearest() == self.version():
             return ""
         return (
-            f"weightsync was never tested with {self._engine} {self.version()}, only with {self._oldest} to "
-            f"{self._newest}; it is tried, because every name that it uses is there"
+            f"weightsync was never tested with {self._engine} {self.version()}, only with {self.tested}; "
+            f"it is tried, because every name that it uses is there"
         )
 
     def _nearest(self) -> str:
@@ -56,7 +57,7 @@ class PrivateNames:
         if not gone:
             return ""
         nearest = self._nearest()
-        needs = nearest if nearest != self.version() else f"{self._oldest} to {self._newest}"
+        needs = nearest if nearest != self.version() else self.tested
         return f"weightsync needs {self._engine} {needs}; {self._engine} {self.version()} lacks {', '.join(gone)}"
 
 
