@@ -1,9 +1,11 @@
 """Engines whose loader packs, checkpoints for them, and pushes into a standby."""
 
+import contextlib
+
 import torch
 
-from tests.unit.loaders import AdapterOf, Model, bits
-from weightsync.engine.adapter import Sealed, StandbyHooks
+from tests.unit.loaders import AdapterOf, Model, bits, by_name
+from weightsync.engine.adapter import LoaderHooks, Movable, Sealed, StandbyHooks
 from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.stage import Staged
 from weightsync.tensors.layout import spec_of
@@ -63,6 +65,63 @@ class Packs(AdapterOf):
             )
         ]
         return found
+
+
+class Slotted:
+    """Holds a tensor without a dictionary."""
+
+    __slots__ = ("held",)
+
+
+class Moves(AdapterOf):
+    """Everything that refers to the first layer's weight: another name, views, containers, a closure, an object."""
+
+    def __init__(self, load=by_name):
+        model = Model({name: torch.zeros(30, 4) for name in NAMES})
+        super().__init__(model, load, [spec_of(*pair) for pair in checkpoint(0).items()])
+        first = model.layer_0
+        model.tied = first
+        model.views = [first.data[3:5], {"row": first.data[7]}, (first.data.T,), {first.data[8]}]
+        model.computes = lambda: first.data.sum()  # noqa: PLW0108 - a closure
+        model.slotted = Slotted()
+        model.slotted.held = first.data.view(-1)
+        self.movable, self.around, self.loads = Movable(), contextlib.nullcontext, 0
+
+    def loader_hooks(self):
+        return LoaderHooks(self.model, super().load, lambda: self.around(), self.movable)  # noqa: PLW0108 - it changes
+
+    def load(self, weights):
+        self.loads += 1
+        super().load(weights)
+
+    def holds(self):
+        """The content that the served model has, wherever one looks."""
+        (found,) = [
+            content
+            for content in range(10)
+            if all(bits(tensor) == bits(self.model.get_parameter(name)) for name, tensor in checkpoint(content).items())
+        ]
+        first, model = checkpoint(found)["layer_0"], self.model
+        (row,) = model.views[3]
+        for seen, expected in (
+            (model.views[0], first[3:5]),
+            (model.views[1]["row"], first[7]),
+            (model.views[2][0], first.T),
+            (row, first[8]),
+            (model.slotted.held, first.view(-1)),
+            (model.tied, first),
+        ):
+            assert torch.equal(seen, expected)
+        assert model.computes() == first.sum()
+        return found
+
+
+def by_name_but_half_of_one(model, weights):
+    for name, tensor in weights:
+        if name == "layer_9":
+            model.layer_9.data[:3].copy_(tensor[:3])
+        else:
+            model.get_parameter(name).data.copy_(tensor)
 
 
 def stage_of(loading, content, push, wrap=lambda layout, stage: stage, kind=Staged):

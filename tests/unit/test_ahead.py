@@ -7,8 +7,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from tests.unit.standbys import NAMES, Packs, push, ready, stage_of, unlike
-from tests.unit.test_planned import Moves
+from tests.unit.standbys import NAMES, Moves, Packs, push, ready, stage_of, unlike
 from weightsync.engine.adapter import Expected, LoaderHooks
 from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.loading import load_plan

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.unit.standbys import push, ready, stage_of
-from tests.unit.test_planned import Moves
+from tests.unit.standbys import Moves, push, ready, stage_of
 from weightsync.engine.loading.load_plan import LoadPlan
 from weightsync.engine.loading.loader import Loading
 

@@ -8,65 +8,15 @@ import weakref
 import pytest
 import torch
 
-from tests.unit.loaders import AdapterOf, Model, bits, by_name, scattered
-from tests.unit.standbys import NAMES, checkpoint, push, ready, stage_of
-from weightsync.engine.adapter import LoaderHooks, Movable, StandbyHooks, no_room
+from tests.unit.loaders import bits, by_name, scattered
+from tests.unit.standbys import NAMES, Moves, by_name_but_half_of_one, checkpoint, push, ready, stage_of
+from weightsync.engine.adapter import Movable, no_room
 from weightsync.engine.exchange import swap as swapping
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.loading.loader import Loading
 from weightsync.engine.stage import Staged
-from weightsync.errors import ManifestMismatch, TransferFailed
+from weightsync.errors import TransferFailed
 from weightsync.memory import arenas
-from weightsync.tensors.layout import spec_of
-
-
-class Slotted:
-    """Holds a tensor without a dictionary."""
-
-    __slots__ = ("held",)
-
-
-class Moves(AdapterOf):
-    """Everything that refers to the first layer's weight: another name, views, containers, a closure, an object."""
-
-    def __init__(self, load=by_name):
-        model = Model({name: torch.zeros(30, 4) for name in NAMES})
-        super().__init__(model, load, [spec_of(*pair) for pair in checkpoint(0).items()])
-        first = model.layer_0
-        model.tied = first
-        model.views = [first.data[3:5], {"row": first.data[7]}, (first.data.T,), {first.data[8]}]
-        model.computes = lambda: first.data.sum()  # noqa: PLW0108 - a closure
-        model.slotted = Slotted()
-        model.slotted.held = first.data.view(-1)
-        self.movable, self.around, self.loads = Movable(), contextlib.nullcontext, 0
-
-    def loader_hooks(self):
-        return LoaderHooks(self.model, super().load, lambda: self.around(), self.movable)  # noqa: PLW0108 - it changes
-
-    def load(self, weights):
-        self.loads += 1
-        super().load(weights)
-
-    def holds(self):
-        """The content that the served model has, wherever one looks."""
-        (found,) = [
-            content
-            for content in range(10)
-            if all(bits(tensor) == bits(self.model.get_parameter(name)) for name, tensor in checkpoint(content).items())
-        ]
-        first, model = checkpoint(found)["layer_0"], self.model
-        (row,) = model.views[3]
-        for seen, expected in (
-            (model.views[0], first[3:5]),
-            (model.views[1]["row"], first[7]),
-            (model.views[2][0], first.T),
-            (row, first[8]),
-            (model.slotted.held, first.view(-1)),
-            (model.tied, first),
-        ):
-            assert torch.equal(seen, expected)
-        assert model.computes() == first.sum()
-        return found
 
 
 def test_pushes_fill_a_second_set_while_the_first_is_served(slices):
@@ -187,14 +137,6 @@ def test_weights_that_are_processed_after_the_exchange_are_loaded_by_the_loader(
     assert not loading.standby.holds_before()
 
 
-def by_name_but_half_of_one(model, weights):
-    for name, tensor in weights:
-        if name == "layer_9":
-            model.layer_9.data[:3].copy_(tensor[:3])
-        else:
-            model.get_parameter(name).data.copy_(tensor)
-
-
 def shared_memory(adapter):
     """A parameter that no push loads lies in the memory of one that is."""
     memory = torch.zeros(200)
@@ -208,73 +150,6 @@ def opaque(adapter):
 
 def unknown_room(adapter):
     adapter.movable = Movable(ranks=1 << 40)
-
-
-class Both(Moves):
-    """With a second model for a loader that no plan replaces."""
-
-    def __init__(self):
-        super().__init__(by_name_but_half_of_one)
-        self.model.views.pop()  # members of a set cannot be paired
-        self.made = 0
-
-    def loader_hooks(self):
-        return super().loader_hooks()._replace(standby=self.hooks)
-
-    def hooks(self):
-        return StandbyHooks(self.model, 1, self.make, by_name, lambda: None, lambda model: None)
-
-    def make(self, weights):
-        self.made += 1
-        made = type(self)().model
-        by_name(made, weights)
-        return made
-
-
-def test_what_no_plan_can_fill_is_loaded_into_a_second_model():
-    adapter = Both()
-    loading = Loading(adapter)
-    for content in (1, 2, 3):
-        push(loading, content)
-        held = dict(adapter.model.named_parameters())
-        assert all(bits(tensor) == bits(held[name]) for name, tensor in checkpoint(content).items())
-    assert (adapter.made, adapter.loads) == (1, 0)
-    assert loading.path == "into a standby, by the engine's own loader, and exchanged"
-    assert loading.standby.holds_before()
-
-
-def fused(model, weights):
-    """Half of the last layer's weight comes with another tensor."""
-    for name, tensor in weights:
-        if name == "layer_9":
-            model.layer_9.data[:15].copy_(tensor[:15])
-        else:
-            model.get_parameter(name).data.copy_(tensor)
-        if name == "layer_8":
-            model.layer_9.data[15:].copy_(tensor[15:])
-
-
-def test_a_push_that_is_refused_takes_no_plan_from_those_after_it():
-    adapter = Both()
-    adapter._load = fused
-    loading = Loading(adapter)
-    push(loading, 1)
-    manifest = [spec_of(*pair) for pair in checkpoint(2).items() if pair[0] != "layer_8"]
-    with pytest.raises(ManifestMismatch, match="layer_8 cannot be left"):
-        loading.accept(manifest, kept=("layer_8",))
-    push(loading, 3)
-    assert loading.path.startswith("load plan,")
-    assert loading.path.endswith(", into a standby")
-    assert (adapter.made, adapter.loads) == (0, 0)
-
-
-def test_where_weights_stay_the_plan_is_replayed_for_what_it_can():
-    adapter = Both()
-    adapter.movable = "graphs"
-    loading = Loading(adapter)
-    for content in (1, 2, 3):
-        push(loading, content)
-    assert (adapter.made, loading.path.partition(",")[0]) == (0, "load plan")
 
 
 def asleep(adapter):

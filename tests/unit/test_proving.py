@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.unit.loaders import bits
-from tests.unit.standbys import NAMES, checkpoint, push, ready, stage_of
-from tests.unit.test_planned import Moves
+from tests.unit.standbys import NAMES, Moves, checkpoint, push, ready, stage_of
 from weightsync.engine.exchange import swap as swapping
 from weightsync.engine.exchange.slices import Unfinished
 from weightsync.engine.loading.loader import Loading
@@ -155,13 +154,12 @@ def test_an_exchange_that_fails_between_slices_changes_nothing(slices, monkeypat
 TORN = """
 import torch
 from tests.unit import standbys
-from tests.unit.test_planned import Moves
 from weightsync.engine.exchange import slices, swap
 from weightsync.engine.loading import standby
 from weightsync.engine.loading.loader import Loading
 
 slices.SLICE_S = 0.0
-adapter = Moves()
+adapter = standbys.Moves()
 loading = Loading(adapter)
 staged = standbys.stage_of(loading, 1, "push")
 try:
