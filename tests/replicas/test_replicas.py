@@ -15,6 +15,8 @@ from weightsync import Sender
 from weightsync.errors import ApplyFailed, ManifestMismatch, PushTimeout, WeightSyncError
 from weightsync.testing import ReferenceEngine
 
+pytestmark = pytest.mark.slow  # its servers take minutes to start on two cores
+
 PATIENCE_S = 120
 #: A plugin of vLLM, in the servers that name it.
 CPU_EXPERTS = Path(__file__).parent / "cpu_experts"
@@ -104,7 +106,7 @@ def start(name, kind, model_folder, folder, options=None, make=Replicas):
 
 
 #: vLLM's replicas commit by the calls that one engine gets, and SGLang's by steps of their own.
-@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.slow), "sglang"])
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
 def engine(request, model_folder, tmp_path_factory):
     found = start(request.param, "qwen3", model_folder, tmp_path_factory.mktemp("replicas"))
     with found.server:
@@ -188,7 +190,6 @@ def test_a_frozen_replica_ends_a_push_by_its_deadline_and_is_named(engine):
     engine.assert_serves(engine.b, "b")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_replica_that_is_killed_while_it_loads_ends_its_engine_alone(name, model_folder, tmp_path):
     """vLLM ends when one of its processes has ended; SGLang goes on without its replica, and must not generate."""

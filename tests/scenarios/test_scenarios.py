@@ -7,8 +7,8 @@ import pytest
 from tests.scenarios.run import run
 
 #: Seconds after which no further scenario begins, of both kinds.
-LIMIT_S = 20.0
-STEPS = 400
+LIMIT_S = 10.0
+STEPS = 200
 
 
 @pytest.fixture
