@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_next", "qwen3_0_6b", "qwen3_moe_1b", "qwen3_narrow"]
+Kind = Literal["qwen3", "llama", "qwen3_moe", "qwen3_next", "deepseek_v2", "qwen3_0_6b", "qwen3_moe_1b", "qwen3_narrow"]
 
 MAX_POSITIONS = 32768
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
@@ -83,6 +83,30 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 128,
 }
+# Attention by a latent vector, of the only size that vLLM's kernel for CPUs has; one layer of MLP, and one of experts.
+# Positions are as in the real models: vLLM's own kernel for plain ones reads this shape wrong on a CPU.
+_LATENT = {
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 4096},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": False,
+}
 # A decisive router: if two experts nearly tie for the last place, rounding picks one, and answers diverge.
 _ROUTER_SCALE = 4.0
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +116,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_1b": ("Qwen3Moe", {**_MOE_1B, "tie_word_embeddings": True}),
     "qwen3_narrow": ("Qwen3", {**_NARROW, "tie_word_embeddings": True}),
     "qwen3_next": ("Qwen3Next", {**TINY, **_LINEAR, "tie_word_embeddings": False}),
+    "deepseek_v2": ("DeepseekV2", {**TINY, **_LATENT, "tie_word_embeddings": False}),
     "qwen3_0_6b": ("Qwen3", {**_QWEN3_0_6B, "tie_word_embeddings": True}),
 }
 

@@ -1,5 +1,6 @@
-"""SGLang with a model of linear attention, whose kernels this CPU has not: what its ranks hold, by their digests."""
+"""SGLang with models whose kernels a CPU may lack: what its ranks hold, by their digests, and all that they reach."""
 
+import json
 import os
 
 import pytest
@@ -11,20 +12,23 @@ from .conftest import HERE, WAITING
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = [
-    # Every fourth layer is one of attention, which transformers writes in another way than SGLang reads.
-    *("--json-model-override-args", '{"full_attention_interval": 4}'),
-    "--disable-radix-cache",  # SGLang has none for such models on a CPU
-    "--skip-server-warmup",  # which would generate
-    *WAITING["sglang"],
-]
+OPTIONS = {
+    "qwen3_next": [
+        # Every fourth layer is one of attention, which transformers writes in another way than SGLang reads.
+        *("--json-model-override-args", '{"full_attention_interval": 4}'),
+        "--disable-radix-cache",  # SGLang has none for such models on a CPU
+    ],
+    "deepseek_v2": [],
+}
 
 
-def started(model, tp):
-    """A server that generates nothing, because it waits for its first push."""
+def started(kind, model, tp, folder):
+    """A server that generates nothing, because it waits for its first push; its ranks write to the folder."""
     site = HERE / "hybrid_site"
     path = os.pathsep.join(filter(None, (str(site), str(servers.ROOT), os.environ.get("PYTHONPATH"))))
-    return servers.start("sglang", model, tp=tp, args=OPTIONS, env={"PYTHONPATH": path}, timeout_s=240)
+    options = [*OPTIONS[kind], "--skip-server-warmup", *WAITING["sglang"]]  # a warmup would generate
+    env = {"PYTHONPATH": path, "REACHED": str(folder)}
+    return servers.start("sglang", model, tp=tp, args=options, env=env, timeout_s=240)
 
 
 def ranks(sender):
@@ -32,33 +36,45 @@ def ranks(sender):
     return status.ranks
 
 
-def digests(sender):
-    return [rank.digest for rank in ranks(sender)]
+class Held:
+    """What each rank holds."""
+
+    def __init__(self, sender, folder):
+        self.digests = [rank.digest for rank in ranks(sender)]
+        self.reached = [json.loads((folder / str(rank)).read_text()) for rank in range(len(self.digests))]
 
 
+def assert_same(found, expected):
+    assert found.digests == expected.digests
+    for these, those in zip(found.reached, expected.reached, strict=True):
+        differing = {path for path in these.keys() | those.keys() if these.get(path) != those.get(path)}
+        assert not differing, {path: (these.get(path), those.get(path)) for path in sorted(differing)}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_every_rank_holds_what_an_engine_that_starts_with_it_holds(model_folder, tp):
-    a, b = (model_folder("qwen3_next", seed) for seed in (0, 1))
+def test_every_rank_holds_what_an_engine_that_starts_with_it_holds(kind, tp, model_folder, tmp_path):
+    a, b = (model_folder(kind, seed) for seed in (0, 1))
     first, second = map(models.load_reference, (a, b))
-    with started(b, tp) as server, Sender([server.url]) as sender:
-        fresh = digests(sender)
-    with started(a, tp) as server:
+    with started(kind, b, tp, tmp_path) as server, Sender([server.url]) as sender:
+        fresh = Held(sender, tmp_path)
+    with started(kind, a, tp, tmp_path) as server:
         with Sender([server.url]) as sender:
-            start = digests(sender)
-            assert not set(start) & set(fresh)
+            start = Held(sender, tmp_path)
+            assert not set(start.digests) & set(fresh.digests)
             for _ in range(3):
                 sender.push(second)
-                assert digests(sender) == fresh
+                assert_same(Held(sender, tmp_path), fresh)
                 sender.push(first)
-                assert digests(sender) == start
-            # Its norms keep one plus their weight too, which only the loader computes.
+                assert_same(Held(sender, tmp_path), start)
+            # Its loader also computes what no checkpoint has.
             for rank in ranks(sender):
                 assert rank.loading == "into a standby, by the engine's own loader, and exchanged"
             sender.rollback()
-            assert digests(sender) == fresh
+            assert_same(Held(sender, tmp_path), fresh)
         with Sender([server.url], verify="deep", keep_previous=True) as sender:
             sender.push(first)
             assert sender.push(second).verify == "deep"
-            assert digests(sender) == fresh
+            assert_same(Held(sender, tmp_path), fresh)
             sender.rollback()
-            assert digests(sender) == start
+            assert_same(Held(sender, tmp_path), start)

@@ -45,6 +45,9 @@ CASES = {
     ),
     # The engine computes most of it in float32, and transformers in other chunks.
     "linear attention": Case("qwen3_next", LOADED + "exchanged", {}, ranks=2, rounding=3 * BF16_ROUNDING),
+    # vLLM keeps two more parameters for it, which it computes of one that the checkpoint has.
+    "latent attention": Case("deepseek_v2", LOADED + "exchanged", {}, ranks=2),
+    "latent attention that stays": Case("deepseek_v2", LOADED + "copied", STAY, ranks=2),
     "adapters, quantised": Case(
         "llama", LOADED + "exchanged", {"enable_lora": True, "quantization": "fp8_per_channel"}, rounding=1.0
     ),

@@ -1,8 +1,12 @@
 """Has SGLang start with a hybrid model on any CPU: without the kernels of linear attention, which need AMX.
 
-It cannot generate then, but it loads the model, and takes pushes. Its kernels read the weights of a convolution from a
-view that is neither a parameter nor a buffer; here that is in the digest too.
+It cannot generate then, but it loads the model, and takes pushes. Whenever it is asked for its digest, each rank writes
+what its model reaches to the folder REACHED.
 """
+
+import json
+import os
+from pathlib import Path
 
 from tests import after_import
 
@@ -11,22 +15,23 @@ def _without_kernels(module):
     module.attn_backend_wrapper = lambda runner, backend: backend
 
 
-def _with_views(module):
-    model = module.Qwen3NextForCausalLM
+def _telling(module):
+    digest = module.digest
 
-    def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):
-        yield from super(model, self).named_buffers(prefix, recurse, remove_duplicate)
-        if not remove_duplicate:  # as for a digest
-            for name, part in self.named_modules(prefix=prefix):
-                if isinstance(part, module.RadixLinearAttention):
-                    yield f"{name}.conv_weights", part.conv_weights
+    def telling(runner):
+        import torch
 
-    model.named_buffers = named_buffers
+        from tests.reached import reached
+
+        Path(os.environ["REACHED"], str(torch.distributed.get_rank())).write_text(json.dumps(reached(runner.model)))
+        return digest(runner)
+
+    module.digest = telling
 
 
 after_import.change(
     {
         "sglang.srt.layers.attention.attention_registry": _without_kernels,
-        "sglang.srt.models.qwen3_next": _with_views,
+        "sglang_weightsync.compat_loading": _telling,
     }
 )
