@@ -9,6 +9,8 @@ import pytest
 
 from tools import servers
 
+pytestmark = pytest.mark.slow  # two engines for each
+
 PATIENCE_S = 300
 EXTENSION = {"worker_extension_cls": "tests.in_process.reaching_extension.ReachingExtension"}
 LOADED = "into a standby, by the engine's own loader, and exchanged"
@@ -29,7 +31,6 @@ CASES = {
 }
 #: At least so many of its tensors differ from model to model.
 MANY = 10
-FAST = ("tied and packed",)
 
 
 def ran(case, *folders):
@@ -49,7 +50,7 @@ def ran(case, *folders):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_that_the_model_reaches_is_of_another_version(name, model_folder):
     case = CASES[name]
     a, b = (model_folder(case.kind, seed) for seed in (0, 1))
