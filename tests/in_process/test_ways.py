@@ -66,25 +66,30 @@ FAST = ("experts that stay",)
 PATIENCE_S = 560
 
 
-@pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])
-def pushed(request, model_folder, tmp_path_factory):
-    """A case, the folders of its models, and what the engine was after each push, by its name."""
-    case = CASES[request.param]
-    a, b = model_folder(case.kind, 0), model_folder(case.kind, 1)
-    started = a if case.config is None else quantised_folder(a, tmp_path_factory.mktemp("quantised"), case.config)
+def what_it_saw(program, started, a, b, options, ranks):
+    """What a program of this folder, which takes what `ways` takes, saw of an engine after each step, by its name."""
     python = servers.ROOT / ".venv-vllm" / "bin" / "python"
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))
-    options = json.dumps({**case.options, "tensor_parallel_size": case.ranks})
+    told = json.dumps({**options, "tensor_parallel_size": ranks})
     done = subprocess.run(
-        [str(python), "-m", "tests.in_process.ways", str(started), str(a), str(b), options],
-        env={**os.environ, **servers.environment_of("vllm", case.ranks), "PYTHONPATH": path},
+        [str(python), "-m", f"tests.in_process.{program}", str(started), str(a), str(b), told],
+        env={**os.environ, **servers.environment_of("vllm", ranks), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    found = {step.pop("asked"): step for step in json.loads(done.stdout.splitlines()[-1])}
+    return {step.pop("asked"): step for step in json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])
+def pushed(request, model_folder, tmp_path_factory):
+    """A case, the folders of its models, and what the engine was after each push, by its name."""
+    case = CASES[request.param]
+    a, b = model_folder(case.kind, 0), model_folder(case.kind, 1)
+    started = a if case.config is None else quantised_folder(a, tmp_path_factory.mktemp("quantised"), case.config)
+    found = what_it_saw("ways", started, a, b, case.options, case.ranks)
     return case, {"a": a, "b": b}, found
 
 

@@ -15,7 +15,22 @@ from weightsync.errors import WeightSyncError
 
 class Door(Llm):
     def __init__(self, folder, options):
-        self.engine = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=1024, **options)
+        self.engine = LLM(folder, **{"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, **options})
+
+    def seen(self, asked, act=lambda: None):
+        """What the engine is after ``act``, and the error of that."""
+        told = {"asked": asked}
+        try:
+            act()
+        except WeightSyncError as error:
+            told |= {"error": str(error), "weights": error.weights}
+        with Sender([self.engine]) as sender:
+            (status,) = sender.status(digest=True).values()
+        told |= {"state": status.state, "version": status.version, "digests": [rank.digest for rank in status.ranks]}
+        told["loading"] = sorted({rank.loading for rank in status.ranks})
+        if status.state == "serving":
+            told["answer"] = self.generate(PROMPT, NEW_TOKENS)
+        return told
 
 
 def main(started, a, b, options):
@@ -27,20 +42,8 @@ def main(started, a, b, options):
 
     before = where()
 
-    def seen(asked, act=lambda: None):
-        told = {"asked": asked}
-        try:
-            act()
-        except WeightSyncError as error:
-            told |= {"error": str(error), "weights": error.weights}
-        with Sender([door.engine]) as sender:
-            (status,) = sender.status(digest=True).values()
-        told |= {"state": status.state, "version": status.version, "digests": [rank.digest for rank in status.ranks]}
-        told["loading"] = sorted({rank.loading for rank in status.ranks})
-        told["stayed"] = where() == before
-        if status.state == "serving":
-            told["answer"] = door.generate(PROMPT, NEW_TOKENS)
-        found.append(told)
+    def seen(*asked):
+        found.append({**door.seen(*asked), "stayed": where() == before})
 
     seen("start")
     with Sender([door.engine]) as sender:
