@@ -134,7 +134,7 @@ def differing(runner: Any, weights: Iterable[tuple[str, torch.Tensor]], device: 
 def fresh(runner: Any, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> torch.nn.Module:
     """A second instance of a runner's model, that shares nothing with the first."""
     # A scheduler handles requests in inference mode, but the served model was built outside of it.
-    with torch.inference_mode(False), _apart_from_live(device):
+    with torch.inference_mode(False), shared().apart(device):
         return _fresh_model(runner, weights)
 
 
@@ -175,8 +175,9 @@ def _fresh_model(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> to
     return model
 
 
-def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
+def shared() -> fresh_model.Shared:
+    """What models of a scheduler share."""
     from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
     from sglang.srt.utils.offloader import NoopOffloader, get_offloader, set_offloader
 
-    return fresh_model.apart_from_live(device, _ROPE_DICT, get_offloader(), NoopOffloader(), set_offloader)
+    return fresh_model.Shared(_ROPE_DICT, get_offloader, set_offloader, NoopOffloader)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
 from sglang_weightsync import compat, compat_loading
-from weightsync.engine.adapter import Movable, StandbyHooks, no_room
+from weightsync.engine import fresh_model
+from weightsync.engine.adapter import Movable, StandbyHooks, sleeping_needs_room
 from weightsync.engine.exchange.pairs import Rules
-from weightsync.engine.exchange.slices import TORCH, Setting
+from weightsync.engine.exchange.slices import TORCH
 
 #: Attributes of a scheduler that are used for its standby.
 _SCHEDULER: Final = (
@@ -40,9 +42,8 @@ def movable(scheduler: Any) -> Movable | str:
     if args.enable_torch_compile:
         return "--enable-torch-compile: compiled code may know where the weights lie"
     ranks = int(args.tp_size * args.dp_size * args.pp_size) // int(args.nnodes)
-    return Movable(
-        max(ranks, 1), Rules(_IGNORED, _is_apart, computed=_COMPUTED), lambda: no_room(compat.asleep(scheduler))
-    )
+    rules = Rules(_IGNORED, _is_apart, computed=_COMPUTED)
+    return Movable(max(ranks, 1), rules, lambda: sleeping_needs_room(compat.asleep(scheduler)))
 
 
 def hooks(scheduler: Any, runner: Any) -> StandbyHooks | str:
@@ -64,24 +65,10 @@ def hooks(scheduler: Any, runner: Any) -> StandbyHooks | str:
     def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         compat_loading.load(compat_loading.updater_of(runner, model), weights)
 
-    def discard(model: torch.nn.Module) -> None:
-        # Its parameters, by what loads them, and its layers refer to each other.
-        for module in set(model.modules()).difference(live.modules()):
-            vars(module).clear()
-
+    discard = functools.partial(fresh_model.take_apart, live=live)
+    settings = (*TORCH, *compat_loading.shared().settings())
     nbytes = sum(tensor.nbytes for tensor in (*live.parameters(), *live.buffers()))
-    return StandbyHooks(live, nbytes, make, load, lambda: None, discard, found.ranks, found.rules, _settings())
-
-
-def _settings() -> tuple[Setting, ...]:
-    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
-    from sglang.srt.utils.offloader import get_offloader, set_offloader
-
-    def set_tables(found: dict[Any, Any]) -> None:
-        _ROPE_DICT.clear()
-        _ROPE_DICT.update(found)
-
-    return (*TORCH, Setting(lambda: dict(_ROPE_DICT), set_tables), Setting(get_offloader, set_offloader))
+    return StandbyHooks(live, nbytes, make, load, lambda: None, discard, found.ranks, found.rules, settings)
 
 
 def _is_apart(found: object) -> bool:

@@ -7,7 +7,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -176,7 +176,7 @@ def fresh(worker: Any, weights: Iterable[tuple[str, torch.Tensor]], config: Any)
 
     before = set(_compiler_hooks())
     try:
-        with _apart_from_live(compat.worker_device(worker)), set_current_vllm_config(config):
+        with shared().apart(compat.worker_device(worker)), set_current_vllm_config(config):
             loader = DefaultModelLoader(LoadConfig(device=config.load_config.device))
             loader.get_all_weights = lambda model_config, model: iter(weights)
             loader.counter_before_loading_weights = time.perf_counter()  # only logged
@@ -222,11 +222,12 @@ def fresh_config(live: Any) -> Any:
     return config
 
 
-def _apart_from_live(device: torch.device) -> AbstractContextManager[None]:
+def shared() -> fresh_model.Shared:
+    """What models of a worker share."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
 
-    return fresh_model.apart_from_live(device, _ROPE_DICT, get_offloader(), NoopOffloader(), set_offloader)
+    return fresh_model.Shared(_ROPE_DICT, get_offloader, set_offloader, NoopOffloader)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,8 @@ import torch
 
 from vllm_weightsync import compat, compat_lora, compat_models
 from vllm_weightsync.rank import ASLEEP
-from weightsync.engine.adapter import Movable, StandbyHooks, no_room
+from weightsync.engine import fresh_model
+from weightsync.engine.adapter import Movable, StandbyHooks, sleeping_needs_room
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.exchange.slices import TORCH, Setting
 from weightsync.engine.private_names import Names
@@ -67,9 +68,7 @@ def hooks(worker: Any) -> StandbyHooks | str:
 
     def discard(model: torch.nn.Module) -> None:
         compat_models.discard(model)
-        # Its parameters, by what loads them, and its layers refer to each other.
-        for module in set(model.modules()).difference(live.modules()):
-            vars(module).clear()
+        fresh_model.take_apart(model, live)
 
     served = functools.partial(drop_computed, worker)
     rules, stays = _rules(), addresses_stay(worker)
@@ -85,7 +84,7 @@ def movable(worker: Any) -> Movable | str:
 
 
 def _lacks(worker: Any) -> str:
-    return no_room(vars(worker).get(ASLEEP, ()))
+    return sleeping_needs_room(vars(worker).get(ASLEEP, ()))
 
 
 def addresses_stay(worker: Any) -> bool:
@@ -141,8 +140,6 @@ def _is_apart(found: object) -> bool:
 
 def _settings(device: torch.device) -> tuple[Setting, ...]:
     from vllm.config import vllm as config
-    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-    from vllm.model_executor.offloader.base import get_offloader, set_offloader
 
     def current() -> tuple[Any, Any]:
         return config._current_vllm_config, config._current_prefix
@@ -151,16 +148,7 @@ def _settings(device: torch.device) -> tuple[Setting, ...]:
         config._current_vllm_config, config._current_prefix = found
         config.get_cached_compilation_config.cache_clear()
 
-    def set_tables(found: dict[Any, Any]) -> None:
-        _ROPE_DICT.clear()
-        _ROPE_DICT.update(found)
-
     # A fresh model is made with a random state of its own, and the engine draws from the device's between slices.
     drawn = Setting(lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
-    return (
-        *TORCH,
-        *((drawn,) if device.type == "cuda" else ()),
-        Setting(current, set_current),
-        Setting(lambda: dict(_ROPE_DICT), set_tables),
-        Setting(get_offloader, set_offloader),
-    )
+    more = (drawn,) if device.type == "cuda" else ()
+    return (*TORCH, *more, Setting(current, set_current), *compat_models.shared().settings())

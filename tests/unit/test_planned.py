@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.loaders import bits, by_name, scattered
 from tests.unit.standbys import NAMES, Moves, by_name_but_half_of_one, checkpoint, push, ready, stage_of
-from weightsync.engine.adapter import Movable, no_room
+from weightsync.engine.adapter import Movable, sleeping_needs_room
 from weightsync.engine.exchange import swap as swapping
 from weightsync.engine.exchange.pairs import Rules
 from weightsync.engine.loading.loader import Loading
@@ -153,7 +153,7 @@ def unknown_room(adapter):
 
 
 def asleep(adapter):
-    adapter.movable = Movable(lacks=lambda: no_room({"weights", "kv"}))
+    adapter.movable = Movable(lacks=lambda: sleeping_needs_room({"weights", "kv"}))
 
 
 REFUSED = {

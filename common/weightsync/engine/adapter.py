@@ -25,7 +25,7 @@ class Expected(NamedTuple):
     quantization: dict[str, Any] | None = None
 
 
-def no_room(asleep: Iterable[str]) -> str:
+def sleeping_needs_room(asleep: Iterable[str]) -> str:
     """Why there is no room for a standby while the memory with these tags sleeps; empty if none does."""
     tags = ", ".join(sorted(asleep))
     return tags and f"the memory of {tags} sleeps, and needs the room when it wakes"

@@ -240,7 +240,7 @@ class Standby:
         if self._model is None:
             self.release()
         model = self._model
-        if model is None and (lack := self._no_room(hooks.nbytes, hooks.ranks)):
+        if model is None and (lack := self._too_little_free(hooks.nbytes, hooks.ranks)):
             return lack
 
         def work() -> Made:
@@ -270,13 +270,13 @@ class Standby:
                 nbytes = nbytes_of(plan)
             except Unrecordable as error:
                 return str(error)
-            if lack := movable.lacks() or self._no_room(nbytes, movable.ranks):
+            if lack := movable.lacks() or self._too_little_free(nbytes, movable.ranks):
                 return lack
         self._around, self._work = hooks.around, begin(found, movable.rules)
         self._note_names(plan.layout)
         return None
 
-    def _no_room(self, nbytes: int, ranks: int) -> str:
+    def _too_little_free(self, nbytes: int, ranks: int) -> str:
         free = arenas.free_bytes(self._adapter.device)
         each = f" in each of {ranks} ranks" if ranks > 1 else ""
         return f"it takes {nbytes} bytes{each}, and {free} are free" if free < _ROOM * nbytes * ranks else ""
