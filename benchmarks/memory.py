@@ -15,7 +15,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,38 @@ def pss(pid: int) -> int:
     """The proportional set size of a process in bytes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def sizes(pids: Mapping[str, int]) -> dict[str, int]:
+    """The proportional set sizes in bytes of those processes that still run, by name."""
+    found = {}
+    for name, pid in pids.items():
+        with contextlib.suppress(OSError):
+            found[name] = pss(pid)
+    return found
+
+
+@contextlib.contextmanager
+def peaks(pids: Mapping[str, int], most: dict[str, int]) -> Iterator[None]:
+    """A thread raises ``most`` to the `sizes` that it samples inside the context, and at its end."""
+    ended = threading.Event()
+
+    def sample() -> None:
+        for name, nbytes in sizes(pids).items():
+            most[name] = max(nbytes, most.get(name, 0))
+
+    def watch() -> None:
+        while not ended.wait(SAMPLE_S):
+            sample()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        sample()
 
 
 def shared(pids: Sequence[int]) -> list[int]:
