@@ -273,6 +273,11 @@ class Harness:
         except WeightSyncError:
             return None
 
+    def loads_by_plan(self) -> bool:
+        """Whether every rank loads by its load plan alone, without the engine's loader."""
+        status = self.status()
+        return status is not None and all(rank.loading.startswith("load plan") for rank in status.ranks)
+
     def settled(self, timeout_s: float = SETTLE_S) -> http.StatusReply | None:
         """Wait until no push is under way; returns the status, None if the engine is dead."""
         end = time.monotonic() + timeout_s
