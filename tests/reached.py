@@ -21,16 +21,15 @@ _ELSEWHERE = (
 _OF_REQUESTS = {".kv_cache"}
 
 
-def reached(model, stands_for=lambda item: None):
+def reached(model, handle=(), unpacked=None):
     """By the path to each tensor: a digest of its content, its form, and the first paths to the same tensor and memory.
 
-    ``stands_for`` returns the tensor that an object stands for whose content torch does not see, or None.
+    An object of the class ``handle`` has content that torch does not see: ``unpacked`` returns the tensor of it.
     """
     found, tensors, memories = {}, {}, {}
-    for path, item in _walk(model):
-        hidden = stands_for(item)
-        if hidden is not None:
-            found[path] = *_content(hidden), tensors.setdefault(id(item), path), ""
+    for path, item in _walk(model, handle):
+        if isinstance(item, handle):
+            found[path] = *_content(unpacked(item)), tensors.setdefault(id(item), path), ""
         elif isinstance(item, torch.Tensor):
             same, memory = tensors.setdefault(id(item), path), _memory(item)
             found[path] = *_content(item), same, memories.setdefault(memory, path) if memory else ""
@@ -39,14 +38,14 @@ def reached(model, stands_for=lambda item: None):
     return found
 
 
-def _walk(model):
+def _walk(model, closed):
     """Every object that the model reaches, by every path; each is looked into once, from the nearest."""
     met, todo = {id(model): model}, deque([("", model)])
     while todo:
         path, holder = todo.popleft()
         for name, item in _inside(holder):
             yield path + name, item
-            if id(item) not in met:
+            if id(item) not in met and not isinstance(item, closed):
                 met[id(item)] = item
                 todo.append((path + name, item))
 

@@ -98,7 +98,8 @@ _LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
+    "moe_layer_freq": 1,  # which SGLang asks for, and the next
+    "scoring_func": "softmax",
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,

@@ -11,10 +11,8 @@ class ReachingExtension(WorkerExtension):
     """weightsync's, and what a test asks the workers."""
 
     def reached(self):
-        def unpacked(item):
-            """The weight that a handle stands for, in which vLLM packs it for a CPU: its product with the identity."""
-            if isinstance(item, _custom_ops.CPUDNNLGEMMHandler):
-                return _custom_ops.onednn_mm(item, torch.eye(item.k, dtype=self.model_config.dtype), None)
-            return None
+        def unpacked(handle):
+            """The weight, which vLLM packs for a CPU: its product with the identity."""
+            return _custom_ops.onednn_mm(handle, torch.eye(handle.k, dtype=self.model_config.dtype), None)
 
-        return reached(self.get_model(), unpacked)
+        return reached(self.get_model(), _custom_ops.CPUDNNLGEMMHandler, unpacked)
