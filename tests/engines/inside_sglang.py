@@ -305,6 +305,16 @@ def deep():
     return {"core": compat.SGLANG.check(compat.NEEDED), "deep": compat.SGLANG.check(compat.DEEP)}
 
 
+def latent():
+    """Digests of a layer of latent attention, and of one for which another value was computed."""
+    found = []
+    for value in (0.0, 1.0):
+        layer = torch.nn.Module()
+        layer.w_kc = torch.full((2, 3), value)
+        found.append(compat_loading.digest(SimpleNamespace(model=layer)))
+    return found
+
+
 def first_calls():
     """What torch computes with one element when SGLang loads the plugin."""
     with patch.object(compat, "hook"):
@@ -325,6 +335,7 @@ if __name__ == "__main__":
             "loads": loads(),
             "guards": guards(),
             "deep": deep(),
+            "latent": latent(),
             "first calls": first_calls(),
         }
     print(json.dumps(found))
