@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 #: SGLang's LoRA wrapper of experts, in `sglang.srt.lora.layers`, which only processes with LoRA import.
 _EXPERT_LORA: Final = "FusedMoEWithLoRA"
-#: Attributes of layers, which are neither parameters nor buffers, that are computed of weights when these are loaded.
-_OF_LATENT_ATTENTION: Final = ("w_kc", "w_vc", "w_kc_qrep", "w_scale", "w_scale_k", "w_scale_v")
+#: Attributes of layers, which are neither parameters nor buffers: what latent attention computes of a weight when that
+#: is loaded, and a view of the weight that linear attention has.
+_PLAIN: Final = ("w_kc", "w_vc", "w_kc_qrep", "w_scale", "w_scale_k", "w_scale_v", "conv_weights")
 #: Models in which nothing hinders a push that SGLang decides when it starts: looking takes milliseconds.
 _fit: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
@@ -120,13 +121,13 @@ def digest(runner: Any) -> str:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by its name, and what latent attention has computed of one."""
+    """Everything by its name that layers compute with."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
     for prefix, module in model.named_modules():
-        for name in _OF_LATENT_ATTENTION:
-            if isinstance(computed := vars(module).get(name), torch.Tensor):
-                yield f"{prefix}.{name}", computed
+        for name in _PLAIN:
+            if isinstance(found := vars(module).get(name), torch.Tensor):
+                yield f"{prefix}.{name}", found
 
 
 def differing(runner: Any, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> list[str]:

@@ -98,7 +98,8 @@ _LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,  # which SGLang asks for, and the next
+    # SGLang asks for both.
+    "moe_layer_freq": 1,
     "scoring_func": "softmax",
     "n_routed_experts": 4,
     "n_shared_experts": 1,

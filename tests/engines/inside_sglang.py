@@ -305,13 +305,15 @@ def deep():
     return {"core": compat.SGLANG.check(compat.NEEDED), "deep": compat.SGLANG.check(compat.DEEP)}
 
 
-def latent():
-    """Digests of a layer of latent attention, and of one for which another value was computed."""
-    found = []
-    for value in (0.0, 1.0):
-        layer = torch.nn.Module()
-        layer.w_kc = torch.full((2, 3), value)
-        found.append(compat_loading.digest(SimpleNamespace(model=layer)))
+def plain():
+    """Digests of two layers that differ in one plain attribute, by its name."""
+    found = {}
+    for name in ("w_kc", "conv_weights"):
+        found[name] = []
+        for value in (0.0, 1.0):
+            layer = torch.nn.Module()
+            setattr(layer, name, torch.full((2, 3), value))
+            found[name].append(compat_loading.digest(SimpleNamespace(model=layer)))
     return found
 
 
@@ -335,7 +337,7 @@ if __name__ == "__main__":
             "loads": loads(),
             "guards": guards(),
             "deep": deep(),
-            "latent": latent(),
+            "plain": plain(),
             "first calls": first_calls(),
         }
     print(json.dumps(found))

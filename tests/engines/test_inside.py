@@ -123,9 +123,11 @@ def test_embeddings_of_the_old_vision_tower_are_dropped(sglang):
     assert sglang["embeddings"] == {"flushed": True, "left": 0}
 
 
-def test_what_latent_attention_computes_of_its_weights_is_in_the_digest(sglang):
-    first, other = sglang["latent"]
-    assert first != other
+def test_plain_attributes_that_layers_compute_with_are_in_the_digest(sglang):
+    assert {name: first != other for name, (first, other) in sglang["plain"].items()} == {
+        "w_kc": True,
+        "conv_weights": True,
+    }
 
 
 def test_a_failed_load_leaves_no_session_open(sglang):

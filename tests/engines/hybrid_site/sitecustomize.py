@@ -1,7 +1,7 @@
 """Has SGLang start with a hybrid model on any CPU: without the kernels of linear attention, which need AMX.
 
-It cannot generate then, but it loads the model, and takes pushes. Whenever it is asked for its digest, each rank writes
-what its model reaches to the folder REACHED.
+It cannot generate then, as it cannot with latent attention, but it loads the model, and takes pushes. Whenever it is
+asked for its digest, each rank writes what its model reaches to the folder REACHED.
 """
 
 import json
