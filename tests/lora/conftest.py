@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.engines.conftest import NEW_TOKENS, PROMPT
-from tests.lora.adapters import make_adapters, targets_of
+from tests.lora.adapters import TARGETS, make_adapters, targets_of
 from tools import servers
 from weightsync import Sender
 
@@ -22,7 +22,7 @@ OPTIONS = {
     "vllm": ["--enable-lora", "--max-lora-rank", "16", "--enable-prefix-caching", "--enable-prompt-tokens-details"],
     "sglang": [
         *("--enable-lora", "--max-lora-rank", "16", "--max-loras-per-batch", "2", "--lora-backend", "torch_native"),
-        *("--max-loaded-loras", str(SGLANG_MOST), "--lora-target-modules"),
+        *("--max-loaded-loras", str(SGLANG_MOST), "--lora-target-modules", *TARGETS),
     ],
 }
 FOLDERS = {"vllm": "--lora-modules", "sglang": "--lora-paths"}
@@ -80,7 +80,8 @@ def served(request, model_folder, tmp_path_factory):
     folders = make_adapters(root, base, "ab")
     loaded = [f"loaded-{name}={folder}" for name, folder in folders.items()]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PYTHONPATH": PATH, "FAULT_FILE": str(root / "fault")}
-    targets = targets_of(base) if engine == "sglang" else ()
+    # SGLang takes the last of the two lists.
+    targets = ["--lora-target-modules", *targets_of(base)] if engine == "sglang" else []
     args = [*OPTIONS[engine], *targets, FOLDERS[engine], *loaded]
     with servers.start(engine, base, tp=tp, args=args, env=environment) as server:
         yield Served(server, tp, base, model_folder(kind, 1), folders, root / "fault")
