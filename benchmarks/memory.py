@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from benchmarks import report
 from benchmarks.lines import LIMIT_S, Lines, serve
 from benchmarks.trainer import ROOT, made_of
 from tools import models, servers
+from tools.progress import beside
 from weightsync import Sender
 from weightsync.memory import arenas
 from weightsync.testing import ReferenceEngine
@@ -86,23 +86,15 @@ def sizes(pids: Mapping[str, int]) -> dict[str, int]:
 @contextlib.contextmanager
 def peaks(pids: Mapping[str, int], most: dict[str, int]) -> Iterator[None]:
     """A thread raises ``most`` to the `sizes` that it samples inside the context, and at its end."""
-    ended = threading.Event()
 
     def sample() -> None:
         for name, nbytes in sizes(pids).items():
             most[name] = max(nbytes, most.get(name, 0))
 
-    def watch() -> None:
-        while not ended.wait(SAMPLE_S):
-            sample()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
     try:
-        yield
+        with beside(SAMPLE_S, sample):
+            yield
     finally:
-        ended.set()
-        thread.join()
         sample()
 
 

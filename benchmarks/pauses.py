@@ -30,8 +30,7 @@ from safetensors.torch import load_file
 from benchmarks import bare, report
 from benchmarks.memory import peaks, sizes
 from benchmarks.trainer import MEMCPYS, ROOT, made_once, model_folders
-from tests.in_process.test_ways import each_channel
-from tests.unit.quantised import quantised_folder
+from tests.unit.quantised import each_channel, quantised_folder
 from tools import models, servers
 from weightsync import Sender
 

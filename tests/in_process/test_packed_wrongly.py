@@ -4,8 +4,8 @@ import pytest
 
 from tests.engines.conftest import BF16_ROUNDING, apart
 from tests.in_process.doors import PROMPT
-from tests.in_process.test_ways import LOADED, each_channel, what_it_saw
-from tests.unit.quantised import quantised_folder
+from tests.in_process.test_ways import LOADED, what_it_saw
+from tests.unit.quantised import each_channel, quantised_folder
 from tools import models
 
 pytestmark = pytest.mark.slow

@@ -1,19 +1,16 @@
 """What a served model reaches after pushes is what it reaches in an engine that has started with the last of them."""
 
 import json
-import os
-import subprocess
 from typing import NamedTuple
 
 import pytest
 
-from tools import servers
+from tests.in_process.test_ways import LOADED, told_by
 
 pytestmark = pytest.mark.slow  # two engines for each
 
 PATIENCE_S = 300
 EXTENSION = {"worker_extension_cls": "tests.in_process.reaching_extension.ReachingExtension"}
-LOADED = "into a standby, by the engine's own loader, and exchanged"
 
 
 class Case(NamedTuple):
@@ -35,19 +32,7 @@ MANY = 10
 
 def ran(case, *folders):
     """What an engine reached that started with the first folder, and got the others, by when."""
-    python = servers.ROOT / ".venv-vllm" / "bin" / "python"
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))
-    options = json.dumps({**EXTENSION, **case.options})
-    done = subprocess.run(
-        [str(python), "-m", "tests.in_process.reaching", options, *map(str, folders)],
-        env={**os.environ, **servers.environment_of("vllm", 1), "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("reaching", json.dumps({**EXTENSION, **case.options}), *folders, ranks=1, patience_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,7 +40,7 @@ def test_nothing_that_the_model_reaches_is_of_another_version(name, model_folder
     case = CASES[name]
     a, b = (model_folder(case.kind, seed) for seed in (0, 1))
     pushed, fresh = ran(case, a, b, a, b), ran(case, b)
-    assert pushed["end"]["loading"] == LOADED
+    assert pushed["end"]["loading"] == LOADED + "exchanged"
     before, after, expected = pushed["start"]["tensors"], pushed["end"]["tensors"], fresh["end"]["tensors"]
     differing = {path for path in after.keys() | expected.keys() if after.get(path) != expected.get(path)}
     assert not differing, {path: (after.get(path), expected.get(path)) for path in sorted(differing)}

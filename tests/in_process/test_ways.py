@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.conftest import BF16_ROUNDING, apart
 from tests.in_process.doors import NEW_TOKENS, PROMPT
-from tests.unit.quantised import FINE, compressed, quantised_folder
+from tests.unit.quantised import FINE, each_channel, quantised_folder
 from tools import models, servers
 
 #: As on a GPU, where weights stay at their addresses.
@@ -28,14 +28,6 @@ class Case(NamedTuple):
     """Allowed mean difference of logprobs to those of transformers; other weights differ by 6."""
     config: dict | None = None
     """The ``quantization_config`` of the checkpoint from which the engine starts."""
-
-
-def each_channel(stored, kind):
-    """A configuration for which vLLM has kernels on a CPU: a scale for each row, and for each token."""
-    tokens = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
-    config = {**compressed(stored, kind, 8, "channel"), "ignore": ["lm_head"]}
-    config["config_groups"]["group_0"]["input_activations"] = tokens
-    return config
 
 
 CASES = {
@@ -66,21 +58,26 @@ FAST = ("experts that stay",)
 PATIENCE_S = 560
 
 
-def what_it_saw(program, started, a, b, options, ranks):
-    """What a program of this folder, which takes what `ways` takes, saw of an engine after each step, by its name."""
+def told_by(program, *arguments, ranks, patience_s=PATIENCE_S):
+    """What a program of this folder, run by vLLM's Python, printed last, which is JSON."""
     python = servers.ROOT / ".venv-vllm" / "bin" / "python"
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(servers.ROOT))))
-    told = json.dumps({**options, "tensor_parallel_size": ranks})
     done = subprocess.run(
-        [str(python), "-m", f"tests.in_process.{program}", str(started), str(a), str(b), told],
+        [str(python), "-m", f"tests.in_process.{program}", *map(str, arguments)],
         env={**os.environ, **servers.environment_of("vllm", ranks), "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=patience_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    return {step.pop("asked"): step for step in json.loads(done.stdout.splitlines()[-1])}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def what_it_saw(program, started, a, b, options, ranks):
+    """What a program, which takes what `ways` takes, saw of an engine after each step, by its name."""
+    options = json.dumps({**options, "tensor_parallel_size": ranks})
+    return {step.pop("asked"): step for step in told_by(program, started, a, b, options, ranks=ranks)}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])

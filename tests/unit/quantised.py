@@ -24,6 +24,14 @@ def compressed(stored, kind, bits, strategy, **more):
     return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
 
 
+def each_channel(stored, kind):
+    """A configuration for which vLLM has kernels on a CPU: a scale for each row, and for each token."""
+    tokens = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True, "symmetric": True}
+    config = {**compressed(stored, kind, 8, "channel"), "ignore": ["lm_head"]}
+    config["config_groups"]["group_0"]["input_activations"] = tokens
+    return config
+
+
 CONFIGS = {
     "fine-grained": FINE,
     "fine-grained, powers of two": {**FINE, "scale_fmt": "ue8m0"},

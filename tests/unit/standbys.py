@@ -1,4 +1,4 @@
-"""Engines whose loader packs, checkpoints for them, and pushes into a standby."""
+"""Engines whose loader packs, and whose weights may move; checkpoints for them, and pushes into a standby."""
 
 import contextlib
 

@@ -44,7 +44,7 @@ def test_what_no_plan_can_fill_is_loaded_into_a_second_model():
 
 
 def fused(model, weights):
-    """Half of the last layer's weight comes with another tensor."""
+    """Half of one weight comes with the tensor of another."""
     for name, tensor in weights:
         if name == "layer_9":
             model.layer_9.data[:15].copy_(tensor[:15])

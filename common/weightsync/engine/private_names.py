@@ -35,7 +35,7 @@ class PrivateNames:
             return ""
         return (
             f"weightsync was never tested with {self._engine} {self.version()}, only with {self.tested}; "
-            f"it is tried, because every name that it uses is there"
+            "it is tried, because every name that it uses is there"
         )
 
     def _nearest(self) -> str:
