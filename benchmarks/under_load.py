@@ -27,14 +27,17 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.bench import ARGS, ENVIRONMENT
-from benchmarks.streams import PROMPT, SERVERS, STREAMS
+from benchmarks.streams import SERVERS, STREAMS
 from benchmarks.trainer import ROOT, Trainer, model_folders
 from tools import servers
 from tools.progress import alive
 from weightsync import Sender
 
 KIND = "qwen3_0_6b"
-TOKENS = 400
+#: Tokens of each stream, more than it reads here, and of all of them; prompts have one token. A CPU without bfloat16
+#: takes 14 s for seven prompts of 43 tokens in one step: streams that began during a push would only show that.
+TOKENS = 1500
+ROOM = {"sglang": ["--max-total-tokens", str(STREAMS * (TOKENS + 1) + 1024)], "vllm": []}
 PUSHES, WARM = 8, 2
 #: Tokens of every stream when the time without a push begins, and its seconds.
 SETTLED, QUIET_S = 10, 10.0
@@ -76,7 +79,7 @@ def read_streams(engine: servers.Engine, model: str, url: str) -> None:
 
     def read(number: int) -> None:
         for stream in itertools.count(number, STREAMS):
-            for _ in servers.stream(server, [*PROMPT, number], TOKENS):
+            for _ in servers.stream(server, [number + 1], TOKENS):
                 os.write(1, f"{stream} {time.monotonic()}\n".encode())  # one line at once, from any thread
 
     for number in range(STREAMS):
@@ -131,9 +134,9 @@ class Clients:
 
 def measure(engine: servers.Engine, folders: list[Path], trainer: Trainer, nice: int) -> report.Record:
     """Start the engine's server, push while it streams, and return the record."""
-    args = [*ARGS[engine], *KEEPS[engine]]
+    args = [*ARGS[engine], *ROOM[engine], *KEEPS[engine]]
     with alive(f"{engine}: starting the server"):
-        server = servers.start(engine, folders[0], args=args, env=ENVIRONMENT[engine])
+        server = servers.start(engine, folders[0], args=args, env=ENVIRONMENT[engine], max_model_len=2 * TOKENS)
     with server, Clients(server) as clients:
         quiet = _window(lambda: time.sleep(QUIET_S))
         taken = _window(lambda: _beside(TAKE, 2 * trainer.nbytes))  # an arena and a standby
