@@ -34,9 +34,10 @@ from tools.progress import alive
 from weightsync import Sender
 
 KIND = "qwen3_0_6b"
-#: Tokens of each stream, more than it reads here, and of all of them; prompts have one token. A CPU without bfloat16
-#: takes 14 s for seven prompts of 43 tokens in one step: streams that began during a push would only show that.
+#: Tokens of each stream, more than are read here. Prompts have one: without AVX-512 a CPU takes 14 s for one step with
+#: seven prompts of 43 tokens, and streams that began during a push would only show that.
 TOKENS = 1500
+#: Options that make room for all of them; SGLang takes the last of two.
 ROOM = {"sglang": ["--max-total-tokens", str(STREAMS * (TOKENS + 1) + 1024)], "vllm": []}
 PUSHES, WARM = 8, 2
 #: Tokens of every stream when the time without a push begins, and its seconds.

@@ -246,12 +246,17 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue  # what it holds itself is of adapters
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             yield f"{prefix}.{name}", tensor
-        if hasattr(module, "cpu_linear"):
+        if packs(module):
             # The CPU back end packs linear weights into an opaque handle. Applied to the identity matrix it returns
             # the exact weight: every sum has one term that is not zero.
             yield f"{prefix}.cpu_linear", _applied_to_identity(module)
         if hasattr(kernel := getattr(getattr(module, "scheme", None), "kernel", None), "dnnl_handler"):
             yield f"{prefix}.dnnl_handler", _int8_applied_to_identity(kernel, module)
+
+
+def packs(module: object) -> bool:
+    """Whether a layer on a CPU computes with a packed copy of its weight, to which its function refers."""
+    return bool(getattr(getattr(module, "cpu_linear", None), "__closure__", None))
 
 
 def has_adapters(module: object) -> bool:

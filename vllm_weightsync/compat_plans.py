@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_weightsync import compat, compat_standby
+from vllm_weightsync import compat, compat_models, compat_standby
 from weightsync.engine.private_names import Names
 
 #: Names used in a worker for its load plans.
@@ -56,9 +56,7 @@ def _change(module: Any) -> str:
     method = getattr(module, "quant_method", None)
     if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return f"calls {type(method).__name__}"
-    # On a CPU: the function that multiplies with the weight, or with a packed copy that it refers to.
-    multiply = getattr(module, "cpu_linear", None)
-    if multiply is not None and getattr(multiply, "__closure__", None):
+    if compat_models.packs(module):
         return "packs layers"
     if not callable(getattr(module, "process_weights_after_loading", None)):
         return ""
